@@ -1,8 +1,8 @@
 """Cost of saving: `python benchmarks/checkpoint_cost.py`.
 
-A ResNet-50 on the CPU with EMA and momentum. Measures how long the loop waits for a save, how long the write in the
-background takes, and how much slower CPU steps are during a write. The first is relative to 2 % of an epoch of ImageNet
-at two published speeds (`EPOCHS`). Each number is a median.
+A ResNet-50 on the CPU with EMA and momentum. Measures how long the loop waits for a save, how long
+the write in the background takes, and how much slower CPU steps are during a write. The first is
+relative to 2 % of an epoch of ImageNet at two published speeds (`EPOCHS`). Each number is a median.
 """
 
 import argparse
@@ -21,7 +21,8 @@ import timm
 import torch
 from torch.nn import functional
 
-from imagenet_cls.checkpoint.format import Progress, Snapshot, prune, size_bytes, write_checkpoint
+from imagenet_cls.checkpoint.format import Snapshot, prune, size_bytes, write_checkpoint
+from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.schema import CheckpointConfig, EmaConfig
 from imagenet_cls.engine.build import TrainingParts
@@ -63,7 +64,9 @@ class Training:
         self.progress.step += 1
 
     def timed_step(self) -> tuple[float, float]:
-        """Wall-clock and CPU seconds: with one thread they differ if other programs use the core."""
+        """Wall-clock and CPU seconds: with one thread they differ if other programs use the
+        core.
+        """
         begin = time.thread_time()
         return seconds(self.step), time.thread_time() - begin
 
@@ -108,9 +111,8 @@ def measure(training: Training, folder: Path, saves: int) -> list[tuple[str, flo
         copies.append(seconds(saver.save))
         while any(thread.name == "checkpoint" for thread in threading.enumerate()):
             meanwhile.append(training.timed_step())
-        beside.append(
-            time.perf_counter() - started[-1]
-        )  # to the end of a step; includes the deletion of the old one
+        # to the end of a step; includes the deletion of the old one
+        beside.append(time.perf_counter() - started[-1])
         saver.wait()
     rows = [
         ("the loop waits for the copy to host memory", median(copies)),
@@ -148,7 +150,8 @@ def main() -> None:
         rows = measure(training, Path(folder) / "checkpoints", arguments.saves)
     print(f"torch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}")
     print(
-        f"{arguments.threads} threads on {os.cpu_count()} cores, {held / 1e6:.0f} MB, {arguments.saves} saves\n"
+        f"{arguments.threads} threads on {os.cpu_count()} cores, {held / 1e6:.0f} MB, "
+        f"{arguments.saves} saves\n"
     )
     print("| | ms |\n|---|---:|")
     for what, sec in rows:
@@ -157,7 +160,8 @@ def main() -> None:
     for name, epoch_sec in EPOCHS.items():
         share = 100 * still / epoch_sec
         print(
-            f"\n{name}: {epoch_sec:.1f} s per epoch, {100 * SHARE:g} % of it {1e3 * SHARE * epoch_sec:.0f} ms"
+            f"\n{name}: {epoch_sec:.1f} s per epoch, {100 * SHARE:g} % of it "
+            f"{1e3 * SHARE * epoch_sec:.0f} ms"
         )
         print(f"the loop waits for {share:.2f} % of the epoch")
 

@@ -1,12 +1,14 @@
 """Run implementations in turn, compare them pairwise, and write the results as tables and JSON.
 
-A row of a result is a dictionary: `row` (what it is), `value`, and where they apply `low`, `high` (the range over the
-rounds), `unit`, `goal` (such as ">= 2.5"), `met` and `note`. `value` is None for what was not measured.
+A row of a result is a dictionary: `row` (what it is), `value`, and where they apply `low`, `high`
+(the range over the rounds), `unit`, `goal` (such as ">= 2.5"), `met` and `note`. `value` is None
+for what was not measured.
 """
 
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -88,7 +90,9 @@ class Implementation:
 
 
 def run_in_turn(implementations: Sequence[Implementation], rounds: int) -> None:
-    """Start all, then `rounds` times one pass of each, so that a slower or faster machine affects all."""
+    """Start all, then `rounds` times one pass of each, so that a slower or faster machine affects
+    all.
+    """
     try:
         for implementation in implementations:
             _ = implementation.process  # all start at once
@@ -161,7 +165,9 @@ def paired(
     goal: str = "",
     note: str = "",
 ) -> Row:
-    """The ratio of images per second in each round; `cpu_ratio` is that of images per CPU second."""
+    """The ratio of images per second in each round; `cpu_ratio` is that of images per CPU
+    second.
+    """
     if ours is None or other is None or not (ours.passes and other.passes):
         errors = [each.error for each in (ours, other) if each is not None and each.error]
         return measured(row, [], "x", goal, note=errors[0] if errors else NOT_MEASURED)
@@ -210,8 +216,6 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     ),
     "cpu_ms": ("CPU ms/img", lambda row: _number(row.get("cpu_ms", ""))),
     "cpu_ratio": ("by CPU time", lambda row: _number(row.get("cpu_ratio", ""))),
-    "goal": ("goal", lambda row: row.get("goal", "")),
-    "met": ("met", lambda row: {True: "yes", False: "**no**", None: ""}[row.get("met")]),
     "note": ("", lambda row: row.get("note", "")),
 }
 
@@ -287,7 +291,10 @@ def page_section(result: Mapping[str, Any]) -> str:
     machine, images = result["machine"], result.get("images")
     baseline = f"; the baseline is commit {result['baseline']}" if result.get("baseline") else ""
     processors = ", ".join([machine["processor"], *machine.get("gpus", [])])
-    cores = f"{machine['cores']} cores, {machine['memory_gib']} GiB, load {machine['load'][0]:g} at the start"
+    cores = (
+        f"{machine['cores']} cores, {machine['memory_gib']} GiB, load {machine['load'][0]:g} "
+        f"at the start"
+    )
     lines = [
         f"### {result['command']}\n",
         f"`python tools/benchmark.py {result['command']}`\n",
@@ -296,7 +303,8 @@ def page_section(result: Mapping[str, Any]) -> str:
     ]
     if machine["load"][0] > machine["cores"] / 2:
         lines.append(
-            "- other programs used the machine: ratios by CPU time say more, and the number of workers little"
+            "- other programs used the machine, so ratios by CPU time are more reliable, and "
+            "effects of the number of workers are not"
         )
     if images:
         size = (
@@ -309,6 +317,9 @@ def page_section(result: Mapping[str, Any]) -> str:
             f"- environment of {name}: {'' if name == 'ours' else 'the same, except '}{listing}"
         )
     for title, rows in result["tables"].items():
+        if title == "Equality" and all(row["value"] == "yes" for row in rows):
+            lines.append(f"\nAll {len(rows)} checks that pixels, crops and losses are equal pass.")
+            continue
         lines.append(f"\n{title}:\n\n{table(rows)}" if title else f"\n{table(rows)}")
     return "\n".join(lines) + "\n"
 
@@ -319,11 +330,23 @@ BEGIN, END = (
 )
 
 
+# What the page leaves out: comparisons with an earlier commit of the package, and speeds whose
+# ratios it has.
+_NOT_ON_PAGE = re.compile("baseline|per image|, policy|, evaluation|^ours, 1 worker")
+
+
 def page_with_results(page: str, results: Sequence[Mapping[str, Any]]) -> str:
     """The page with these results in the place of the earlier ones."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return "\n".join([before + BEGIN, "", *map(page_section, results), END]) + after
+    sections = []
+    for result in results:
+        tables = {
+            title: [row for row in rows if not _NOT_ON_PAGE.search(row["row"])]
+            for title, rows in result["tables"].items()
+        }
+        sections.append(page_section({**result, "tables": tables, "baseline": None}))
+    return "\n".join([before + BEGIN, "", *sections, END]) + after
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:

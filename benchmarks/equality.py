@@ -12,7 +12,7 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from torchvision.transforms import v2
 
 from benchmarks.compare import Row, check
-from imagenet_cls.checkpoint.format import Progress
+from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config import keys
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import AugmentConfig, Config
@@ -23,6 +23,7 @@ from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.loaders import build_train_loader
+from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.engine.train import train
 from imagenet_cls.models.adapt import set_training
@@ -41,7 +42,9 @@ def decode_options() -> list[str]:
 
 
 def loader_options(workers: int) -> list[list[str]]:
-    """Overrides that must not change a batch: numbers of workers, and each value of `data.decode`."""
+    """Overrides that must not change a batch: numbers of workers, and each value of
+    `data.decode`.
+    """
     counts = [[f"data.num_workers={count}"] for count in sorted({0, 1, workers})]
     return counts + [
         [f"data.num_workers={workers}", f"data.decode={value}"] for value in decode_options()
@@ -91,7 +94,9 @@ def config_of(folder: Path, batch_size: int, overrides: Sequence[str]) -> Config
 
 
 def pixel_rows(folder: Path, batch_size: int, workers: int, images: int) -> Iterator[Row]:
-    """Whether crops and pixels are those of torchvision's v2 transforms on whole images, for each option."""
+    """Whether crops and pixels are those of torchvision's v2 transforms on whole images, for each
+    option.
+    """
     reference: dict[Any, torch.Tensor] = {}
     same_crops = True
     crop, flip = v2.RandomResizedCrop([224, 224]), v2.RandomHorizontalFlip()
@@ -136,7 +141,9 @@ def pixel_rows(folder: Path, batch_size: int, workers: int, images: int) -> Iter
 
 
 class LossRecorder:
-    """What `engine.train.train` needs of a run, without reports, evaluations and saves: collects the losses."""
+    """What `engine.train.train` needs of a run, without reports, evaluations and saves: collects
+    the losses.
+    """
 
     def __init__(self, parts: TrainingParts):
         self.parts, self.progress = parts, Progress()
@@ -146,8 +153,8 @@ class LossRecorder:
         set_training(self.parts.model, self.parts.config.model)
         return self.parts.train_loader.epoch(epoch, first_step)
 
-    def after_step(self, epoch: int, lr: float, loss_and_top1: torch.Tensor, *_: Any) -> None:
-        self.losses.append(loss_and_top1[0])
+    def after_step(self, result: StepResult) -> None:
+        self.losses.append(result.loss_and_top1[0])
 
     def after_epoch(self) -> None:
         pass
@@ -167,7 +174,7 @@ def loss_rows(folder: Path, workers: int, steps: int) -> Iterator[Row]:
     first: list[float] | None = None
     for overrides in loader_options(workers):
         parts = build(config_of(folder, 8, [*small, *overrides]), CPU)
-        run: Any = LossRecorder(parts)
+        run = LossRecorder(parts)
         train(run)
         parts.train_loader.close()
         losses = torch.stack(run.losses).tolist()

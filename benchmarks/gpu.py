@@ -1,7 +1,8 @@
 """Training on one GPU: `python tools/benchmark.py gpu`.
 
-ResNet-50, 224 px, bfloat16, channels-last. Each case runs in a process of its own, and one that fails or takes too long
-has no figures. Without a GPU, `--tiny` runs all cases on the CPU with small sizes.
+ResNet-50, 224 px, bfloat16, channels-last. Each case runs in a process of its own, and one that
+fails or takes too long has no figures. Without a GPU, `--tiny` runs all cases on the CPU with small
+sizes.
 """
 
 import json
@@ -140,7 +141,8 @@ def files(sizes: Sizes, rounds: int, batch: int) -> list[Row]:
 
 
 def sync_bn(sizes: Sizes, rounds: int) -> list[Row]:
-    """torch's SyncBatchNorm against this project's for CPUs, on two ranks that share the device, by gloo.
+    """torch's SyncBatchNorm against this project's for CPUs, on two ranks that share the device, by
+    gloo.
 
     On a CPU, where torch's does not run, against BatchNorm over the images of both ranks.
     """
@@ -205,7 +207,9 @@ def _sync_bn_rank(rank: int, folder: str, device: str, tiny: bool, rounds: int) 
 
 
 def resume(sizes: Sizes, rounds: int) -> list[Row]:
-    """Whether a resumed run ends with the same weights as an uninterrupted one, with `train.deterministic`."""
+    """Whether a resumed run ends with the same weights as an uninterrupted one, with
+    `train.deterministic`.
+    """
     steps = 6 if sizes.tiny else 40
     options = [*sizes.synthetic, f"train.global_batch_size={sizes.batch(64)}", "optimizer.lr=0.01"]
     options += [
@@ -257,7 +261,9 @@ CASES: dict[str, Callable[[Sizes, int], list[Row]]] = {
 
 
 def run(rounds: int = 5, tiny: bool = False, cases: Sequence[str] = tuple(CASES)) -> list[Row]:
-    """The rows of all cases. tiny: each batch has four images, so one of the two sizes is enough."""
+    """The rows of all cases. tiny: each batch has four images, so one of the two sizes is
+    enough.
+    """
     rows, end = [], time.perf_counter() + ALL_SEC
     for case in cases:
         if tiny and case.endswith(str(BATCHES[1])):

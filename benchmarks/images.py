@@ -1,15 +1,16 @@
-"""JPEGs like those of ImageNet, made from scikit-learn's two photographs, or a sample of those in a given folder.
+"""JPEGs like those of ImageNet, made from scikit-learn's two photographs, or a sample of those in a
+given folder.
 
-ImageNet's are on average 110 to 126 KB, of about 470x405 pixels, mostly 4:4:4 at a quality of about 96. A few are gray,
-CMYK or progressive.
+ImageNet's are on average 110 to 126 KB, of about 470x405 pixels, mostly 4:4:4 at a quality of about
+96. A few are gray, CMYK or progressive.
 """
 
 import io
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def _write(arguments: tuple[Path, int]) -> int:
 
 
 def prepare_images(folder: Path, count: int, root: Path | None = None) -> dict[str, Any]:
-    """Fill `folder` with train/ and val/ of `count` images each, once, and return a description of them.
+    """Fill `folder` with train/ and val/ of `count` images each, once, and return a description of
+    them.
 
     root: a folder with train/ and val/ of class folders; about `count` images of each are linked.
     """
@@ -93,8 +95,8 @@ def prepare_images(folder: Path, count: int, root: Path | None = None) -> dict[s
                 path = folder / part / f"n{number % CLASSES:08d}" / f"{number:06d}.JPEG"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 tasks.append((path, number if part == "train" else first + number))
-        with get_context("fork").Pool(os.cpu_count()) as pool:
-            sizes = pool.map(_write, tasks, chunksize=16)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            sizes = list(pool.map(_write, tasks))
     else:
         sizes = [_link(path, folder / path.relative_to(root)) for path in _sample(root, count)]
     source = "generated" if root is None else "of --root"

@@ -1,10 +1,12 @@
-"""Implementations of `tools/benchmark.py`: each is a process of its own, in the Python and with the packages it needs.
+"""Implementations of `tools/benchmark.py`: each is a process of its own, in the Python and with the
+packages it needs.
 
-    python benchmarks/implementations.py '{"name": "timm", "folder": ..., "batch_size": 64, "workers": 2}'
+    python benchmarks/implementations.py '{"name": "timm", "folder": ..., "batch_size": 64,
+    "workers": 2}'
 
-prints its versions as a line of JSON, makes one pass to warm up, and then one for each line on stdin, after which it
-prints images, wall-clock seconds and CPU seconds. Nothing here imports the rest of `benchmarks`, or a package that
-another implementation needs.
+prints its versions as a line of JSON, makes one pass to warm up, and then one for each line on
+stdin, after which it prints images, wall-clock seconds and CPU seconds. Nothing here imports the
+rest of `benchmarks`, or a package that another implementation needs.
 """
 
 import ctypes
@@ -58,7 +60,9 @@ def ours(
     floats: bool = False,
     overrides: Iterable[str] = (),
 ) -> Pass:
-    """This project's loader, as a run builds it: uint8 batches; with floats, also cast and normalized on the CPU."""
+    """This project's loader, as a run builds it: uint8 batches; with floats, also cast and
+    normalized on the CPU.
+    """
     import torch
 
     from imagenet_cls.config.load import load_config
@@ -74,11 +78,8 @@ def ours(
         f"data.num_workers={workers}",
         f"train.global_batch_size={batch_size}",
     ]
-    options += [
-        f"eval.batch_size={batch_size}",
-        "train.epochs=1",
-        *overrides,
-    ]  # 1: nothing is read ahead of a pass
+    # 1: nothing is read ahead of a pass
+    options += [f"eval.batch_size={batch_size}", "train.epochs=1", *overrides]
     config = load_config("resnet50", options).config
     assert (config.augment.size_px, config.eval.resize_px, config.eval.crop_px) == (
         SIZE_PX,
@@ -161,7 +162,9 @@ def torchvision(folder: str, batch_size: int, workers: int, evaluate: bool = Fal
 
 
 def ffcv(folder: str, batch_size: int, workers: int) -> Pass:
-    """FFCV's Loader on its own file, written with its JPEG settings for ImageNet (quality 90), with its decoder."""
+    """FFCV's Loader on its own file, written with its JPEG settings for ImageNet (quality 90), with
+    its decoder.
+    """
     from ffcv.fields import IntField, RGBImageField
     from ffcv.fields.basics import IntDecoder
     from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
@@ -194,7 +197,9 @@ def ffcv(folder: str, batch_size: int, workers: int) -> Pass:
 
 
 def dali(folder: str, batch_size: int, workers: int, crop_decode: bool = True) -> Pass:
-    """DALI on the CPU: uint8 batches. crop_decode: its decoder draws the crop and skips what is outside."""
+    """DALI on the CPU: uint8 batches. crop_decode: its decoder draws the crop and skips what is
+    outside.
+    """
     from nvidia.dali import fn, pipeline_def, types
 
     files, depth = train_files(folder), 2
@@ -261,7 +266,9 @@ def decode_only(folder: str, batch_size: int, workers: int) -> Pass:
 
 
 def decoder(folder: str, batch_size: int, workers: int, method: str) -> Pass:
-    """One decoder in one thread: files in memory to RGB, without the CMYK ones, which most of them do not decode."""
+    """One decoder in one thread: files in memory to RGB, without the CMYK ones, which most of them
+    do not decode.
+    """
     from PIL import Image
 
     files, crops, draws = [], [], random.Random(0)

@@ -1,9 +1,10 @@
 """Time to list the 1,281,167 images of a dataset: `python tools/benchmark.py index`.
 
-The images are empty files, hard links in 1,000 class folders in memory. A round runs each implementation once, in turn.
-Times are CPU time, since something else may run on the machine; nothing waits for a disk. `index_folder` of this
-project runs with and without its cache; `os.scandir` lists and sorts names, and does nothing else. The same names are
-listed from a tar and a zip with tiny members.
+The images are empty files, hard links in 1,000 class folders in memory. A round runs each
+implementation once, in turn. Times are CPU time, since something else may run on the machine;
+nothing waits for a disk. `index_folder` of this project runs with and without its cache;
+`os.scandir` lists and sorts names, and does nothing else. The same names are listed from a tar and
+a zip with tiny members.
 """
 
 import os

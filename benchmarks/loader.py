@@ -1,4 +1,6 @@
-"""Decoders and data loaders of this project and of others: which of them run, their ratios and the goals."""
+"""Decoders and data loaders of this project and of others: which of them run, their ratios and the
+goals.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,8 @@ POLICY = "rand-m9-mstd0.5-inc1"
 
 @dataclass
 class Options:
-    """Of one run of the benchmark. pythons: of the other libraries. only: patterns of the labels to run.
+    """Of one run of the benchmark. pythons: of the other libraries. only: patterns of the labels to
+    run.
 
     loss_steps: of the runs whose losses are compared.
     """
@@ -78,7 +81,9 @@ class Group:
 def ours_and_timm(
     options: Options, suffix: str, ours: dict[str, Any], timm: dict[str, Any]
 ) -> list[Implementation]:
-    """Implementations whose labels end in `suffix`: ours, and with floats; timm's loader, and with its prefetcher."""
+    """Implementations whose labels end in `suffix`: ours, and with floats; timm's loader, and with
+    its prefetcher.
+    """
     found = [
         options.implementation(f"ours{suffix}", "ours", **ours),
         options.implementation(f"ours, floats{suffix}", "ours", floats=True, **ours),

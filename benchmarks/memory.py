@@ -1,8 +1,10 @@
-"""Memory of the index of 1,281,167 images, once and in each worker: `python tools/benchmark.py memory`.
+"""Memory of the index of 1,281,167 images, once and in each worker: `python tools/benchmark.py
+memory`.
 
-The images are hard links to one small JPEG in 1,000 class folders. Once: by how much the resident memory of the process
-grows when it opens the data. In each worker: the private memory of a worker after the same number of samples, less that
-of a worker with an index of 20,000 images; pages that a worker shares with its parent do not count.
+The images are hard links to one small JPEG in 1,000 class folders. Once: by how much the resident
+memory of the process grows when it opens the data. In each worker: the private memory of a worker
+after the same number of samples, less that of a worker with an index of 20,000 images; pages that a
+worker shares with its parent do not count.
 """
 
 import multiprocessing
@@ -19,16 +21,14 @@ from PIL import Image
 
 from benchmarks.compare import Row, measured, progress
 
-IMAGES, SMALL, BATCH_SIZE, WORKERS = (
-    1_281_167,
-    20_000,
-    64,
-    2,
-)  # an epoch of the small index is not exceeded
+# an epoch of the small index is not exceeded
+IMAGES, SMALL, BATCH_SIZE, WORKERS = 1_281_167, 20_000, 64, 2
 
 
 def memory_bytes(process: int | str, kind: str) -> int:
-    """Memory of a process: `Rss`, all that is resident; `Private`, what it shares with no other process."""
+    """Memory of a process: `Rss`, all that is resident; `Private`, what it shares with no other
+    process.
+    """
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(kind))
 
@@ -83,7 +83,8 @@ def torchvision_batches(root: str) -> Iterable[Any]:
 def measure(
     batches_of: Callable[[str], Iterable[Any]], warm_up: str, root: str, steps: int
 ) -> tuple[int, float]:
-    """In a fresh process: bytes by which opening `root` enlarges it, and mean private bytes of its workers.
+    """In a fresh process: bytes by which opening `root` enlarges it, and mean private bytes of its
+    workers.
 
     warm_up: another root, opened before, so that imports do not count.
     """

@@ -1,8 +1,9 @@
 """Time to start: `python tools/benchmark.py startup`.
 
-Each round starts each command once, in turn, in a new process with one thread. The demo is timed by the marks that this
-file sets in a process of its own: imports, everything up to the first batch, and the first step. All times are CPU
-times of the process, since something else may run on the machine; the wall time is in the note.
+Each round starts each command once, in turn, in a new process with one thread. The demo is timed by
+the marks that this file sets in a process of its own: imports, everything up to the first batch,
+and the first step. All times are CPU times of the process, since something else may run on the
+machine; the wall time is in the note.
 """
 
 import json
@@ -95,9 +96,8 @@ def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
     stages: dict[str, list[float]] = {name: [] for name in STAGES}
     with tempfile.TemporaryDirectory() as folder:
-        time_command(
-            ["tools/train.py", "--dry-run"], 0, folder
-        )  # writes the digits, and fills caches
+        # writes the digits, and fills caches
+        time_command(["tools/train.py", "--dry-run"], 0, folder)
         for _ in range(rounds):
             for name, (arguments, code, _) in COMMANDS.items():
                 found[name].append(time_command(arguments, code, folder))

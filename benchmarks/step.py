@@ -1,12 +1,14 @@
-"""A step of `train()` against reference loops, in turn in one process: `python tools/benchmark.py step`.
+"""A step of `train()` against reference loops, in turn in one process: `python tools/benchmark.py
+step`.
 
-`train()` runs with all that a run does after a step (reports, guards), without evaluations and saves. The reference
-loop normalizes the images, runs forward and backward, clips, steps and averages as configured, and reads the losses
-once in each round. With "the same arithmetic" it also computes what `train()` reports and checks: the norm of the
-gradient, whether its elements are finite, and the top-1 accuracy.
+`train()` runs with all that a run does after a step (reports, guards), without evaluations and
+saves. The reference loop normalizes the images, runs forward and backward, clips, steps and
+averages as configured, and reads the losses once in each round. With "the same arithmetic" it also
+computes what `train()` reports and checks: the norm of the gradient and the top-1 accuracy.
 
-A ResNet-18 gives images per second. The other models are tiny, so that most of a step is overhead: microseconds of a
-step, and those that `train()` adds to a reference loop. On the CPU, one thread for each rank.
+A ResNet-18 gives images per second. The other models are tiny, so that most of a step is overhead:
+microseconds of a step, and those that `train()` adds to a reference loop. On the CPU, one thread
+for each rank.
 """
 
 import contextlib
@@ -29,19 +31,20 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.compare import Row, measured, progress, rounded
-from imagenet_cls.checkpoint.format import Progress
+from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.build import TrainingParts, build
+from imagenet_cls.engine.plan import Due
+from imagenet_cls.engine.precision import autocast
 from imagenet_cls.engine.run import Run
 from imagenet_cls.engine.run_folder import RunFolder
 from imagenet_cls.engine.state import open_saver
-from imagenet_cls.engine.step import any_nonfinite, autocast
 from imagenet_cls.engine.train import train
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group, init_group
-from imagenet_cls.parallel.signals import StopSignalHandler
+from imagenet_cls.parallel.stop_requests import StopSignalHandler
 from imagenet_cls.report.reporter import Reporter
 
 SETTINGS = ("optimizer.lr=0.001", "log.tensorboard=false", "log.plots=false")
@@ -79,11 +82,8 @@ def many_tensors(num_classes: int) -> nn.Module:
 class PartialRun(Run):
     """A run without evaluations and saves."""
 
-    def evaluate_if_due(self) -> None:
-        pass
-
-    def save_scheduled(self) -> bool:
-        return False
+    def due(self) -> Due:
+        return replace(super().due(), evaluation=False, save=False)
 
 
 class TrainingLoop:
@@ -115,7 +115,9 @@ class TrainingLoop:
 
 
 class ReferenceLoop:
-    """The same steps as a script would write them, on a copy of the model. same_arithmetic: see above."""
+    """The same steps as a script would write them, on a copy of the model. same_arithmetic: see
+    above.
+    """
 
     def __init__(self, parts: TrainingParts, same_arithmetic: bool = False):
         config = parts.config
@@ -137,7 +139,7 @@ class ReferenceLoop:
             None if config.ema.decay is None else [tensor.clone() for tensor in self.averaged]
         )
         self.preprocess, self.device = parts.preprocess.preprocess, parts.group.device
-        self.dtype = parts.evaluation.autocast_dtype
+        self.dtype = parts.autocast_dtype
         self.batches = cycle(list(islice(parts.train_loader.epoch(0), BATCHES)))
 
     def __call__(self, steps: int) -> None:
@@ -152,14 +154,12 @@ class ReferenceLoop:
                 loss = functional.cross_entropy(logits, targets)
             loss.backward()
             values.append(loss.detach())
-            gradients = [
-                gradient for p in self.model.parameters() if (gradient := p.grad) is not None
-            ]
             if self.same_arithmetic:
-                values += [(logits.argmax(1) == targets).float().mean(), any_nonfinite(gradients)]
+                values.append((logits.argmax(1) == targets).float().mean())
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
             elif self.same_arithmetic:
+                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
                 values.append(nn.utils.get_total_norm(gradients))
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.001
@@ -173,7 +173,9 @@ class ReferenceLoop:
 def seconds_in_turn(
     loops: Sequence[Callable[[int], None]], steps: int, rounds: int
 ) -> list[list[tuple[float, float]]]:
-    """Wall-clock and CPU seconds of some steps, for each loop and round. Loops wait for the device."""
+    """Wall-clock and CPU seconds of some steps, for each loop and round. Loops wait for the
+    device.
+    """
     seconds: list[list[tuple[float, float]]] = [[] for _ in loops]
     for _ in range(rounds):
         for loop, found in zip(loops, seconds, strict=True):
@@ -192,7 +194,8 @@ def throughput_rows(
     rounds: int,
     goal: str = "",
 ) -> list[Row]:
-    """Rows of a config: images per second of `train()`, its ratio to the reference loop, on GPUs its peak memory.
+    """Rows of a config: images per second of `train()`, its ratio to the reference loop, on GPUs
+    its peak memory.
 
     goal: of the images per second.
     """
@@ -230,7 +233,9 @@ def throughput_rows(
 def overhead_rows(
     model: str, ema_and_clip: bool, group: Group, steps: int, rounds: int
 ) -> list[Row]:
-    """Rows of a tiny model: microseconds of a step of `train()`, and those that it adds to the reference loops."""
+    """Rows of a tiny model: microseconds of a step of `train()`, and those that it adds to the
+    reference loops.
+    """
     overrides = [*synthetic(16), f"model.name=benchmarks.step:{model}"]
     overrides += [
         f"train.global_batch_size={OVERHEAD_BATCH * group.world_size}",
@@ -246,7 +251,10 @@ def overhead_rows(
     wall, cpu = (
         [[1e6 * each[clock] / steps for each in found] for found in seconds] for clock in (0, 1)
     )
-    name = f"{model}{', EMA and clipping' * ema_and_clip}, {group.world_size} rank{'s' * (group.world_size > 1)}"
+    name = (
+        f"{model}{', EMA and clipping' * ema_and_clip}, {group.world_size} "
+        f"rank{'s' * (group.world_size > 1)}"
+    )
     rows = [measured(f"{name}: train()", wall[0], "us", note=f"CPU time {median(cpu[0]):.0f} us")]
     for number, what in ((1, "reference loop"), (2, "the same arithmetic")):
         added, cpu_added = (
@@ -273,7 +281,9 @@ def synthetic(size_px: int) -> list[str]:
 
 
 def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
-    """The rows of all models, on one rank and on two. tiny: a smaller ResNet-18, and two steps in a round."""
+    """The rows of all models, on one rank and on two. tiny: a smaller ResNet-18, and two steps in a
+    round.
+    """
     rows = []
     for world_size in (1, 2):
         with tempfile.TemporaryDirectory() as folder:

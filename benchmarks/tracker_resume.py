@@ -1,9 +1,11 @@
-"""Kill a run three times, resume it, and compare what wandb (offline) and MLflow (SQLite) stored with metrics.jsonl.
+"""Kill a run three times, resume it, and compare what wandb (offline) and MLflow (SQLite) stored
+with metrics.jsonl.
 
     pip install 'imagenet-cls[wandb,mlflow]'
     python benchmarks/tracker_resume.py DIGITS WORK_DIR
 
-DIGITS: a folder for the images of the demo. Prints, for each tracker, how many steps have other values.
+DIGITS: a folder for the images of the demo. Prints, for each tracker, how many steps have other
+values.
 """
 
 import json
@@ -116,7 +118,8 @@ def main() -> None:
         }
         steps = sum(rows[step] != values for step, values in expected.items())
         print(
-            f"{name} has {len(rows)} steps, each once; {steps} steps differ, in {sorted(differing) or 'nothing'}"
+            f"{name} has {len(rows)} steps, each once; {steps} steps differ, in "
+            f"{sorted(differing) or 'nothing'}"
         )
         assert all(tag.endswith(MEASURED) for tag in differing), name
 

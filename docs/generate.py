@@ -1,4 +1,5 @@
-"""Writes docs/config.md from the schema and docs/recipes.md from the configs: `python docs/generate.py`.
+"""Writes docs/config.md from the schema and docs/recipes.md from the configs: `python
+docs/generate.py`.
 
 `--check` writes nothing, and ends with exit code 1 if a page is out of date.
 """
@@ -80,8 +81,8 @@ if `eval.resize_px` is null. If such a key is set without effect, the run prints
 
 ## Removed keys
 
-`data.on_bad_image` and `data.manifest` of older configs are still read, with a warning. Use `data.exclude` instead, the
-path of the list: `on_bad_image: exclude` without `manifest` is `exclude: ${data.root}/verified_images.json`.
+Configs and checkpoints of earlier versions may hold keys that are gone. One that has its former default is ignored. Any
+other value is an error in a config, which says what to do instead, and a warning if it is that of a checkpoint.
 
 ## Errors
 
@@ -96,7 +97,9 @@ Names of models and optimizers, and their `kwargs`, are checked against the libr
 
 
 def comments() -> dict[tuple[str, str], str]:
-    """The comment block directly above each key in `schema.py`, by class and key; "" for a key without one."""
+    """The comment block directly above each key in `schema.py`, by class and key; "" for a key
+    without one.
+    """
     found, section = {}, ""
     block: list[str] = []
     for line in inspect.getsource(schema).splitlines():
@@ -114,17 +117,21 @@ def comments() -> dict[tuple[str, str], str]:
 def _type_text(key: str) -> str:
     hint = keys.value_types()[key]
     bare, optional = keys.split_optional(hint)
-    plain = [
-        member
+    texts = ["null"] if optional else []
+    if keys.choices(bare):
+        return ", or ".join([keys.describe_type(bare), *texts])
+    if bare == schema.Kwargs:
+        return "dict"
+    types = [
+        inspect.formatannotation(member)
         for member in keys.members(hint)
         if member is not type(None) and not keys.choices(member)
     ]
-    text = "dict" if bare == schema.Kwargs else " or ".join(map(inspect.formatannotation, plain))
-    text = keys.describe_type(bare) if keys.choices(bare) else text
+    text = " or ".join(types)
     allowed = keys.info(key).allowed
-    text = text if allowed is None else f"{text}, {allowed}"
-    words = () if keys.choices(bare) else keys.choices(hint)
-    return ", or ".join([text, *words, *(["null"] if optional else [])])
+    if allowed is not None:
+        text += f", {allowed}"
+    return ", or ".join([text, *keys.choices(hint), *texts])
 
 
 def _default_text(key: str) -> str:
@@ -136,21 +143,23 @@ def _limits_text(key: str) -> str:
     info = keys.info(key)
     texts = [f"At most `{info.at_most}`."] if info.at_most else []
     texts += [f"Not with `{other}`." for other in info.excludes]
-    return " ".join([*texts, f"Needs {info.needs.text}."] if info.needs is not None else texts)
+    texts += [f"Needs {info.needs.text}."] if info.needs is not None else []
+    return " ".join(texts)
 
 
 def _section_lines(section: str) -> list[str]:
-    of, texts = keys.sections()[section], comments()
-    lines = (
-        [f"## `{section}`", "", (of.__doc__ or "").strip(), ""]
-        if section
-        else ["## At the top level", ""]
-    )
+    dataclass_type = keys.sections()[section]
+    texts = comments()
+    if section:
+        lines = [f"## `{section}`", "", inspect.getdoc(dataclass_type) or "", ""]
+    else:
+        lines = ["## At the top level", ""]
     for key in keys.value_types():
         parent, _, name = key.rpartition(".")
         if parent == section:
             lines.append(f"- **`{key}`** ({_type_text(key)}; default {_default_text(key)}).")
-            lines += [f"  {text}" for text in (texts[of.__name__, name], _limits_text(key)) if text]
+            for text in (texts[dataclass_type.__name__, name], _limits_text(key)):
+                lines += [f"  {text}"] if text else []
     if section == "optimizer":
         for name, kwargs in schema.DEFAULT_KWARGS.items():
             lines += ["", f"Defaults of `{name}`: `kwargs: {reader.dump_inline(kwargs)}`"]
@@ -195,9 +204,9 @@ Each config below has the settings of a published recipe, and starts with its pa
     bash scripts/dist_train.sh configs/resnet/resnet50_tv_v2.yaml 8
     python tools/plot_schedule.py configs/resnet/resnet50_tv_v2.yaml
 
-**Claimed** is the source's top-1 accuracy on ImageNet-1k's validation set, in percent, with one center crop (FFCV's:
-with its mirror image); for CIFAR and Fashion-MNIST, on their test images. **Ours** is the accuracy of a run with this
-repository. **Not run** means that there was none.
+"Claimed" is the source's top-1 accuracy on ImageNet-1k's validation set, in percent, with one center crop (in FFCV's
+recipes, with its mirror image); for CIFAR and Fashion-MNIST, on their test images. "Ours" is the accuracy of a run with
+this repository; without it, there was none. The last column has the source, and hardware and hours if it states them.
 
 The batch is that of an optimizer step. If the source states how many images each GPU had, `train.micro_batch_size` has
 that number in most configs, so that BatchNorm normalizes groups of the same size. The groups stay the same if one GPU
@@ -217,17 +226,16 @@ The parts of a recipe were compared with independent implementations:
 | whole optimizer steps | plain torch |
 | size, accuracy, evaluation of torchvision's recipes | the metadata of its published weights |
 
-Two published recipes have no config. MosaicML's baseline of ResNet-50 (90 epochs) claims no accuracy to compare with.
-The settings of timm's RegNetY-3.2GF with RandAugment (`regnety_032.ra_in1k`, 81.95 %) are in a gist, not in timm's
-repository.
+Two published recipes have no config: MosaicML's baseline of ResNet-50 (90 epochs), which claims no accuracy, and timm's
+RegNetY-3.2GF with RandAugment (`regnety_032.ra_in1k`, 81.95 %), whose settings are not in timm's repository.
 """
 
 NOTES_INTRODUCTION = """\
 ## Deviations, omissions and uncertainties
 
 `deviates`: settings of the source that no key expresses, and what happens instead. `left out`: what the source's script
-does in addition, and the keys that add it. `uncertain`: what the source does not state for sure, or what is written
-from memory. The other recipes are believed to have every setting of their source.
+does in addition, and the keys that add it. `uncertain`: what the source does not state for sure, or what was not
+checked. The other recipes are believed to have every setting of their source.
 
 In all recipes, random draws have keys of their own; an epoch ends with the last whole batch, where torchvision's script
 also uses the remainder; `train.precision` is `auto`, whatever the source used; and torchvision's moving average copies
@@ -248,21 +256,33 @@ class Recipe:
         return self.path.parent.name or "resnet"
 
     @property
+    def accuracy(self) -> str:
+        """The claimed top-1, and that of a run with this repository."""
+        expect = self.config.expect
+        claimed = _percent(expect.claimed_top1_pct) or "no single figure"
+        ours = _percent(expect.ours_top1_pct)
+        return f"{claimed}; ours {ours}" if ours else claimed
+
+    @property
+    def origin(self) -> str:
+        """The source, and the hardware and hours that it states."""
+        expect = self.config.expect
+        hardware = (expect.hardware or "not stated").removesuffix(", hours not stated")
+        return str(expect.source) if hardware == "not stated" else f"{expect.source}; {hardware}"
+
+    @property
     def row(self) -> str:
         """Its row of the table."""
-        config, expect = self.config, self.config.expect
+        config = self.config
         sizes = config.augment.progressive.sizes_px
-        ours = _percent(expect.ours_top1_pct)
         cells = [
             f"[`{self.path.stem}`](../configs/{self.path.as_posix()})",
             f"`{config.model.name}`",
             str(config.train.epochs),
             f"{config.train.global_batch_size:,}",
             f"{'-'.join(map(str, sizes or [config.augment.size_px]))} → {config.eval.crop_px}",
-            _percent(expect.claimed_top1_pct) or "no single figure",
-            ours,
-            "" if ours else "not run",
-            f"{expect.source}; {expect.hardware}" if expect.hardware else str(expect.source),
+            self.accuracy,
+            self.origin,
         ]
         return f"| {' | '.join(cells)} |"
 
@@ -288,8 +308,10 @@ def recipes_page() -> str:
     lines = []
     for family, title in FAMILIES.items():
         rows = [recipe.row for recipe in found if recipe.family == family]
-        header = "| config | model | epochs | batch | px, training → evaluation | claimed | ours | not run | source |"
-        lines += [f"## {title}", "", header, f"|{'---|' * 9}", *rows, ""]
+        header = (
+            "| config | model | epochs | batch | px, training → evaluation | claimed | source |"
+        )
+        lines += [f"## {title}", "", header, f"|{'---|' * 7}", *rows, ""]
     names: dict[str, list[str]] = {}  # recipes with the same note share it
     for recipe in found:
         if recipe.config.expect.note:
@@ -303,7 +325,9 @@ def _percent(number: float | None) -> str:
 
 
 def _natural(name: str) -> list[str | int]:
-    """A sort key with numbers in numeric order: `resnet18_ffcv_88e`, `resnet50_ffcv_16e`, `resnet101`."""
+    """A sort key with numbers in numeric order: `resnet18_ffcv_88e`, `resnet50_ffcv_16e`,
+    `resnet101`.
+    """
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
@@ -312,11 +336,11 @@ def main(check_only: bool) -> int:
     pages = {DOCS / "config.md": config_page(), DOCS / "recipes.md": recipes_page()}
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     for path in stale:
-        print(
-            f"{path} {'is out of date: run python docs/generate.py' if check_only else 'written'}"
-        )
-        if not check_only:
+        if check_only:
+            print(f"{path} is out of date: run python docs/generate.py")
+        else:
             path.write_text(pages[path])
+            print(f"{path} written")
     return int(check_only and bool(stale))
 
 

@@ -1,18 +1,20 @@
 """Train ImageNet classifiers from config files, on any number of devices and machines.
 
-`Predictor`, `load_model` and `read_metrics` are imported when they are used, and torch with them: see docs/api.md.
+`Predictor`, `load_model` and `read_metrics` are imported when they are used, and torch with them:
+see docs/api.md.
 """
 
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from imagenet_cls.versions import __version__
+
 if TYPE_CHECKING:
-    from imagenet_cls.engine.predictor import Predictor, load_model
+    from imagenet_cls.inference.predictor import Predictor, load_model
     from imagenet_cls.report.jsonl import read_metrics
 
-__version__ = "0.1.0"
-__all__ = ["Predictor", "load_model", "read_metrics"]
+__all__ = ["Predictor", "__version__", "load_model", "read_metrics"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,5 +24,5 @@ def __getattr__(name: str) -> Any:
         raise ImportError(
             "imagenet_cls does not run on Windows; use WSL (Windows Subsystem for Linux)"
         )
-    module = "report.jsonl" if name == "read_metrics" else "engine.predictor"
+    module = "report.jsonl" if name == "read_metrics" else "inference.predictor"
     return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,48 +1,70 @@
-"""Errors that a user can cause, with exit codes. A message has at most three lines: what, where, what to do."""
+"""Errors that a user can cause, with exit codes.
+
+A message has at most three lines: what, where, what to do.
+"""
 
 import errno
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from imagenet_cls.text import first_line, printable, shorten
+
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|(cudnn|cublas)_status_alloc_failed|DefaultCPUAllocator", re.IGNORECASE
-)  # fmt: skip
+)
 
 
 class UserError(Exception):
-    """Base of all errors that a user can cause; they are shown without a traceback."""
+    """Base of all errors that a user can cause. They are shown without a traceback.
+
+    problem: what is wrong and where. remedy: what to do. Both are sentences.
+    """
 
     exit_code = 2
     printed_elsewhere = False  # whether another rank prints the same error
 
+    def __init__(self, problem: str, remedy: str):
+        super().__init__(problem, remedy)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n{self.remedy}"
+
 
 class UsageError(UserError):
-    """A command that can't be run: an unknown option, a run folder that holds a run, no checkpoint."""
+    """A command that can't be run: an unknown option, a run folder that holds a run, no
+    checkpoint.
+    """
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One error in a config. key: the dotted key; "" for none. message: one line, without key and file."""
+    """One error in a config. key: the dotted key; "" for none. message: one line, without key and
+    file.
+    """
 
     key: str
     message: str
 
 
 class ConfigError(UserError):
-    """An invalid config. lines: one for each problem."""
+    """An invalid config. lines: one for each problem, which also says what is allowed there."""
 
     def __init__(self, lines: Sequence[str]):
+        super().__init__("\n".join(lines), "")
         self.lines = list(lines)
-        super().__init__(self.lines)
 
     def __str__(self) -> str:
-        return "\n".join(self.lines)
+        return self.problem
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ConfigError, (self.lines,)
 
 
 class DataError(UserError):
@@ -70,8 +92,8 @@ def explain_content_errors(
     what: str = "invalid content",
     remedy: str = "Restore it, or use another one.",
 ) -> Iterator[None]:
-    """Turn errors of code that reads or uses the content of `place` into a `kind`, but no UserError, and no error of
-    memory that ran out.
+    """Turn errors of code that reads or uses the content of `place` into a `kind`, but no
+    UserError, and no error of memory that ran out.
     """
     try:
         yield
@@ -81,11 +103,12 @@ def explain_content_errors(
         if out_of_memory_line(error) is not None:
             raise
         reason = f"{type(error).__name__}: {first_line(error)[:200]}"
-        raise kind(f"{place}: {what} ({reason}).\n{remedy}") from error
+        raise kind(f"{place}: {what} ({reason}).", remedy) from error
 
 
-# Errors of a path that no correct program can rule out: a name that the system refuses, or a disk or network file
-# system that fails. Other errors, such as a missing file, are bugs where nothing checks them.
+# Errors of a path that no correct program can rule out: a name that the system refuses, or a disk
+# or network file system that fails. Other errors, such as a missing file, are bugs where nothing
+# checks them.
 _INVALID_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 _FAILED_PATH = (
     errno.EROFS,
@@ -103,9 +126,11 @@ _PATHLIB = ("Symlink loop from ", "Could not determine home directory")
 
 
 def explain_path_error(error: BaseException) -> BaseException:
-    """A UserError for an error of a path that the user has to change or repair; any other error as it is."""
+    """A UserError for an error of a path that the user has to change or repair; any other error as
+    it is.
+    """
     if type(error) is RuntimeError and str(error).startswith(_PATHLIB):
-        unresolved = UsageError(f"A path is invalid: {first_line(error)}\nUse another path.")
+        unresolved = UsageError(f"A path is invalid: {first_line(error)}", "Use another path.")
         unresolved.__cause__ = error
         return unresolved
     if not isinstance(error, OSError) or error.filename is None:
@@ -116,14 +141,14 @@ def explain_path_error(error: BaseException) -> BaseException:
     )
     explained: UserError
     if error.errno in _INVALID_PATH:
-        explained = UsageError(f"{where}: {error.strerror}.\nUse another path.")
+        explained = UsageError(f"{where}: {error.strerror}.", "Use another path.")
     elif error.errno in (errno.EACCES, errno.EPERM):
         explained = ResourceError(
-            f"{where}: {error.strerror}.\nGive this user access to it, or use another path."
+            f"{where}: {error.strerror}.", "Give this user access to it, or use another path."
         )
     elif error.errno in _FAILED_PATH:
         explained = ResourceError(
-            f"{where}: {error.strerror}.\nRepair the disk or file system, or use another path."
+            f"{where}: {error.strerror}.", "Repair the disk or file system, or use another path."
         )
     else:
         return error
@@ -140,29 +165,11 @@ class NonFiniteError(UserError):
 class Stopped(UserError):
     """The run was stopped by a signal, after a save. Exit code 128 + the number of the signal."""
 
-    def __init__(self, message: str, signal_number: int):
-        super().__init__(message, signal_number)
+    def __init__(self, problem: str, remedy: str, signal_number: int):
+        super().__init__(problem, remedy)
+        self.args = (problem, remedy, signal_number)  # for pickle
         self.signal_number = signal_number
         self.exit_code = 128 + signal_number
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-def command_line(name: str) -> str:
-    """How a user calls a command, for messages: `imagenet-cls train`, or `python tools/train.py` in a clone."""
-    tool = Path("tools", f"{name.replace('-', '_')}.py")
-    has_tool = (Path(__file__).resolve().parents[1] / tool).is_file()
-    return (
-        f"python {tool}"
-        if has_tool and Path(sys.argv[0]).stem != "imagenet-cls"
-        else f"imagenet-cls {name}"
-    )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text; its type's name where the text is empty."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def out_of_memory_line(error: BaseException) -> str | None:
@@ -172,29 +179,3 @@ def out_of_memory_line(error: BaseException) -> str | None:
     """
     lines = str(error).splitlines() if isinstance(error, RuntimeError) else []
     return next(filter(_OUT_OF_MEMORY.search, lines), None)
-
-
-def printable(text: str) -> str:
-    """The text with control characters as escapes (`\\x1b`), for a terminal. Undecodable bytes of a path are kept."""
-    keeps = (c.isprintable() or "\udc80" <= c <= "\udcff" for c in text)
-    return "".join(c if kept else ascii(c)[1:-1] for c, kept in zip(text, keeps, strict=True))
-
-
-def shorten(text: str, length: int) -> str:
-    """The text in at most `length` characters, with `...` at the end where it was cut."""
-    return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-def format_value(value: Any) -> str:
-    """A config value as YAML users write it, in at most 100 characters: `'many'`, `null`, `true`, `[0.1, 1.0]`."""
-    if value is None:
-        text = "null"
-    elif isinstance(value, bool):
-        text = str(value).lower()
-    elif isinstance(value, list):
-        text = f"[{', '.join(map(format_value, value))}]"
-    elif isinstance(value, dict):
-        text = f"{{{', '.join(f'{key}: {format_value(item)}' for key, item in value.items())}}}"
-    else:
-        text = repr(value)
-    return shorten(text, 100)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, folders that are removed whole, locks, and errors of the file system."""
+"""Atomic writes and removals, locks, and errors of the file system."""
 
 import contextlib
 import errno
@@ -18,18 +18,19 @@ REMOVED = f"{TEMPORARY}gone-"
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write a file beside its place, sync and rename it: a kill or OSError leaves the old file or the new one.
+    """Write a file beside its place, sync and rename it: a kill or OSError leaves the old file or
+    the new one.
 
-    A device or FIFO is written to as it is. Renaming a file over it would remove it: for root, /dev/null too.
+    A device or FIFO is written to as it is. Renaming a file over it would remove it: for root,
+    /dev/null too.
     """
     if path.is_dir():  # renaming would replace a link to a folder
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if is_device_or_fifo(path):
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return
-    temporary = path.with_name(
-        f"{TEMPORARY}{path.name}"
-    )  # one name, so that the next write replaces what a kill left
+    # one name, so that the next write replaces what a kill left
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
     data = content.encode() if isinstance(content, str) else content
     try:
         with temporary.open("wb") as file:
@@ -52,7 +53,7 @@ def check_exists(checkpoint: Path) -> None:
     """Raise CheckpointError if there is no such file or folder."""
     if not checkpoint.exists():
         raise CheckpointError(
-            f"no checkpoint {str(checkpoint)!r}: no such file or folder; check the path"
+            f"No checkpoint {str(checkpoint)!r}: no such file or folder.", "Correct the path."
         )
 
 
@@ -62,11 +63,11 @@ def check_output_path(path: Path | None, option: str = "--out") -> None:
         return
     if path.is_file() or path.is_dir() or (path.is_symlink() and not path.exists()):
         raise UsageError(
-            f"{path} already exists.\nName another file with {option}, or move that one away."
+            f"{path} already exists.", f"Name another file with {option}, or move that one away."
         )
     if not path.exists() and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         what = "no permission" if path.parent.is_dir() else "its folder does not exist"
-        raise UsageError(f"can't write {path}: {what}\nName another file with {option}.")
+        raise UsageError(f"Can't write {path}: {what}.", f"Name another file with {option}.")
 
 
 def write_output(path: Path, content: bytes | str, option: str = "--out") -> None:
@@ -80,13 +81,17 @@ def is_url(text: str | Path) -> bool:
 
 
 def check_regular(file: Path | int) -> None:
-    """Raise OSError unless a path, or an open descriptor, is a regular file. A device or FIFO may have no end."""
+    """Raise OSError unless a path, or an open descriptor, is a regular file. A device or FIFO may
+    have no end.
+    """
     if not stat.S_ISREG(os.stat(file).st_mode):  # noqa: PTH116 (for a descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(file))
 
 
 def link(path: Path, target: str) -> None:
-    """Make or replace a symbolic link, in one step; without an error where the file system has none."""
+    """Make or replace a symbolic link, in one step; without an error where the file system has
+    none.
+    """
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
     with contextlib.suppress(OSError):
         temporary.unlink(missing_ok=True)
@@ -95,7 +100,9 @@ def link(path: Path, target: str) -> None:
 
 
 def take_lock(folder: Path, remedy: str) -> IO[str]:
-    """Lock a folder by its file `.lock`, which names the holder, until it is closed. Raises UsageError or OSError."""
+    """Lock a folder by its file `.lock`, which names the holder, until it is closed. Raises
+    UsageError or OSError.
+    """
     lock = (folder / ".lock").open("a+")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,7 +110,7 @@ def take_lock(folder: Path, remedy: str) -> IO[str]:
         lock.seek(0)
         holder = lock.read().strip() or "another process"
         lock.close()
-        raise UsageError(f"{folder} is in use by {holder}.\n{remedy}") from None
+        raise UsageError(f"{folder} is in use by {holder}.", remedy) from None
     if not os.path.samestat(os.fstat(lock.fileno()), (folder / ".lock").stat()):
         raise FileNotFoundError("the lock has just been removed by another process")
     lock.truncate(0)
@@ -113,7 +120,9 @@ def take_lock(folder: Path, remedy: str) -> IO[str]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process has the lock of `take_lock`. In the process that has it, this would release it."""
+    """Whether another process has the lock of `take_lock`. In the process that has it, this would
+    release it.
+    """
     try:
         with (folder / ".lock").open("rb") as lock:
             os.lockf(lock.fileno(), os.F_TEST, 0)
@@ -125,7 +134,9 @@ def is_locked(folder: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, which is renamed first, or a file or link if there is one. Raises OSError."""
+    """Remove a folder, which is renamed first, or a file or link if there is one. Raises
+    OSError.
+    """
     if path.is_dir() and not path.is_symlink():
         renamed = path.with_name(f"{REMOVED}{path.name}")
         path.rename(renamed)
@@ -145,8 +156,10 @@ def fsync(path: Path) -> None:
 
 @contextlib.contextmanager
 def explain_write_errors(path: Path, remedy: str) -> Iterator[None]:
-    """Turn an OSError (disk full, no permission, share gone) into a ResourceError that names `path` and the remedy."""
+    """Turn an OSError (disk full, no permission, share gone) into a ResourceError that names `path`
+    and the remedy.
+    """
     try:
         yield
     except OSError as error:
-        raise ResourceError(f"can't write {path}: {error.strerror or error}\n{remedy}") from error
+        raise ResourceError(f"Can't write {path}: {error.strerror or error}.", remedy) from error

@@ -1,4 +1,7 @@
-"""Lookup of names that users write: nearest names, `my_module:my_factory`; checks of arguments. Imports no torch."""
+"""Lookup of names that users write.
+
+Nearest names, `my_module:my_factory`, checks of arguments. Imports no torch.
+"""
 
 import difflib
 import importlib
@@ -9,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from imagenet_cls.errors import Problem, format_value
+from imagenet_cls.errors import Problem
+from imagenet_cls.text import format_value
 
 
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
@@ -20,13 +24,17 @@ def nearest(name: str, candidates: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """The end of a message: `; did you mean 'resnet50' or 'resnet50d'?`, or "" if no candidate is similar."""
+    """The end of a message: `; did you mean 'resnet50' or 'resnet50d'?`, or "" if no candidate is
+    similar.
+    """
     found = nearest(name, candidates)
     return f"; did you mean {' or '.join(repr(word) for word in found)}?" if found else ""
 
 
 def did_you_mean_part(pattern: str, names: Iterable[str]) -> str:
-    """`did_you_mean` for a pattern of dotted names, such as `layer1.*`, which may match one name or all of a part."""
+    """`did_you_mean` for a pattern of dotted names, such as `layer1.*`, which may match one name or
+    all of a part.
+    """
     parts = [name.split(".") for name in names]
     wholes = dict.fromkeys(
         ".".join([*words[:depth], "*"]) for words in parts for depth in range(1, len(words))
@@ -48,7 +56,9 @@ def is_model_source(name: str) -> bool:
 
 
 def import_from_cwd(name: str) -> ModuleType:
-    """Import a user's module, also from the working directory. Raises LookupError if there is none of that name."""
+    """Import a user's module, also from the working directory. Raises LookupError if there is none
+    of that name.
+    """
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -61,13 +71,16 @@ def import_from_cwd(name: str) -> ModuleType:
 
 
 def import_factory(name: str) -> Callable[..., Any]:
-    """The callable that `my_module:my_factory` names. Raises LookupError, or what the user's module raises."""
+    """The callable that `my_module:my_factory` names. Raises LookupError, or what the user's module
+    raises.
+    """
     module_name, _, attribute = name.partition(":")
     target: Any = import_from_cwd(module_name)
     for part in attribute.split("."):
         if not hasattr(target, part):
             raise LookupError(
-                f"module {module_name!r} has no {attribute!r}{did_you_mean(attribute, vars(target))}"
+                f"module {module_name!r} has no "
+                f"{attribute!r}{did_you_mean(attribute, vars(target))}"
             )
         target = getattr(target, part)
     if not callable(target):
@@ -83,7 +96,9 @@ def import_factory(name: str) -> Callable[..., Any]:
 def find_factory(
     kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """The built-in factory of this name, or that of `my_module:my_factory`. Raises LookupError, with the kind."""
+    """The built-in factory of this name, or `my_module:my_factory`. Raises LookupError,
+    with the kind.
+    """
     if is_factory_name(name):
         return import_factory(name)
     if name not in built_in:
@@ -107,10 +122,11 @@ def kwargs_problems(
     reserved: Collection[str] = (),
     more_names: Collection[str] = (),
 ) -> list[Problem]:
-    """Names in a component's `kwargs` that its factory does not take, and arguments without a default that are missing.
+    """Names in a component's `kwargs` that its factory does not take, and arguments without a
+    default that are missing.
 
-    passed: names that the program passes. reserved: others that can't be given. more_names: those that `**kwargs` of
-    the signature accepts; without them, every name.
+    passed: names that the program passes. reserved: others that can't be given. more_names: those
+    that `**kwargs` of the signature accepts; without them, every name.
     """
     taken, takes_any = keyword_names(factory)
     set_by_program = {*passed, *reserved}
@@ -138,7 +154,9 @@ def kwargs_problems(
 
 
 def number_problem(value: Any, allowed: Any, whole: bool = False) -> str | None:
-    """Why `value` is no number of the range `allowed` (`config.schema.Range`); None if it is. whole: integers only."""
+    """Why `value` is no number of the range `allowed` (`config.schema.Range`); None if it is.
+    whole: integers only.
+    """
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if is_number and value in allowed:
         return None

@@ -1,4 +1,8 @@
-"""Before each random draw the generators are seeded with a hash of a key, such as `(seed, epoch, index, view)`."""
+"""Keys of random draws.
+
+Before each draw the generators are seeded with a hash of a key, such as `(seed, epoch, index,
+view)`.
+"""
 
 import random
 from collections.abc import Iterator
@@ -10,15 +14,19 @@ import torch
 
 
 def hash_key(purpose: str, *parts: int | str) -> int:
-    """A 63-bit number for a key, the same on every machine. purpose: `sample`, `init` etc.; no two uses share one."""
+    """A 63-bit number for a key, the same on every machine. purpose: `sample`, `init` etc.; no two
+    uses share one.
+    """
     text = "\x1f".join([purpose, *map(str, parts)])
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_generators(key: int, *devices: torch.device) -> None:
-    """Seed the default CPU generators of torch, `random` and numpy, and that of each GPU in `devices`.
+    """Seed the default CPU generators of torch, `random` and numpy, and the generator of each GPU
+    in `devices`.
 
-    Several GPUs of one process draw differently. (`torch.manual_seed` formats stack traces, which is slow.)
+    Several GPUs of one process draw differently. (`torch.manual_seed` formats stack traces, which
+    is slow.)
     """
     torch.default_generator.manual_seed(key)
     random.seed(key)

@@ -1,4 +1,6 @@
-"""Average the weights of checkpoints: python tools/average_checkpoints.py RUN_FOLDER --last 5 --out DIR. See --help."""
+"""Average the weights of checkpoints: python tools/average_checkpoints.py RUN_FOLDER --last 5 --out
+DIR. See --help.
+"""
 
 import sys
 from pathlib import Path

@@ -74,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         metavar="NAME=PYTHON",
         default=os.environ.get("BENCHMARK_PEERS", "").split(),
-        help="the Python of timm, ffcv, dali, nvimgcodec or all (or the variable BENCHMARK_PEERS, separated by spaces)",
+        help="the Python of timm, ffcv, dali, nvimgcodec or all (or the variable BENCHMARK_PEERS, "
+        "separated by spaces)",
     )
     return parser
 

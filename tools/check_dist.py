@@ -1,4 +1,6 @@
-"""Check that ranks can join and all-reduce: under any launcher, or with --gpus N. With key=value overrides."""
+"""Check that ranks can join and all-reduce: under any launcher, or with --gpus N. With key=value
+overrides.
+"""
 
 import sys
 from pathlib import Path

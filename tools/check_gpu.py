@@ -1,4 +1,6 @@
-"""Check training on the GPUs of this machine by short runs: python tools/check_gpu.py. Needs no data and no network."""
+"""Check training on the GPUs of this machine by short runs: python tools/check_gpu.py. Needs no
+data and no network.
+"""
 
 import sys
 from pathlib import Path

@@ -18,29 +18,38 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint folders in a run's `checkpoints/`, newest first, also dangling links to one. Not verified.
+    """The checkpoint folders in a run's `checkpoints/`, newest first. They are not verified.
 
-    Raises CheckpointError if the folder can't be read.
+    A dangling link, as to a disk that is not mounted, counts as a damaged checkpoint. Raises
+    CheckpointError if the folder can't be read.
     """
     try:
-        paths = (
-            [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-            if folder.is_dir()
-            else []
-        )
-        found = [path for path in paths if path.is_dir() or path.is_symlink()]
+        if not folder.is_dir():
+            return []
+        found = [
+            path
+            for path in folder.iterdir()
+            if _NAME.fullmatch(path.name) and (path.is_dir() or path.is_symlink())
+        ]
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename}: {error.strerror}\nRestore access, or give another folder."
+            f"{error.filename}: {error.strerror}.", "Restore access, or give another folder."
         ) from error
     return sorted(found, key=lambda path: (step_of(path), not path.suffix), reverse=True)
 
 
 def finish_interrupted_writes(folder: Path) -> None:
-    """Remove or complete what a killed run was writing. Only the run that holds the folder's lock may call this."""
+    """Remove or complete what a killed run was writing. Only the run that holds the folder's lock
+    may call this.
+    """
     for path in folder.glob(f"{TEMPORARY}*"):
-        path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
-    for aside in [path for path in folder.glob("step-*.old") if _NAME.fullmatch(path.name)]:
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    for aside in list(folder.glob("step-*.old")):
+        if not _NAME.fullmatch(aside.name):
+            continue
         final = aside.with_suffix("")
         if final.exists():
             remove(aside)

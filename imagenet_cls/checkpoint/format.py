@@ -28,50 +28,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from imagenet_cls.checkpoint.folders import finish_interrupted_writes, list_checkpoints, step_of
+from imagenet_cls.checkpoint.progress import read_progress
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import (
-    CheckpointError,
-    ConfigError,
-    ResourceError,
-    explain_content_errors,
-    first_line,
-)
+from imagenet_cls.errors import CheckpointError, ConfigError, ResourceError, explain_content_errors
 from imagenet_cls.files import TEMPORARY, check_regular, fsync, remove
+from imagenet_cls.text import first_line
 
 FORMAT = 1
-
-# Results of an evaluation by their names in configs (`checkpoint.best`, `train.early_stop.metric`).
-METRICS = {
-    "top1": "top1_pct",
-    "top5": "top5_pct",
-    "loss": "loss",
-    "balanced_accuracy": "balanced_accuracy_pct",
-}
-
-
-@dataclass
-class Progress:
-    """How far a run is.
-
-    step: optimizer updates done. evaluated_step: the last step that was evaluated. best: for each kind of weights (raw,
-    ema) the `step` of the best evaluation and the metric of `checkpoint.best`. latest: metrics of the last evaluation
-    for each kind. evaluations: (step, top-1 in percent of the raw weights), for `plateau`. history: metrics of the
-    same evaluations, for `train.early_stop`. stopped_early: whether that ended the run.
-    """
-
-    step: int = 0
-    evaluated_step: int = 0
-    best: dict[str, dict[str, Any]] = field(default_factory=dict)
-    latest: dict[str, dict[str, Any]] = field(default_factory=dict)
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-    history: list[dict[str, float]] = field(default_factory=list)
-    stopped_early: bool = False
 
 
 @dataclass
 class Snapshot:
-    """The content of a checkpoint: contiguous CPU tensors that share memory with nothing, and `state.json`.
+    """The content of a checkpoint: contiguous CPU tensors that share memory with nothing, and
+    `state.json`.
 
     optimizer, optimizer_values: see `optimizer_to_tensors`.
     """
@@ -87,36 +57,27 @@ class Snapshot:
 invalid_content_errors = partial(explain_content_errors, CheckpointError)
 
 
-def score(results: Mapping[str, float], metric: str) -> float:
-    """A number that is higher for better results. metric: one of the values of `METRICS`."""
-    return -results[metric] if metric == "loss" else results[metric]
-
-
-def best_score(best: Mapping[str, float]) -> float:
-    """The score of an entry of `Progress.best`."""
-    (metric,) = (name for name in best if name != "step")
-    return score(best, metric)
-
-
 def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:07d}"
 
 
 def read_checkpoint(path: Path) -> Snapshot:
-    """Read one checkpoint folder after verifying the digest of each file. Raises CheckpointError."""
+    """Read one checkpoint folder after verifying the digest of each file. Raises
+    CheckpointError.
+    """
     content = verified_files(path)
     with invalid_content_errors(path):
         tensors = {
-            name.removesuffix(".safetensors"): dict(
-                sorted(load_tensors(data).items())
-            )  # their order is random
+            # their order is random
+            name.removesuffix(".safetensors"): dict(sorted(load_tensors(data).items()))
             for name, data in content.items()
             if name.endswith(".safetensors")
         }
         state = json.loads(content["state.json"])
         if (written := state.pop("format", None)) != FORMAT:
             raise CheckpointError(
-                f"{path}: format {written} is unknown here.\nRead it with the version that wrote it."
+                f"{path}: format {written} is unknown here.",
+                "Read it with the version that wrote it.",
             )
         read_progress(state["progress"])
         return Snapshot(
@@ -129,52 +90,17 @@ def read_checkpoint(path: Path) -> Snapshot:
         )
 
 
-def read_progress(values: Mapping[str, Any]) -> Progress:
-    """The progress that `state.json` holds. Values that an older version did not write have their defaults.
-
-    Raises TypeError, ValueError or LookupError if a value is missing or has another type, so that a malformed
-    checkpoint is an error when it is read and not in the middle of a run.
+def stored_mean_std(state: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """The normalization of a checkpoint's images. Raises LookupError, TypeError or ValueError if it
+    is malformed.
     """
-    progress = Progress(**values)
-    progress.step, progress.evaluated_step = (
-        _integer(progress.step),
-        _integer(progress.evaluated_step),
-    )
-    progress.evaluations = [
-        (_integer(step), _number(top1_pct)) for step, top1_pct in progress.evaluations
-    ]
-    for best in progress.best.values():
-        _integer(best["step"])
-        _number(best_score(best))
-    for results in progress.latest.values():
-        _number(results["top1_pct"])
-        _number(results["loss"])
-    progress.history = [
-        {metric: _number(value) for metric, value in results.items()}
-        for results in progress.history
-    ]
-    return progress
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is not an integer")
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise TypeError(f"{value!r} is not a number")
-    return value
-
-
-def mean_std(state: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """The normalization of a checkpoint's images. Raises LookupError, TypeError or ValueError if it is malformed."""
-    mean, std = ([float(value) for value in state["preprocessing"][key]] for key in ("mean", "std"))
-    if len(mean) not in (1, 3) or not all(
-        isfinite(m) and 0 < s < inf for m, s in zip(mean, std, strict=True)
-    ):
-        raise ValueError(f"mean {mean} and std {std}")
+    mean = [float(value) for value in state["preprocessing"]["mean"]]
+    std = [float(value) for value in state["preprocessing"]["std"]]
+    is_valid = len(mean) == len(std) and len(mean) in (1, 3)
+    if not is_valid or not all(map(isfinite, mean)) or not all(0 < value < inf for value in std):
+        raise ValueError(
+            f"mean {mean} and std {std} are not 1 or 3 finite numbers each, with std above 0"
+        )
     return mean, std
 
 
@@ -184,14 +110,16 @@ def config_from_state(state: Mapping[str, Any], where: Path | str | None) -> Con
         with invalid_content_errors(where):
             return config_from_dict(state["config"])
     except ConfigError as error:
-        text = f"{where}: its config is invalid: {first_line(error)}\nUse another checkpoint."
-        raise CheckpointError(text) from error
+        raise CheckpointError(
+            f"{where}: its config is invalid ({first_line(error)}).", "Use another checkpoint."
+        ) from error
 
 
 def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
-    """The content of the files that the manifest lists, or of `only` one, compared with their digests.
+    """The content of the files that the manifest lists, compared with their digests.
 
-    Raises CheckpointError.
+    only: the name of one file, the only one to read; a checkpoint may have many gigabytes. Raises
+    CheckpointError.
     """
     with invalid_content_errors(path, "not a complete checkpoint"):
         check_regular(path / "manifest.json")
@@ -205,16 +133,20 @@ def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
             content[name] = file.read_bytes()
             if hashlib.sha256(content[name]).hexdigest() != digest:
                 raise CheckpointError(
-                    f"{path}: damaged ({name} does not match its digest).\nUse another checkpoint."
+                    f"{path}: damaged ({name} does not match its digest).",
+                    "Use another checkpoint.",
                 )
     return content
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
-    """Write `folder/step-N` for the snapshot's step, replacing one of the same name, and return its path.
+    """Write `folder/step-N` for the snapshot's step, replacing one of the same name, and return its
+    path.
 
-    Atomic: written to a temporary folder, fsynced, renamed. Raises ResourceError if the disk fails; older checkpoints
-    stay. `folder` is created, but not its parent: a run folder that has disappeared must not be created again.
+    The files are written to a temporary folder, fsynced and renamed, so a process that is killed at
+    any moment leaves complete checkpoints only. Raises ResourceError if the disk fails; older
+    checkpoints stay. `folder` is created, but not its parent: a run folder that has disappeared
+    must not be created again.
     """
     final = checkpoint_path(folder, snapshot.state["step"])
     temporary = folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
@@ -234,7 +166,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         write_manifest(temporary)
         for file in [*temporary.iterdir(), temporary]:
             fsync(file)
-        # A folder can't replace another one atomically, so an older one is renamed first, to a name that is valid too.
+        # A folder can't replace another one atomically, so an older one is renamed first, to a name
+        # that is valid too.
         aside = final.with_name(f"{final.name}.old")
         if os.path.lexists(final):
             final.rename(aside)
@@ -246,12 +179,12 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         needed = sum(size_bytes(group) for group in tensors.values() if group is not None)
         space = f"{needed:,} bytes needed"
         with contextlib.suppress(OSError):
-            space += (
-                f", {shutil.disk_usage(folder if folder.exists() else folder.parent).free:,} free"
-            )
+            disk = folder if folder.exists() else folder.parent
+            space += f", {shutil.disk_usage(disk).free:,} free"
         raise ResourceError(
-            f"could not write {final}: {_reason(error)} ({space})\n"
-            "Older checkpoints are unchanged. Free space or repair the folder, then resume with --resume."
+            f"Could not write {final}: {_reason(error)} ({space}).",
+            "Older checkpoints are unchanged. Free space or repair the folder, then resume with "
+            "--resume.",
         ) from error
     return final
 
@@ -277,24 +210,26 @@ def prune(
     keep_steps: set[int],
     damaged: Collection[int] = (),
 ) -> None:
-    """Remove all but the newest `keep_last` checkpoints up to `step`, and those of `keep_steps` (the best ones).
+    """Remove the checkpoints up to `step`, except the newest `keep_last` intact ones and the intact
+    ones of `keep_steps` (the best).
 
-    step: of the checkpoint just written; later ones are damaged, and stay until the run has passed them. damaged: steps
-    of damaged ones. Raises ResourceError.
+    step: the step of the checkpoint just written. Later ones are damaged, and stay until the run
+    has passed them. damaged: steps of damaged checkpoints. Raises ResourceError.
     """
     if keep_last is None:
         return
     try:
         earlier = [path for path in list_checkpoints(folder) if step_of(path) <= step]
         intact = [path for path in earlier if step_of(path) not in damaged]
+        kept = intact[:keep_last] + [path for path in intact if step_of(path) in keep_steps]
         for path in earlier:
-            if path not in intact[:keep_last] and (
-                step_of(path) not in keep_steps or step_of(path) in damaged
-            ):
+            if path not in kept:
                 remove(path)
     except OSError as error:
-        text = f"could not remove an old checkpoint from {folder}: {_reason(error)}"
-        raise ResourceError(f"{text}\nRepair the folder, then resume with --resume.") from error
+        raise ResourceError(
+            f"Could not remove an old checkpoint from {folder}: {_reason(error)}.",
+            "Repair the folder, then resume with --resume.",
+        ) from error
 
 
 def _write_json(path: Path, value: Any, sort_keys: bool = True) -> None:
@@ -302,6 +237,8 @@ def _write_json(path: Path, value: Any, sort_keys: bool = True) -> None:
 
 
 def _reason(error: OSError | SafetensorError) -> str:
-    """safetensors keeps the system's error number in its text only: `(os error 28)`."""
+    """The system's text of an error. safetensors has its number in a message: `(os error 28)`."""
     number = re.search(r"\(os error (\d+)\)", str(error))
-    return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or str(error)
+    if number:
+        return os.strerror(int(number[1]))
+    return getattr(error, "strerror", None) or str(error)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.errors import CheckpointError
+from imagenet_cls.private_names import base_optimizer
 
 _SEPARATOR = "//"
 
@@ -17,45 +18,39 @@ _FROM_CONFIG = ("weight_decay", "lr_scale")
 
 def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous CPU copies that share memory with nothing, as safetensors requires."""
-    contiguous = torch.contiguous_format
     return {
-        name: t.detach().to("cpu", copy=True, memory_format=contiguous)
-        for name, t in tensors.items()
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
     }
-
-
-def base_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that timm's Lookahead wraps, which holds all state; another optimizer itself."""
-    return getattr(optimizer, "_base_optimizer", optimizer)
 
 
 def optimizer_to_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state as tensors by name (`layer1.0.conv1.weight//momentum_buffer`) and JSON values."""
+    """An optimizer's state as tensors by name (`layer1.0.conv1.weight//momentum_buffer`) and JSON
+    values.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
-    groups, parameters, on_host = [], {}, []
+    groups = []
+    parameters = {}
+    on_host = []  # names of tensors that are not on their parameter's device
     for index, group in enumerate(optimizer.param_groups):
-        tensors, values = _split(
-            {key: value for key, value in group.items() if key not in ("params", "names")}
-        )
-        found |= {
-            f"group{_SEPARATOR}{index}{_SEPARATOR}{key}": tensor for key, tensor in tensors.items()
-        }
-        groups.append(
-            {"members": [names[id(parameter)] for parameter in group["params"]], "values": values}
-        )
+        settings = {key: value for key, value in group.items() if key not in ("params", "names")}
+        tensors, values = _split(settings)
+        for key, tensor in tensors.items():
+            found[f"group{_SEPARATOR}{index}{_SEPARATOR}{key}"] = tensor
+        members = [names[id(parameter)] for parameter in group["params"]]
+        groups.append({"members": members, "values": values})
     for parameter, state in base_optimizer(optimizer).state.items():
         name = names[id(parameter)]
         tensors, parameters[name] = _split(state)
-        found |= {f"{name}{_SEPARATOR}{key}": tensor for key, tensor in tensors.items()}
-        on_host += [
-            f"{name}{_SEPARATOR}{key}" for key, t in tensors.items() if t.device != parameter.device
-        ]
-    return copy_to_host(found), deepcopy(
-        {"groups": groups, "parameters": parameters, "on_host": on_host}
-    )
+        for key, tensor in tensors.items():
+            found[f"{name}{_SEPARATOR}{key}"] = tensor
+            if tensor.device != parameter.device:
+                on_host.append(f"{name}{_SEPARATOR}{key}")
+    others = {"groups": groups, "parameters": parameters, "on_host": on_host}
+    return copy_to_host(found), deepcopy(others)
 
 
 def _split(values: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -70,20 +65,24 @@ def load_optimizer(
     numbers: dict[str, Any],
     changed: Collection[str] = (),
 ) -> None:
-    """Load what `optimizer_to_tensors` returned into an optimizer of the same kind over the same parameters.
+    """Load what `optimizer_to_tensors` returned into an optimizer of the same kind over the same
+    parameters.
 
-    changed: the optimizer's arguments that differ from the checkpoint's config; they keep their new values. Each tensor
-    gets its parameter's strides: fused kernels walk weight and state in memory order, so a contiguous momentum with a
-    channels-last weight silently corrupts the run. Raises CheckpointError if the groups differ.
+    changed: the optimizer's arguments that differ from the checkpoint's config; they keep their new
+    values. Each tensor gets its parameter's strides: fused kernels walk weight and state in memory
+    order, so a contiguous momentum with a channels-last weight silently corrupts the run. Raises
+    CheckpointError if the groups differ.
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     there = [group["members"] for group in numbers["groups"]]
     if here != there:
-        sizes = f"{[len(g) for g in here]} parameters, the checkpoint of {[len(g) for g in there]}"
-        remedy = "Resume with the config that the run was started with (its config.yaml)."
-        raise CheckpointError(f"the optimizer has groups of {sizes}.\n{remedy}")
+        raise CheckpointError(
+            f"The optimizer has groups of {[len(group) for group in here]} parameters, and the "
+            f"checkpoint groups of {[len(group) for group in there]}.",
+            "Resume with the config that the run was started with (its config.yaml).",
+        )
     for index, group in enumerate(optimizer.param_groups):
         for key, value in numbers["groups"][index]["values"].items():
             if key in _FROM_CONFIG or key in changed:
@@ -113,9 +112,8 @@ def load_optimizer(
         if key == "step":
             value = tensor.to(parameter.device if owner[0] in on_device else "cpu", copy=True)
         elif tensor.shape == parameter.shape:
-            value = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(
-                tensor
-            )
+            value = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
+            value.copy_(tensor)
         else:
             value = tensor.to("cpu" if full_name in on_host else parameter.device, copy=True)
         state[parameter][key] = value

@@ -1,4 +1,7 @@
-"""Which checkpoint of a run to use: the newest intact one to resume from, the best one to predict with."""
+"""Which checkpoint of a run to use.
+
+The newest intact one to resume from, the best one to predict with.
+"""
 
 import json
 import os
@@ -9,16 +12,17 @@ from typing import Any
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.checkpoint.format import (
     Snapshot,
-    best_score,
-    invalid_content_errors,
     read_checkpoint,
     verified_files,
 )
-from imagenet_cls.errors import CheckpointError, first_line
+from imagenet_cls.checkpoint.progress import best_score
+from imagenet_cls.errors import CheckpointError
+from imagenet_cls.text import first_line
 
 
 def newest_intact(folder: Path) -> tuple[Snapshot | None, list[str]]:
-    """The newest checkpoint that verifies, if there is any, and a message for each newer one that is damaged.
+    """The newest checkpoint that verifies, if there is any, and a message for each newer one that
+    is damaged.
 
     Raises CheckpointError if all are damaged: a start from step 0 would lose the run.
     """
@@ -29,9 +33,13 @@ def newest_intact(folder: Path) -> tuple[Snapshot | None, list[str]]:
         except CheckpointError as error:
             damage.append(first_line(error))
     if damage:
+        which = (
+            "the only checkpoint is" if len(damage) == 1 else f"all {len(damage)} checkpoints are"
+        )
         raise CheckpointError(
-            f"{folder}: all {len(damage)} checkpoints are damaged; the newest: {damage[0]}\n"
-            "Restore one from a backup, or start again with --overwrite (which removes this run)."
+            f"{folder}: {which} damaged; the newest: {damage[0]}",
+            "Restore one from a backup, or train again; train.py with --overwrite removes "
+            "this run.",
         )
     return None, []
 
@@ -48,27 +56,30 @@ def load_newest(path: Path) -> tuple[Snapshot, list[str]]:
 
 
 def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
-    """A checkpoint, or the best intact one of a run folder, its best weights, and messages about damaged ones.
+    """A checkpoint, or the best intact one of a run folder, its best weights, and messages about
+    damaged ones.
 
-    The weights are `raw` or `ema`, None where `path` is a checkpoint or none was evaluated. Raises CheckpointError.
+    The weights are `raw` or `ema`, None where `path` is a checkpoint or none was evaluated. Raises
+    CheckpointError.
     """
     path = _link_target(path)
     candidates = _candidates(path)
     if candidates == [path]:
         return read_checkpoint(path), None, []
     newest, damage = load_newest(path)
-    with invalid_content_errors(newest.path):
-        best = newest.state["progress"]["best"]
-        name = max(best, key=lambda name: best_score(best[name]), default=None)
-        wanted = [
-            path for path in candidates if name is not None and step_of(path) == best[name]["step"]
-        ]
-    if not wanted or wanted[0] == newest.path:
-        return newest, name if wanted else None, damage
+    best = newest.state["progress"]["best"]  # was checked when it was read
+    if not best:
+        return newest, None, damage
+    weights = max(best, key=lambda name: best_score(best[name]))
+    wanted = [path for path in candidates if step_of(path) == best[weights]["step"]]
+    if not wanted:
+        return newest, None, damage
+    if wanted[0] == newest.path:
+        return newest, weights, damage
     try:
-        return read_checkpoint(wanted[0]), name, damage
+        return read_checkpoint(wanted[0]), weights, damage
     except CheckpointError as error:
-        return newest, None, [*damage, f"{first_line(error)}; using {newest.path} instead"]
+        return newest, None, [*damage, f"{first_line(error)} {newest.path} is used instead."]
 
 
 def state_of_newest(path: Path) -> dict[str, Any] | None:
@@ -88,18 +99,22 @@ def state_of_newest(path: Path) -> dict[str, Any] | None:
 
 
 def _link_target(path: Path) -> Path:
-    """The folder that a link points to, so that a save of the run does not change it while it is read."""
+    """The folder that a link points to, so that a save of the run does not change it while it is
+    read.
+    """
     return path.parent / path.readlink() if path.is_symlink() else path
 
 
 def _candidates(path: Path) -> list[Path]:
-    """[path] for a checkpoint, or those of a run folder, newest first. Raises CheckpointError."""
+    """[path] for a checkpoint; the checkpoints of a run folder, newest first. Raises
+    CheckpointError.
+    """
     if os.path.isfile(path / "manifest.json"):  # noqa: PTH113 (pathlib raises without permission)
         return [path]
     candidates = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not candidates:
         raise CheckpointError(
-            f"{path}: neither a checkpoint (no manifest.json) nor a run folder with checkpoints.\n"
-            "Give a folder like work_dirs/demo/checkpoints/step-0000176, or a run folder."
+            f"{path}: neither a checkpoint (no manifest.json) nor a run folder with checkpoints.",
+            "Give a folder like work_dirs/demo/checkpoints/step-0000176, or a run folder.",
         )
     return candidates

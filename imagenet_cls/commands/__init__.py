@@ -1,4 +1,6 @@
-"""The commands: arguments, printing and exit codes. `tools/` and the console script (`main`) run them by `cli.main`.
+"""The commands: arguments, printing and exit codes.
+
+`tools/` and the console script (`main`) run them by `cli.main`.
 
 Importing this package checks first that the libraries of setup.cfg are installed.
 """
@@ -13,10 +15,21 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # By the names that they are imported by.
 LIBRARIES = (
-    "torch", "torchvision", "timm", "omegaconf", "tensorboard", "safetensors", "rich", "matplotlib", "sklearn", "numpy",
-    "PIL", "yaml",
-)  # fmt: skip
-# check_gpu and the runs that it starts do without these: a GPU machine may have no network to install them.
+    "torch",
+    "torchvision",
+    "timm",
+    "omegaconf",
+    "tensorboard",
+    "safetensors",
+    "rich",
+    "matplotlib",
+    "sklearn",
+    "numpy",
+    "PIL",
+    "yaml",
+)
+# check_gpu and the runs that it starts do without these: a GPU machine may have no network to
+# install them.
 _FOR_REPORTS = ("tensorboard", "matplotlib", "sklearn")
 if Path(sys.argv[0]).stem == "check_gpu" or sys.argv[1:2] == ["check-gpu"]:
     os.environ["IMAGENET_CLS_NO_REPORTS"] = "1"
@@ -34,7 +47,7 @@ if missing := [name for name in needed if find_spec(name) is None]:
     clone = Path(__file__).resolve().parents[2] / "scripts" / "setup.sh"
     remedy = "Run `bash scripts/setup.sh`, which makes .venv, and then `source .venv/bin/activate`."
     remedy = (
-        remedy if clone.is_file() else "Install imagenet-cls with pip again, without --no-deps."
+        remedy if clone.is_file() else ("Install imagenet-cls with pip again, without --no-deps.")
     )
     print(f"{', '.join(missing)}: not installed for {sys.executable}.\n{remedy}", file=sys.stderr)
     sys.exit(2)

@@ -1,7 +1,8 @@
 """`tools/average_checkpoints.py`: the mean of the weights of several checkpoints.
 
-Of one run: Izmailov et al. 2018, arXiv:1803.05407, section 3, "Averaging Weights Leads to Wider Optima". Of several:
-Wortsman et al. 2022, arXiv:2203.05482, "Model soups". BatchNorm's running statistics are averaged like weights.
+Of one run: Izmailov et al. 2018, arXiv:1803.05407, section 3, "Averaging Weights Leads to Wider
+Optima". Of several: Wortsman et al. 2022, arXiv:2203.05482, "Model soups". BatchNorm's running
+statistics are averaged like weights.
 """
 
 import json
@@ -29,7 +30,9 @@ RULES = {
 
 
 def average_command(argv: Sequence[str]) -> None:
-    """Write the average to --out: a checkpoint with the `state.json` of the last path, or a file of weights alone."""
+    """Write the average to --out: a checkpoint with the `state.json` of the last path, or a file of
+    weights alone.
+    """
     description = "Average the weights of checkpoints into one for test.py and predict.py."
     parser = cli.build_parser("average-checkpoints", description)
     parser.add_argument(
@@ -54,19 +57,22 @@ def average_command(argv: Sequence[str]) -> None:
         if (count := getattr(arguments, rule)) is not None:
             if len(paths) > 1:
                 raise UsageError(
-                    f"--{rule} takes one run folder, but {len(paths)} paths are given.\nGive one."
+                    f"--{rule} takes one run folder, but {len(paths)} paths are given.",
+                    "Give one.",
                 )
             paths = choose(paths[0], rule, count, kind)
     if len(paths) < 2:
         ways = ", ".join(f"--{rule} N" for rule in RULES)
         raise UsageError(
-            f"an average needs two checkpoints or more.\nGive them, or a run folder with one of {ways}."
+            "An average needs two checkpoints or more.",
+            f"Give them, or a run folder with one of {ways}.",
         )
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not overwritten.\nGive another --out.")
+        raise UsageError(f"{out} exists and is not overwritten.", "Give another --out.")
     from safetensors.torch import save
 
-    from imagenet_cls.checkpoint.format import Progress, Snapshot, write_checkpoint
+    from imagenet_cls.checkpoint.format import Snapshot, write_checkpoint
+    from imagenet_cls.checkpoint.progress import Progress
 
     weights_only = out.suffix == ".safetensors"
     average, sources = mean_of_weights(read_states(paths, kind, weights_only))
@@ -87,13 +93,15 @@ def average_command(argv: Sequence[str]) -> None:
                 out, Snapshot(average, {}, {"groups": [], "parameters": {}, "on_host": []}, state)
             )
     print(
-        f"averaged the weights of {len(paths)} checkpoints ({', '.join(path.name for path in paths)}) into {out}."
+        f"averaged the weights of {len(paths)} checkpoints "
+        f"({', '.join(path.name for path in paths)}) into {out}."
     )
     print("BatchNorm's running statistics, if any, are averaged too, not estimated again.")
 
 
 def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
-    """`count` checkpoints of a run folder, oldest first, by one of `RULES`; among equal top-1 the newest wins.
+    """`count` checkpoints of a run folder, oldest first, by one of `RULES`; among equal top-1 the
+    newest wins.
 
     kind: of weights, `raw` or `ema`. Raises CheckpointError for too few or damaged ones.
     """
@@ -122,10 +130,15 @@ def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
                 if progress[path]["best"][kind]["step"] == progress[path]["step"]
             ],
         }[rule]
+    if not paths:
+        raise CheckpointError(
+            f"{run} is no run folder with checkpoints.", f"Give one for --{rule}."
+        )
     if len(fitting) < count:
         raise CheckpointError(
-            f"{run}: --{rule} {count} finds {len(fitting)} checkpoints of {len(paths)} ({kind} weights).\n"
-            "Ask for fewer, or train with checkpoint.keep_last=null, which keeps all."
+            f"{run}: --{rule} {count} finds only {len(fitting)} of {len(paths)} checkpoints "
+            f"({kind} weights).",
+            "Ask for fewer, or train with checkpoint.keep_last=null, which keeps all.",
         )
     return sorted(fitting[:count], key=step_of)
 
@@ -133,10 +146,11 @@ def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
 def read_states(
     paths: Sequence[Path], kind: str, weights_only: bool
 ) -> "Iterator[tuple[Path, Mapping[str, Tensor], Snapshot | None]]":
-    """Each path with its weights and, unless it is a file of weights, its checkpoint without the tensors.
+    """Each path with its weights and, unless it is a file of weights, its checkpoint without the
+    tensors.
 
-    paths: checkpoints, run folders (their best one), or with `weights_only` files of any library. Raises
-    CheckpointError if one is damaged, or of another model or task than the first.
+    paths: checkpoints, run folders (their best one), or with `weights_only` files of any library.
+    Raises CheckpointError if one is damaged, or of another model or task than the first.
     """
     from imagenet_cls.checkpoint.select import load_best
     from imagenet_cls.models.weight_files import read_weights
@@ -145,18 +159,19 @@ def read_states(
     for path in paths:
         if path.is_file() and not weights_only:
             raise UsageError(
-                f"{path} is a file of weights alone.\nWrite weights alone, too: --out average.safetensors"
+                f"{path} is a file, and a checkpoint is a folder.",
+                "Give checkpoints; or average files of weights with --out average.safetensors.",
             )
         if path.is_file():
             yield path, read_weights(path, averaged=kind == "ema")[0], None
             continue
         snapshot, _, damage = load_best(path)
         if damage:
-            raise CheckpointError(f"{damage[0]}\nGive the checkpoints to average one by one.")
+            raise CheckpointError(f"{damage[0]}", "Give the checkpoints to average one by one.")
         tensors = snapshot.ema if kind == "ema" else snapshot.model
         if tensors is None:
             raise CheckpointError(
-                f"{snapshot.path} has no EMA.\nAverage its raw weights, or give another one."
+                f"{snapshot.path} has no EMA.", "Average its raw weights, or give another one."
             )
         source = replace(snapshot, model={}, optimizer={}, ema=None)
         first = first or source
@@ -164,13 +179,15 @@ def read_states(
         if different := [key for key in mine if mine[key] != others[key]]:
             text = f"{snapshot.path} and {first.path} differ in {', '.join(different)}"
             raise CheckpointError(
-                f"{text}.\nAverage checkpoints of one architecture and one task only."
+                f"{text}.", "Average checkpoints of one architecture and one task only."
             )
         yield path, tensors, source
 
 
 def task_of(snapshot: "Snapshot") -> dict[str, Any]:
-    """What must be the same in checkpoints that are averaged: model without dropout, classes and preprocessing."""
+    """What must be the same in checkpoints that are averaged: model without dropout, classes and
+    preprocessing.
+    """
     from imagenet_cls.checkpoint.format import invalid_content_errors
 
     with invalid_content_errors(snapshot.path):
@@ -189,9 +206,10 @@ def task_of(snapshot: "Snapshot") -> dict[str, Any]:
 def mean_of_weights(
     states: "Iterable[tuple[Path, Mapping[str, Tensor], Snapshot | None]]",
 ) -> "tuple[dict[str, Tensor], list[Snapshot]]":
-    """The mean of state dicts, summed in float64, and their checkpoints; one state dict at a time is in memory.
+    """The mean of state dicts, summed in float64, and their checkpoints; one state dict at a time
+    is in memory.
 
-    Integers are those of the last one. Raises CheckpointError if names, shapes or dtypes differ.
+    Integers are taken from the last one. Raises CheckpointError if names, shapes or dtypes differ.
     """
     sums: dict[str, Tensor] = {}
     sources: list[Snapshot] = []
@@ -202,8 +220,9 @@ def mean_of_weights(
             first, expected = path, kinds
         if different := sorted({key for key, _ in kinds.items() ^ expected.items()}):
             raise CheckpointError(
-                f"{path} has another model than {first}: {len(different)} tensors differ, such as {different[0]}.\n"
-                "Average checkpoints of one architecture only."
+                f"{path} has another model than {first}: {len(different)} tensors differ, such as "
+                f"{different[0]}.",
+                "Average checkpoints of one architecture only.",
             )
         for key, value in state.items():
             if value.is_floating_point():

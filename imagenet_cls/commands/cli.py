@@ -1,50 +1,52 @@
-"""What all commands share: the parser of the arguments, the exit code, and errors in a few lines."""
+"""What all commands share: the parser of the arguments, the exit code, and printed errors."""
 
 import argparse
-import atexit
 import io
 import math
 import os
 import re
+import select
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 
 from imagenet_cls.config import keys
+from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE, DataConfig, Range
 from imagenet_cls.errors import (
+    ConfigError,
     ResourceError,
     UsageError,
     UserError,
-    command_line,
     explain_path_error,
-    printable,
 )
 from imagenet_cls.lookup import did_you_mean
-from imagenet_cls.parallel.exit import end_process, exit_on_signal, handle_interrupts, print_error
+from imagenet_cls.parallel.exit import hard_exit, print_error
+from imagenet_cls.parallel.signals import exit_on_signal, handle_interrupts
+from imagenet_cls.text import command_line, printable
 
 Command = Callable[[Sequence[str]], int | None]
-_NO_VALUE = re.compile(
-    r"-.*|[\w.]+=.*|.*\.ya?ml|"
-)  # another option, an override, a config or nothing
+# What can't be the value of an option: another option, an override, a config file, nothing.
+_NOT_A_VALUE = re.compile(r"-.*|[\w.]+=.*|.*\.ya?ml|")
 T = TypeVar("T")
 
 
 def main(command: Command, argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code, after printing a UserError on stderr. Any other exception is a bug.
+    """Run a command; return its exit code, after printing a UserError on stderr. Any other
+    exception is a bug.
 
-    argv: None for those of this process, which ends here. Ctrl-C ends it at once, unless the command handles it.
+    argv: None for the arguments of this process, which ends here. Ctrl-C ends it at once, unless
+    the command handles it.
     """
     open_streams()
     if argv is None:
-        handle_interrupts(
-            exit_on_signal
-        )  # libraries may swallow a KeyboardInterrupt while they are imported
+        # libraries may swallow a KeyboardInterrupt while they are imported
+        handle_interrupts(exit_on_signal)
         end(exit_code_of(command, sys.argv[1:]))
     return exit_code_of(command, argv or [])
 
@@ -60,16 +62,21 @@ def open_streams() -> None:
 
 
 def exit_code_of(command: Command, argv: Sequence[str]) -> int:
-    """Run a command, print the UserError, or the error of a path, that it raises, and return the exit code."""
+    """Run a command and return its exit code. Prints a UserError, and an error of the file system
+    that the user can repair.
+    """
     try:
         try:
             os.getcwd()  # noqa: PTH109
         except FileNotFoundError as missing:
             raise ResourceError(
-                "The working directory no longer exists.\nChange to another folder."
+                "The working directory no longer exists.", "Change to another folder."
             ) from missing
         return command(argv) or 0
-    except BrokenPipeError:  # the reader of stdout (`| head`) has gone
+    except BrokenPipeError:
+        if not has_lost_reader(sys.stdout):
+            raise
+        # The reader of stdout (`| head`) has gone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, OSError, RuntimeError) as raised:
@@ -83,32 +90,47 @@ def exit_code_of(command: Command, argv: Sequence[str]) -> int:
         return 130
 
 
+def has_lost_reader(stream: TextIO) -> bool:
+    """Whether nothing reads the pipe that this stream writes to any more."""
+    poll = select.poll()
+    poll.register(stream.fileno(), select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 def end(code: int) -> NoReturn:
-    """Run the registered exit functions and end this process, without freeing all modules, which takes seconds."""
+    """Run the registered exit functions and end this process, without freeing all modules, which
+    takes seconds.
+    """
     handle_interrupts(signal.SIG_IGN)
-    if sys.gettrace() is not None or sys.getprofile() is not None:
+    # A debugger, a profiler or coverage writes its results at a normal exit.
+    is_traced = sys.gettrace() is not None or sys.getprofile() is not None
+    if is_traced or "torch" not in sys.modules:
         sys.exit(code)
-    atexit._run_exitfuncs()
-    end_process(code)
+    from imagenet_cls.private_names import run_exit_functions  # imports torch
+
+    run_exit_functions()
+    hard_exit(code)
 
 
 def track(items: Sequence[T], description: str) -> Iterable[T]:
     """Iterate, with a progress bar on stderr if that is a terminal."""
+    from rich import progress
     from rich.console import Console
-    from rich.progress import track
 
     console = Console(stderr=True)
-    return track(items, description, console=console, disable=not console.is_terminal)
+    return progress.track(items, description, console=console, disable=not console.is_terminal)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def format_columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, whose errors have two lines. argparse prints its usage first, which may have many."""
+    """argparse's parser, whose errors have two lines. argparse prints its usage first, which may
+    have many.
+    """
 
     def error(self, message: str) -> NoReturn:
         self.exit(UsageError.exit_code, f"{printable(message)}\nSee {self.prog} --help.\n")
@@ -136,45 +158,63 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_allow_import(parser: argparse.ArgumentParser) -> None:
-    """Add --allow-import: code that the config in a checkpoint may name, see `models.build.check_trusted`."""
+    """Add --allow-import: code that the config in a checkpoint may name, see
+    `models.build.check_trusted`.
+    """
     parser.add_argument(
-        "--allow-import", metavar="NAME", action="append", default=[],
-        help="let the checkpoint use this my_module:my_factory, or import this module; may be repeated",
-    )  # fmt: skip
+        "--allow-import",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="let the checkpoint use this my_module:my_factory, or import this module; may be "
+        "repeated",
+    )
 
 
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add CHECKPOINT, --weights and --allow-import, for `engine.predictor.Predictor`."""
+    """Add CHECKPOINT, --weights and --allow-import, for `inference.predictor.Predictor`."""
     parser.add_argument(
-        "checkpoint", type=path, metavar="CHECKPOINT",
-        help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best one)",
-    )  # fmt: skip
+        "checkpoint",
+        type=path,
+        metavar="CHECKPOINT",
+        help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best "
+        "one)",
+    )
     text = "default: the better ones of a run folder; the EMA of a checkpoint, if it has one"
     parser.add_argument("--weights", choices=("raw", "ema"), help=text)
     add_allow_import(parser)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments, options and positional ones in any order. Raises UsageError for options of other projects.
+    """Parse arguments, options and positional ones in any order. Raises ConfigError for options of
+    other projects.
 
-    The value of `--resume` may be left out, also before a config or an override.
+    The value of `--resume` may be left out, also in front of a config or an override.
     """
     words = []
     for word, following in zip(argv, [*argv, ""][1:], strict=True):
-        words += [word, "auto"] if word == "--resume" and _NO_VALUE.fullmatch(following) else [word]
+        words.append(word)
+        is_config = following in shipped_configs() and not Path(following).exists()
+        if word == "--resume" and (is_config or _NOT_A_VALUE.fullmatch(following)):
+            words.append("auto")
     arguments, unknown = parser.parse_known_intermixed_args(words)
     following_words = dict(zip(words, [*words, ""][1:], strict=True))
     errors = []
-    for word in filter(lambda word: word.startswith("-"), unknown):
+    for word in unknown:
+        if not word.startswith("-"):
+            continue
         option, _, value = word.partition("=")
-        if not (value or _NO_VALUE.fullmatch(following_words[word])):
-            value = following_words[word]
+        following = following_words[word]
+        if not value and not _NOT_A_VALUE.fullmatch(following):
+            value = following
         if text := keys.instead_of_option(option, value or None):
-            errors.append(f"{option} {value}".rstrip() + f": {text}")
+            shown = f"{option} {value}".rstrip()
+            errors.append(f"{shown}: {text}")
     if errors:
-        raise UsageError("\n".join(errors[:3]))
+        raise ConfigError(errors)  # each says what to write instead
     if unknown:
-        similar = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions)
+        options = re.findall(r"--[\w-]+", parser.format_help())
+        similar = did_you_mean(unknown[0].partition("=")[0], options)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{similar}")
     return arguments
 
@@ -182,35 +222,51 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 def split_overrides(
     arguments: argparse.Namespace, names: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the overrides (key=value) and the other arguments, which `names` describes: at most as many as `names`."""
+    """Return the overrides (key=value) and the other arguments, which `names` describes: at most as
+    many as `names`.
+    """
     every = [*arguments.arguments, *(arguments.cfg_options or [])]
-    overrides = [argument for argument in every if "=" in argument]
-    others = [argument for argument in every if "=" not in argument]
+    overrides = [argument for argument in every if is_override(argument)]
+    others = [argument for argument in every if not is_override(argument)]
     spaced = any(argument.startswith("=") or argument.endswith("=") for argument in overrides)
     key = next((other for other in others if other in keys.value_types()), None)
     if len(others) > len(names) or key is not None:
+        remedy = f"Write overrides as {key or 'key'}=value"
+        if spaced:
+            remedy += ", without spaces around the equals sign"
         raise UsageError(
-            f"unexpected argument {key or others[len(names)]!r}: this takes {' and '.join(names)}, and overrides.\n"
-            f"Write overrides as {key or 'key'}=value{', without spaces around the equals sign' if spaced else ''}."
+            f"Unexpected argument {key or others[len(names)]!r}: this command takes "
+            f"{' and '.join(names)}, and overrides.",
+            f"{remedy}.",
         )
     return overrides, others
 
 
-def load_one_config(arguments: argparse.Namespace, usage: str) -> LoadedConfig:
-    """The config of a command that takes one and overrides. usage: of the command, for the error without a config."""
+def is_override(argument: str) -> bool:
+    """Whether this is `key=value`. A path may have an equals sign after a slash."""
+    key, equals, _ = argument.partition("=")
+    return equals != "" and "/" not in key
+
+
+def load_one_config(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> LoadedConfig:
+    """The config of a command that takes one and overrides. parser: with a usage, for the error
+    without a config.
+    """
     overrides, configs = split_overrides(arguments, ["one config"])
     if not configs:
-        raise UsageError(f"no config given.\nUsage: {usage}")
+        raise UsageError("No config given.", f"Usage: {parser.usage}")
     return load_config(configs[0], overrides)
 
 
 def load_data_config(source: str, overrides: Sequence[str]) -> DataConfig | None:
     """The section `data` of a config file; None for another path, which takes no overrides."""
-    if Path(source).suffix in (".yaml", ".yml"):
+    is_shipped = source in shipped_configs() and not Path(source).exists()
+    if is_shipped or Path(source).suffix in (".yaml", ".yml"):
         return load_config(source, overrides).config.data
     if overrides:
         raise UsageError(
-            f"{overrides[0]!r}: an override of a config, and {source} is none\nname a .yaml file"
+            f"{overrides[0]!r} overrides a key of a config, but {source} is not a config.",
+            "Name a .yaml file, or leave out the override.",
         )
     return None
 
@@ -228,7 +284,9 @@ def _number(text: str, allowed: Range, kind: type[int] | type[float] = int) -> f
 
 
 def not_empty(text: str) -> str:
-    """Return a path as it is. An empty one, of an unset variable, would mean the working directory."""
+    """Return a path as it is. An empty one, of an unset variable, would mean the working
+    directory.
+    """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; give one, or leave out the option")
     return text
@@ -241,8 +299,8 @@ def path(text: str) -> Path:
 # Types of argparse options.
 positive = partial(_number, allowed=COUNT)
 not_negative = partial(_number, allowed=NOT_NEGATIVE)
-num_ranks = partial(
-    _number, allowed=Range(1, 1024)
-)  # on a machine; a typo must not start more processes
+# Ranks on one machine. The limit catches typos.
+num_ranks = partial(_number, allowed=Range(1, 1024))
+jpeg_quality = partial(_number, allowed=Range(1, 100))
 port_number = partial(_number, allowed=Range(1, 65535))
 positive_float = partial(_number, allowed=POSITIVE, kind=float)

@@ -1,10 +1,11 @@
-"""`tools/compare_parallel.py`: train the same few steps in several parallel modes and print a table of the differences.
+"""`tools/compare_parallel.py`: train the same few steps in several parallel modes and compare.
 
 Each row is a real run of `tools/train.py` in a temporary run folder.
 """
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from imagenet_cls.config.load import DEMO, LoadedConfig, format_problems, load_c
 from imagenet_cls.engine.plan import batch_problem, micro_batch_for
 from imagenet_cls.errors import ConfigError, UsageError, UserError
 from imagenet_cls.parallel.environment import find_rank_info
-from imagenet_cls.parallel.exit import handle_interrupts
+from imagenet_cls.parallel.signals import handle_interrupts
 from imagenet_cls.report.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ SHORT_RUN: dict[str, Any] = {
     "train": {"max_steps": 12},
     "log": {"every_steps": 4, "tensorboard": False},
 }
-# What is trained without a CONFIG: the demo's digits, by a small ResNet with BatchNorm and smooth activations. With
-# ReLU and max pooling a rounding error of 1e-7 grows to 1e-2 in four steps, and all rows would differ by that much.
+# What is trained without a CONFIG: the demo's digits, by a small ResNet with BatchNorm and smooth
+# activations. With ReLU and max pooling a rounding error of 1e-7 grows to 1e-2 in four steps, and
+# all rows would differ by that much.
 DEMO_RUN: dict[str, Any] = SHORT_RUN | {
     "model": {"name": "resnet10t", "kwargs": {"act_layer": "silu", "replace_stem_pool": True}},
     "data": {"num_workers": 0},
@@ -47,16 +49,19 @@ DEMO_RUN: dict[str, Any] = SHORT_RUN | {
     "train": {"max_steps": 12, "precision": "fp32"},
 }
 NOTES = """\
-images/forward: images that BatchNorm normalizes together; a row with fewer has other losses from the first step on,
-  and that is correct. first loss diff, max loss diff, weight diff: the largest differences from the run in one process.
-  img/s: of all ranks. MiB: the peak of rank 0. See docs/parallel.md."""
+images/forward: images that BatchNorm normalizes together. A row with fewer has other losses from
+  the first step on, and that is correct.
+first loss diff, max loss diff, weight diff: the largest differences from the run in one process.
+img/s: of all ranks. MiB: the peak of rank 0. See docs/parallel.md."""
 # Overrides of keys that each row sets itself.
 ROW_OVERRIDES = re.compile(r"parallel(=|\.(mode|device_ids|output_device|sync_bn)\b)")
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A row of the table: overrides and options for train.py. missing: why the mode can't run here, or ""."""
+    """A row of the table: overrides and options for train.py. missing: why the mode can't run here,
+    or "".
+    """
 
     name: str
     overrides: Sequence[str]
@@ -67,7 +72,9 @@ class Mode:
 
 
 def compare_command(argv: Sequence[str]) -> None:
-    """Run all modes and print the table. Raises UserError, also with the message and exit code of a run that failed."""
+    """Run all modes and print the table. Raises UserError, also with the message and exit code of a
+    run that failed.
+    """
     parser = cli.build_parser(
         "compare-parallel",
         "Train the same few steps in one process, under DP and under DDP, and show what differs.",
@@ -85,9 +92,8 @@ def compare_command(argv: Sequence[str]) -> None:
     arguments = cli.parse(parser, argv)
     overrides, configs = cli.split_overrides(arguments, ["one config"])
     handle_interrupts(signal.default_int_handler)
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # so that nothing is left behind
+    # so that nothing is left behind
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as name:
         folder, outcomes = Path(name), []
         config = write_config(folder / "compare.yaml", configs[0] if configs else None)
@@ -116,35 +122,37 @@ def write_config(path: Path, config: str | None) -> str:
 
 
 def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Overrides with `new` ones, which replace those of the same keys."""
+    """Overrides with `new` ones, which replace overrides of the same keys."""
     keys = {override.partition("=")[0] for override in new}
     return [*(override for override in overrides if override.partition("=")[0] not in keys), *new]
 
 
 def plan_modes(config: str, overrides: Sequence[str], ranks: int) -> list[Mode]:
-    """The rows, in order; the others are compared with the first. Raises ConfigError or UsageError for any row."""
+    """The rows, in order; the others are compared with the first. Raises ConfigError or UsageError
+    for any row.
+    """
     if ranks < 2:
-        raise UsageError("--ranks 1: there is nothing to compare.\nAsk for two ranks or more.")
+        raise UsageError("--ranks 1: there is nothing to compare.", "Ask for two ranks or more.")
     if find_rank_info(os.environ) is not None:
         raise UsageError(
-            "this process is a rank of a launcher.\nStart the tool without one: it starts its own ranks."
+            "This process is a rank of a launcher.",
+            "Start the tool without one: it starts its own ranks.",
         )
     for override in overrides:
         if ROW_OVERRIDES.match(override):
             raise UsageError(
-                f"{override}: each row of the table sets this key itself.\nLeave it out."
+                f"{override}: each row of the table sets this key itself.", "Leave it out."
             )
     loaded = load_config(config, overrides)
-    if problem := batch_problem(
-        loaded.config.train, ranks, loaded.config.parallel.uneven == "allow"
-    ):
+    if problem := batch_problem(loaded.config.train, ranks):
         raise ConfigError(format_problems([problem], loaded.origins))
     batch, limit = loaded.config.train.global_batch_size, loaded.config.train.micro_batch_size
     share = micro_batch_for(batch, ranks, limit)
     part = micro_batch_for(batch, ranks, max(1, share // 2))
     if share == 1 or (part == 1 and batch % ranks):
         raise UsageError(
-            f"{batch} images on {ranks} ranks are too few to accumulate gradients.\nGive a larger batch."
+            f"{batch} images on {ranks} ranks are too few to accumulate gradients.",
+            "Give a larger batch.",
         )
 
     def passes(size: int) -> int:  # of each rank in a step
@@ -201,7 +209,9 @@ def missing_for_dp(loaded: LoadedConfig, gpus: int) -> str:
 
 
 def run(name: str, arguments: Sequence[str], folder: Path) -> Path:
-    """Run train.py with these arguments in a process; return the run folder. Raises UserError if it fails."""
+    """Run train.py with these arguments in a process; return the run folder. Raises UserError if it
+    fails.
+    """
     folder.mkdir()
     command = [*child_command("train"), *arguments, "--work-dir", str(folder / "run")]
     done = subprocess.run(
@@ -209,9 +219,10 @@ def run(name: str, arguments: Sequence[str], folder: Path) -> Path:
     )
     if code := done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        error = UserError(
-            f"{name}: " + "\n".join(lines[-1:] if code == 1 else lines)
-        )  # the last line of a traceback
+        problem, remedy = lines[-1], f"Run it alone: {shlex.join(command)}"
+        if code != 1 and len(lines) > 1:  # 1 is a bug, with a traceback
+            problem, remedy = "\n".join(lines[:-1]), lines[-1]
+        error = UserError(f"{name}: {problem}", remedy)
         error.exit_code = 128 - code if code < 0 else code
         raise error
     return folder / "run"
@@ -219,7 +230,10 @@ def run(name: str, arguments: Sequence[str], folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a run. losses: of every step. images_per_sec: of all ranks together. memory_mib: rank 0's peak."""
+    """The results of a run. losses: the losses of every step. images_per_sec: the speed of all
+    ranks together.
+    memory_mib: rank 0's peak.
+    """
 
     losses: list[float]
     weights: "dict[str, Tensor]"
@@ -228,7 +242,9 @@ class Outcome:
 
 
 def read_outcome(run_folder: Path) -> Outcome:
-    """A finished run's results. The first logging interval, which includes one-time work, does not count as speed."""
+    """A finished run's results. The first logging interval, which includes one-time work, does not
+    count as speed.
+    """
     from imagenet_cls.checkpoint.select import load_newest
 
     steps = [record for record in read_metrics(run_folder) if record["kind"] == "train"]
@@ -247,7 +263,9 @@ def loss_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def weight_difference(one: "Mapping[str, Tensor]", other: "Mapping[str, Tensor]") -> float:
-    """The largest absolute difference of any weight; BatchNorm's running statistics are not weights."""
+    """The largest absolute difference of any weight; BatchNorm's running statistics are not
+    weights.
+    """
     differences = [
         (one[name].double() - other[name].double()).abs().max().item()
         for name in one
@@ -286,4 +304,4 @@ def table(modes: Sequence[Mode], outcomes: Sequence[Outcome | None]) -> str:
         texts = ["-"] * 3 if outcome is one else [f"{difference:.1e}" for difference in differences]
         texts += [f"{outcome.images_per_sec:.0f}", f"{outcome.memory_mib:.0f}"]
         rows.append([mode.name, str(mode.images_per_forward), *texts, mode.use])
-    return cli.aligned(rows)
+    return cli.format_columns(rows)

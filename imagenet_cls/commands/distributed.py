@@ -1,4 +1,4 @@
-"""Run a command on one rank or many: start the ranks, or be one of them; print an error once."""
+"""Run a command on one rank or many: start the ranks, join them, and report an error once."""
 
 import argparse
 import logging
@@ -6,68 +6,67 @@ import multiprocessing
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from traceback import format_exception
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from imagenet_cls.commands.cli import not_negative, num_ranks, open_streams, parse, port_number
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import (
-    ResourceError,
-    Stopped,
-    UsageError,
-    UserError,
-    explain_path_error,
-    first_line,
-)
+from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, explain_path_error
+from imagenet_cls.parallel.cpus import cgroup_cpus, cpu_threads
 from imagenet_cls.parallel.environment import (
     LAUNCHERS,
     RankInfo,
-    cgroup_cpus,
-    cpu_threads,
     find_rank_info,
-    machine_options,
+    options_from_kubernetes,
 )
 from imagenet_cls.parallel.exit import (
-    COMMAND_VARIABLE,
-    end_process,
-    exit_on_signal,
-    handle_interrupts,
+    COMMAND_ENV,
+    hard_exit,
+    is_training_command,
     print_error,
     report_error,
     requeue_if_slurm,
     restart_advice,
+)
+from imagenet_cls.parallel.signals import (
+    exit_on_signal,
+    handle_interrupts,
     signal_launching_process,
     terminate_with_launching_process,
-    trains,
 )
+from imagenet_cls.text import first_line
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import Group
 
-# A rank that lost another one waits this long before it reports that: its launcher may end it first, and report the
-# other one's error, which is the cause.
+# A rank that lost another one waits this long before it reports that: its launcher may end it
+# first, and report the other one's error, which is the cause.
 _PATIENCE_SEC = 5.0
 
-if (
-    multiprocessing.parent_process() is not None
-):  # a spawned rank imports this module, and then torch
+# a spawned rank imports this module, and then torch
+if multiprocessing.parent_process() is not None:
     handle_interrupts(exit_on_signal)
 
 
 def check_components(loaded: LoadedConfig, world_size: int | None, training: bool = True) -> None:
-    """Stage 2 of the checks; raises ConfigError. world_size: None if unknown."""
+    """Check the components that the config names. world_size: None if unknown. Raises
+    ConfigError.
+    """
     from imagenet_cls.engine.check import config_problems, raise_problems
 
     raise_problems(config_problems(loaded.config, world_size, training), loaded)
 
 
 def join_group(loaded: LoadedConfig, rank_info: RankInfo) -> "Group":
-    """Rendezvous with the other ranks and start the heartbeat. Raises UsageError or ResourceError if it fails."""
+    """Rendezvous with the other ranks and start the heartbeat. Raises UsageError or ResourceError
+    if it fails.
+    """
     from imagenet_cls.engine.build import data_parallel_devices
     from imagenet_cls.guards.heartbeat import start_heartbeat
     from imagenet_cls.parallel.devices import choose_device
@@ -94,13 +93,14 @@ def join_group(loaded: LoadedConfig, rank_info: RankInfo) -> "Group":
 def join_alone(loaded: LoadedConfig) -> tuple[Config, "Group"]:
     """The config with `parallel.mode` none, and the group of a command that runs in one process.
 
-    Raises UsageError if a launcher has started several processes. Checks the components of the config, too.
+    Raises UsageError if a launcher has started several processes. Checks the components of the
+    config, too.
     """
     rank_info = find_rank_info(os.environ)
     if rank_info is not None and rank_info.world_size > 1:
         raise UsageError(
-            f"this runs in one process, and a launcher has started {rank_info.world_size}.\n"
-            "Run it without torchrun, srun or mpirun, and unset WORLD_SIZE and RANK."
+            f"This runs in one process, and a launcher has started {rank_info.world_size}.",
+            "Run it without torchrun, srun or mpirun, and unset WORLD_SIZE and RANK.",
         )
     loaded = replace(
         loaded, config=replace(loaded.config, parallel=replace(loaded.config.parallel, mode="none"))
@@ -110,71 +110,76 @@ def join_alone(loaded: LoadedConfig) -> tuple[Config, "Group"]:
     return loaded.config, join_group(loaded, RankInfo())
 
 
-@dataclass(frozen=True)
-class RankCommand:
-    """A command that runs on ranks. All functions are importable, since spawned ranks unpickle them.
+def parse_rank_arguments(
+    name: str, parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, RankInfo | None]:
+    """Parse the arguments of a command that runs on ranks, and find the rank of this process.
 
-    name: in `commands.main`. load: stage 1 of the checks, without torch. check_files: of the files and folders that are
-    named, likewise. check_before_start: stage 2 of the checks, in the process that starts the ranks; gets the world
-    size, None if unknown. run, join: of one rank.
+    name: the command, as in `commands.main`. The rank is None if this process is to start the
+    ranks; `arguments.launcher` is then `spawn` or `pytorch`. Raises UsageError.
     """
-
-    name: str
-    parser: Callable[[], argparse.ArgumentParser]
-    load: Callable[[argparse.Namespace], LoadedConfig]
-    check_files: Callable[[argparse.Namespace, LoadedConfig], None]
-    check_before_start: Callable[[LoadedConfig, int | None], None]
-    run: Callable[[argparse.Namespace, LoadedConfig, "Group"], None]
-    join: Callable[[LoadedConfig, RankInfo], "Group"] = join_group
-
-
-def run_command(command: RankCommand, argv: Sequence[str]) -> int:
-    """Run as the only rank, as one of several (then the process ends here), or as the process that starts them."""
-    os.environ[COMMAND_VARIABLE] = command.name
-    parser = command.parser()
+    os.environ[COMMAND_ENV] = name
     arguments = parse(parser, argv)
-    launcher, gpus = arguments.launcher, arguments.gpus or 1
-    rank_info = find_rank_info(os.environ, launcher)
-    if rank_info is None and launcher == "pytorch":
-        parser.set_defaults(**machine_options(os.environ))
+    rank_info = find_rank_info(os.environ, arguments.launcher)
+    if rank_info is not None:
+        return arguments, rank_info
+    if arguments.launcher == "pytorch":
+        parser.set_defaults(**options_from_kubernetes(os.environ))
         arguments = parse(parser, argv)
-    if rank_info is not None and (rank_info.world_size > 1 or rank_info.launched):
-        end_process(run_rank(command, arguments, rank_info))
-    several = gpus > 1 or arguments.nodes != "1"
-    if rank_info is None and (launcher in ("spawn", "pytorch") or (launcher == "auto" and several)):
-        return start(command, arguments, argv, "spawn" if launcher == "auto" else launcher)
-    if rank_info is None and several:
-        options = f"--gpus {gpus} --nodes {arguments.nodes} with --launcher {launcher}"
-        raise UsageError(f"{options}: that starts no ranks.\nUse --launcher spawn.")
-    loaded = command.load(arguments)
-    command.check_files(arguments, loaded)
-    rank_info = rank_info or RankInfo()
-    prepare_process(loaded, rank_info)
-    try:
-        command.run(arguments, loaded, command.join(loaded, rank_info))
-    except Stopped as stopped:
-        raise requeue_if_slurm(stopped, os.environ) from None
-    return 0
+    several = ranks_per_machine(arguments) > 1 or arguments.nodes != "1"
+    if arguments.launcher == "auto" and several:
+        arguments.launcher = "spawn"
+    if arguments.launcher in ("spawn", "pytorch"):
+        return arguments, None
+    if several:
+        options = f"--gpus {ranks_per_machine(arguments)} --nodes {arguments.nodes}"
+        raise UsageError(
+            f"{options} with --launcher {arguments.launcher} starts no ranks.",
+            "Use --launcher spawn.",
+        )
+    return arguments, RankInfo()
 
 
-def start(
-    command: RankCommand, arguments: argparse.Namespace, argv: Sequence[str], launcher: str
+def ranks_per_machine(arguments: argparse.Namespace) -> int:
+    return arguments.gpus or 1
+
+
+def ranks_to_start(arguments: argparse.Namespace) -> int | None:
+    """The number of ranks on all machines; None for an elastic job, whose number is not known."""
+    if not arguments.nodes.isdigit():
+        return None
+    return ranks_per_machine(arguments) * int(arguments.nodes)
+
+
+def start_ranks(
+    name: str,
+    command: Callable[[Sequence[str]], int],
+    arguments: argparse.Namespace,
+    loaded: LoadedConfig,
+    argv: Sequence[str],
 ) -> int:
-    """Check everything once, then start the ranks and wait for them. Returns the exit code."""
-    loaded = command.load(arguments)
-    command.check_files(arguments, loaded)
+    """Start the ranks of this machine, each of which runs the command with the same arguments.
+
+    command: importable, since spawned ranks unpickle it. Returns the exit code when all ranks have
+    ended.
+    """
     from imagenet_cls.parallel.launch import configure_agent, launch_ranks
     from imagenet_cls.parallel.process_group import check_backend
 
-    parallel, gpus, nodes = loaded.config.parallel, arguments.gpus or 1, arguments.nodes
-    check_backend(parallel.backend, launcher)
-    config = configure_agent(
-        gpus, nodes, arguments.node_rank, arguments.master_addr, arguments.master_port, arguments.max_restarts,
-        parallel.init_method, parallel.timeout_sec,
-    )  # fmt: skip
-    command.check_before_start(loaded, gpus * int(nodes) if nodes.isdigit() else None)
-    executed = None if launcher == "spawn" else child_command(command.name)
-    return launch_ranks(config, executed, argv, partial(run_spawned_rank, command))
+    parallel = loaded.config.parallel
+    check_backend(parallel.backend, arguments.launcher)
+    agent = configure_agent(
+        ranks_per_machine(arguments),
+        arguments.nodes,
+        arguments.node_rank,
+        arguments.master_addr,
+        arguments.master_port,
+        arguments.max_restarts,
+        parallel.init_method,
+        parallel.timeout_sec,
+    )
+    executed = None if arguments.launcher == "spawn" else child_command(name)
+    return launch_ranks(agent, executed, argv, partial(run_spawned_rank, command))
 
 
 def child_command(name: str) -> list[str]:
@@ -189,76 +194,113 @@ def child_command(name: str) -> list[str]:
     return [sys.executable, "-u", "-P", "-m", "imagenet_cls", name]
 
 
-def run_spawned_rank(command: RankCommand, argv: Sequence[str]) -> int:
-    """Run one rank in a process of torch.multiprocessing; return its exit code."""
+def run_spawned_rank(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Run the command in a process of torch.multiprocessing. Returns the exit code."""
     open_streams()
-    rank_info = find_rank_info(os.environ, "spawn")
-    assert rank_info is not None
-    return run_rank(command, parse(command.parser(), argv), rank_info)
+    return command(["--launcher", "spawn", *argv])
 
 
-def run_rank(command: RankCommand, arguments: argparse.Namespace, rank_info: RankInfo) -> int:
-    """Run one launched rank; return its exit code, after printing its error unless another rank prints it."""
-    terminate_with_launching_process()  # before torch is imported, which takes seconds
-    from imagenet_cls.parallel.process_group import is_communication_error, leave_group
+class RankProcess:
+    """One rank of a command, from the start of its process to its end.
 
-    group, code, failed = None, 0, False
-    try:
-        loaded = command.load(arguments)
-        prepare_process(loaded, rank_info)
-        group = command.join(loaded, rank_info)
-        command.run(arguments, loaded, group)
-    except Stopped as stopped:  # every rank stops; rank 0 reports it
-        code = stopped.exit_code
-        if rank_info.is_main:
-            print_error(requeue_if_slurm(stopped, os.environ), code)
-        signal_launching_process(stopped.signal_number)
-    except KeyboardInterrupt:  # before the handler of signals is installed
-        failed, code = True, 130
-    except BaseException as error:
-        failed = True
+    Used as a context manager around the work of the rank. If there are several ranks, an error ends
+    the process here, after it was reported once for all ranks. The error of a single process is
+    printed by `cli.main`, as for any other command.
+    """
+
+    def __init__(self, rank_info: RankInfo, show_traceback: bool):
+        self.rank_info = rank_info
+        self.show_traceback = show_traceback
+        self.group: Group | None = None
+
+    def __enter__(self) -> Self:
+        if not self.rank_info.is_single_process:
+            terminate_with_launching_process()  # before torch is imported, which takes seconds
+        return self
+
+    def join(self, loaded: LoadedConfig) -> "Group":
+        """Prepare this process and join the other ranks. Raises UsageError or ResourceError."""
+        prepare_process(loaded, self.rank_info)
+        self.group = join_group(loaded, self.rank_info)
+        return self.group
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.rank_info.is_single_process:
+            if isinstance(error, Stopped):
+                raise requeue_if_slurm(error, os.environ) from None
+            return
+        from imagenet_cls.parallel.process_group import destroy_group
+
+        code = 0 if error is None else self.report(error)
+        if self.group is not None:
+            failed = error is not None and not isinstance(error, Stopped)
+            destroy_group(self.group, failed)
+        if code != 0:
+            hard_exit(code)
+
+    def report(self, error: BaseException) -> int:
+        """Print or log the error of this rank. Returns the exit code."""
+        from imagenet_cls.parallel.process_group import is_communication_error
+
+        if isinstance(error, Stopped):  # every rank stops; rank 0 reports it
+            if self.rank_info.is_main:
+                print_error(requeue_if_slurm(error, os.environ), error.exit_code)
+            signal_launching_process(error.signal_number)
+            return error.exit_code
+        if isinstance(error, KeyboardInterrupt):  # before the handler of signals is installed
+            return 130
         if is_communication_error(error):
-            error = lost_rank_error(error, rank_info.rank, group)
+            error = lost_rank_error(error, self.rank_info.rank, self.group)
         error = explain_path_error(error)
         code = error.exit_code if isinstance(error, UserError) else 1
-        text = (
-            "".join(traceback.format_exception(error))
-            if code == 1 or arguments.traceback
-            else str(error)
-        )
-        report_error(text, code, rank_info.rank, getattr(error, "printed_elsewhere", False))
-    if group is not None:
-        leave_group(group, failed)
-    return code
+        text = str(error)
+        if code == 1 or self.show_traceback:
+            text = "".join(format_exception(error))
+        printed_elsewhere = getattr(error, "printed_elsewhere", False)
+        report_error(text, code, self.rank_info.rank, printed_elsewhere)
+        return code
 
 
 def lost_rank_error(error: BaseException, rank: int, group: "Group | None") -> ResourceError:
-    """The error of a rank whose collective failed. It names the lost ranks if the heartbeat knows them."""
+    """The error of a rank whose collective failed. It names the lost ranks if the heartbeat knows
+    them.
+    """
     from imagenet_cls.parallel.process_group import nccl_error
 
     lost = None
     if group is not None and group.heartbeat is not None:
         lost = group.heartbeat.wait_for_lost_rank(_PATIENCE_SEC)
-    where = "the errors and logs of the other ranks for the cause."
-    if re.search("timed? ?out", str(error), re.IGNORECASE) and trains():
-        others = (
-            f"rank{1 - rank}.log"
-            if group is not None and group.world_size == 2
-            else "rank<r>.log of the others"
-        )
-        where = f"the stacks in logs/{others}, which show where a rank hangs; with nccl also logs/nccl_trace_rank<r>."
     lost = lost or nccl_error(error, rank)
-    return lost or ResourceError(
-        f"rank {rank} lost contact with another rank: {first_line(error)[:200]}\nSee {where} {restart_advice()}"
+    if lost is not None:
+        return lost
+    remedy = "See the errors and logs of the other ranks for the cause."
+    if re.search("timed? ?out", str(error), re.IGNORECASE) and is_training_command():
+        is_pair = group is not None and group.world_size == 2
+        logs = f"logs/rank{1 - rank}.log" if is_pair else "logs/rank*.log"
+        remedy = (
+            f"See the stacks in {logs}, which show where another rank hangs; with nccl also "
+            f"logs/nccl_trace_rank*."
+        )
+    return ResourceError(
+        f"Rank {rank} lost contact with another rank ({first_line(error)[:200]}).",
+        f"{remedy} {restart_advice()}",
     )
 
 
 def prepare_process(loaded: LoadedConfig, rank_info: RankInfo) -> None:
-    """Set environment variables that torch and its libraries read at import, and the number of CPU threads."""
+    """Set environment variables that torch and its libraries read at import, and the number of CPU
+    threads.
+    """
     if loaded.config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if rank_info.world_size > 1 or cgroup_cpus() < (os.cpu_count() or 1):
-        # Only some launchers set the number of threads, which changes the last bits, and torch knows no quotas.
+        # Few launchers set the number of threads, which changes the last bits of results, and torch
+        # ignores CPU quotas of containers.
         threads = os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(rank_info)))
         import torch
 
@@ -276,9 +318,14 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
         help="what started, or is to start, the ranks",
     )
     add(
-        "--gpus", "-g", "--nproc-per-node", "--nproc_per_node", type=num_ranks, metavar="N",
+        "--gpus",
+        "-g",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=num_ranks,
+        metavar="N",
         help="ranks to start on this machine, on GPUs if it has any",
-    )  # fmt: skip
+    )
     add(
         "--nodes",
         type=node_count,
@@ -298,7 +345,8 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-restarts", type=not_negative, default=0, metavar="N", help="restarts after a failure"
     )
-    # torch.distributed.launch passes the local rank as an option, in either spelling, and in the environment.
+    # torch.distributed.launch passes the local rank as an option, in either spelling, and in the
+    # environment.
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
 
 

@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from imagenet_cls.commands import cli
-from imagenet_cls.errors import UsageError, printable
+from imagenet_cls.errors import UsageError
 from imagenet_cls.files import check_exists, check_output_path, write_output
+from imagenet_cls.text import printable
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 
 
 def export_command(argv: Sequence[str]) -> None:
-    """Export a model, compare it with PyTorch, and then write the file. Raises CheckpointError if they differ."""
+    """Export a model, compare it with PyTorch, and then write the file. Raises CheckpointError if
+    their logits differ.
+    """
     parser = cli.build_parser(
         "export", "Write a trained model as ONNX or torch.export, and compare it with PyTorch."
     )
@@ -26,26 +29,37 @@ def export_command(argv: Sequence[str]) -> None:
         help="default: model.onnx or model.pt2, in this folder",
     )
     parser.add_argument(
-        "--preprocess", choices=("none", "normalize"), nargs="?", const="normalize", default="none",
-        help="what the graph does. none: its input is normalized float32; normalize: its input is "
-        "uint8. Both are resized and cropped. Default: none; without a value: normalize",
-    )  # fmt: skip
+        "--preprocess",
+        choices=("none", "normalize"),
+        nargs="?",
+        const="normalize",
+        default="none",
+        help="none: the graph takes normalized float32 images; normalize: it takes uint8 images. "
+        "Both are resized and cropped before. Default: none; without a value: normalize",
+    )
     parser.add_argument(
-        "--opset", type=cli.positive, metavar="N", help="of ONNX; default: that of torch"
+        "--opset",
+        type=cli.positive,
+        metavar="N",
+        help="version of ONNX's operators; default: torch's",
     )
     arguments = parser.parse_args(argv)
     out = arguments.out or Path(f"model{SUFFIXES[arguments.format]}")
-    if out.suffix != SUFFIXES[arguments.format]:
-        kind = SUFFIXES[arguments.format]
-        raise UsageError(f"--out {out}: not a {kind} file.\nName it so, or give another --format.")
+    suffix = SUFFIXES[arguments.format]
+    if out.suffix != suffix:
+        raise UsageError(
+            f"--out {out}: the file's name must end in {suffix}.",
+            "Change it, or give another --format.",
+        )
     if arguments.opset and arguments.format != "onnx":
         raise UsageError(
-            f"--opset {arguments.opset} is of ONNX.\nLeave it out, or give --format onnx."
+            f"--opset {arguments.opset}: only ONNX has opsets.",
+            "Leave it out, or give --format onnx.",
         )
     check_exists(arguments.checkpoint)
     check_output_path(out)
-    from imagenet_cls.engine.export import BATCHES, compare, comparison_images, export_model
-    from imagenet_cls.engine.predictor import Predictor, check_packages
+    from imagenet_cls.inference.export import BATCHES, compare, comparison_images, export_model
+    from imagenet_cls.inference.predictor import Predictor, check_packages
 
     if arguments.format == "onnx":
         check_packages("onnx", "onnxscript", "onnxruntime")
@@ -57,8 +71,8 @@ def export_command(argv: Sequence[str]) -> None:
     batches = " and ".join(map(str, BATCHES))
     for line in (
         *predictor.warnings,
-        f"{described}, in batches of {batches}: {lines[-1]}",
-        *lines[:-1],
+        f"{described}, in batches of {batches}: {lines[0]}",
+        *lines[1:],
     ):
         print(printable(line))
     print(f"wrote {predictor.path} to {out}")

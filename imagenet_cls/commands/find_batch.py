@@ -12,10 +12,13 @@ _GIB = 2.0**30
 
 
 def find_batch_command(argv: Sequence[str]) -> None:
-    """Print speed and memory of micro-batches, and what to put into the config. Raises UserError."""
+    """Print speed and memory of micro-batches, and what to put into the config. Raises
+    UserError.
+    """
     parser = cli.build_parser(
         "find-batch",
-        "Find the largest micro-batch that fits on a device, with the training steps of the config on random images. "
+        "Find the largest micro-batch that fits on a device, with the training steps of the "
+        "config on random images. "
         "Prints it, and changes nothing.",
         _USAGE,
         "The data is read only for the number of classes, if model.num_classes is not set.",
@@ -32,14 +35,12 @@ def find_batch_command(argv: Sequence[str]) -> None:
         help="largest size to try (default: no limit)",
     )
     arguments = cli.parse(parser, argv)
-    loaded = cli.load_one_config(arguments, f"find_batch.py {_USAGE}")
+    loaded = cli.load_one_config(arguments, parser)
     config, group = join_alone(loaded)
-    from imagenet_cls.engine.finders import micro_batch_trials
+    from imagenet_cls.commands.finders import micro_batch_trials
 
-    print(
-        f"{'images':>9}  {'images/s':>9}  peak GiB"
-        + ("  reserved GiB" if group.device.type == "cuda" else "")
-    )
+    reserved = "  reserved GiB" if group.device.type == "cuda" else ""
+    print(f"{'images':>9}  {'images/s':>9}  peak GiB{reserved}")
     fitting = []
     for trial in micro_batch_trials(config, group, arguments.gpus, arguments.max):
         memory = f"{trial.peak_bytes / _GIB:8.2f}" if trial.peak_bytes else f"{'-':>8}"
@@ -51,24 +52,28 @@ def find_batch_command(argv: Sequence[str]) -> None:
         print(f"{trial.images:9,}  {trial.images_per_sec:9.1f}  {memory}{reserved}", flush=True)
     if not fitting:
         raise ResourceError(
-            "not even one image fits.\nTry train.grad_checkpointing=true, train.precision=bf16 or smaller images."
+            "Not even one image fits.",
+            "Try train.grad_checkpointing=true, train.precision=bf16 or smaller images.",
         )
     fastest = max(fitting, key=lambda trial: trial.images_per_sec)
     largest = max(trial.images for trial in fitting)
     print(
-        f"largest that fits: {largest:,}; fastest: {fastest.images:,}, {fastest.images_per_sec:.1f} images/s"
+        f"largest that fits: {largest:,}; fastest: {fastest.images:,}, "
+        f"{fastest.images_per_sec:.1f} images/s"
     )
     print(describe_plan(config.train, arguments.gpus, largest))
 
 
 def describe_plan(train: TrainConfig, num_devices: int, largest: int) -> str:
     """The line for the config, and the micro-batches that follow from it."""
-    from imagenet_cls.engine.plan import micro_batch_for
+    from imagenet_cls.engine.plan import ceil_div, micro_batch_for
 
     size = micro_batch_for(train.global_batch_size, num_devices, largest)
-    steps = -(-train.global_batch_size // (num_devices * size))
+    steps = ceil_div(train.global_batch_size, num_devices * size)
     limit = "null" if steps == 1 else str(largest)
+    devices = "1 device" if num_devices == 1 else f"{num_devices} devices"
+    micro_batches = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
     return (
-        f"train.micro_batch_size={limit}  # train.global_batch_size={train.global_batch_size} on {num_devices} "
-        f"device{'s' if num_devices > 1 else ''}: {steps} micro-batch{'es' if steps > 1 else ''} of {size} images"
+        f"train.micro_batch_size={limit}  # train.global_batch_size={train.global_batch_size} on "
+        f"{devices}: {micro_batches} of {size} images"
     )

@@ -13,7 +13,7 @@ from imagenet_cls.errors import UsageError
 from imagenet_cls.files import explain_write_errors, is_device_or_fifo
 
 if TYPE_CHECKING:
-    from imagenet_cls.engine.finders import LrRange
+    from imagenet_cls.commands.finders import LrRange
 
 _USAGE = "CONFIG [key=value ...] [--from LR] [--to LR] [--steps N] [--out FILE.png]"
 _ROWS = 20  # of the table
@@ -21,10 +21,13 @@ _MIN_STEPS = 20
 
 
 def find_lr_command(argv: Sequence[str]) -> None:
-    """Train with a growing learning rate; print and plot the loss and a suggestion. Raises UserError."""
+    """Train with a growing learning rate; print and plot the loss and a suggestion. Raises
+    UserError.
+    """
     parser = cli.build_parser(
         "find-lr",
-        "Train from the initial weights while the learning rate grows from step to step (the range test of Smith 2015, "
+        "Train from the initial weights while the learning rate grows from step to step (the "
+        "range test of Smith 2015, "
         "arXiv:1506.01186), and plot the loss over it. Changes no config and writes no run folder.",
         _USAGE,
     )
@@ -54,19 +57,25 @@ def find_lr_command(argv: Sequence[str]) -> None:
         help="a new file; default: work_dirs/<config name>_lr.png",
     )
     arguments = cli.parse(parser, argv)
-    if arguments.low >= arguments.high or arguments.steps < _MIN_STEPS:
+    if arguments.low >= arguments.high:
         raise UsageError(
-            f"--from must be below --to, and --steps at least {_MIN_STEPS}.\nCorrect the options."
+            f"--from {arguments.low:g} is not below --to {arguments.high:g}.",
+            "Correct one of them.",
         )
-    loaded = cli.load_one_config(arguments, f"find_lr.py {_USAGE}")
+    if arguments.steps < _MIN_STEPS:
+        raise UsageError(f"--steps {arguments.steps} are too few.", f"Give {_MIN_STEPS} or more.")
+    loaded = cli.load_one_config(arguments, parser)
     path = arguments.out or Path(f"work_dirs/{loaded.name}_lr.png")
-    exists = path.exists() and not is_device_or_fifo(path)
-    if path.suffix.lower() != ".png" or exists:
-        problem = "exists, and is not replaced" if exists else "the plot is a PNG file"
-        raise UsageError(f"{path}: {problem}.\nName another file with --out FILE.png.")
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"{path}: the plot is a PNG file.", "Name it *.png with --out.")
+    if path.exists() and not is_device_or_fifo(path):
+        raise UsageError(
+            f"{path} exists, and is not replaced.", "Name another file with --out FILE.png."
+        )
     config, group = join_alone(loaded)
-    from imagenet_cls.engine.finders import lr_range
-    from imagenet_cls.engine.run import describe_batch_sizes
+    from imagenet_cls.commands.finders import lr_range
+    from imagenet_cls.engine.build import num_devices
+    from imagenet_cls.engine.plan import describe_batch_sizes
     from imagenet_cls.guards.device import explain_device_errors
     from imagenet_cls.optim.schedule import scaled_lr
     from imagenet_cls.report.plots import plot_lr_range
@@ -75,33 +84,39 @@ def find_lr_command(argv: Sequence[str]) -> None:
         step = len(found.lrs)
         if step % max(1, arguments.steps // _ROWS) == 0:
             print(
-                f"{step:6}  {found.lrs[-1]:9.3g}  {found.losses[-1]:9.4f}  {found.smoothed[-1]:9.4f}",
+                f"{step:6}  {found.lrs[-1]:9.3g}  {found.losses[-1]:9.4f}  "
+                f"{found.smoothed[-1]:9.4f}",
                 flush=True,
             )
 
     print(f"{'step':>6}  {'lr':>9}  {'loss':>9}  {'smoothed':>9}")
-    with explain_device_errors(describe_batch_sizes(config, 1)):
+    with explain_device_errors(describe_batch_sizes(config, num_devices(config, 1))):
         found = lr_range(config, group, arguments.low, arguments.high, arguments.steps, report)
     print(f"ended {found.end}")
-    suggested = found.steepest()
-    if suggested is None:
+    lr = found.steepest()
+    if lr is None:
         print("no suggestion: the loss did not fall; try a lower --from, or more --steps")
         return
-    lr, tenth = suggested, found.lrs[found.lowest()] / 10
     with explain_write_errors(path, "Name another file with --out."):
         plot_lr_range(path, found.lrs, found.losses, found.smoothed, {f"suggestion: {lr:.2g}": lr})
     batch = config.train.global_batch_size
     factor, _ = scaled_lr(replace(config.optimizer, lr=1.0), batch)
-    scaled = (
-        ""
-        if factor == 1
-        else f", which optimizer.lr_base_batch multiplies by {factor:.4g} to {lr:.2g}"
-    )
-    careful = f"more careful: optimizer.lr={tenth / factor:.2g}: a tenth of the rate with the lowest smoothed loss\n"
+    scaled = ""
+    if factor != 1:
+        scaled = f", which optimizer.lr_base_batch multiplies by {factor:.4g} to {lr:.2g}"
     print(
-        f"suggestion: optimizer.lr={lr / factor:.2g}{scaled}: where the smoothed loss falls fastest with the logarithm "
-        f"of the rate\n{careful if tenth < lr else ''}A suggestion is a hint, not a promise: for a global batch of "
-        f"{batch} images and the peak of the schedule. Factors of parameter groups were applied.\nwrote {path}"
+        f"suggestion: optimizer.lr={lr / factor:.2g}{scaled}: where the smoothed loss falls "
+        f"fastest with the logarithm of the rate"
+    )
+    tenth = found.lrs[found.lowest()] / 10
+    if tenth < lr:
+        print(
+            f"more careful: optimizer.lr={tenth / factor:.2g}: a tenth of the rate with the lowest "
+            f"smoothed loss"
+        )
+    print(
+        f"A suggestion is a hint, not a promise: for a global batch of {batch} images and the peak "
+        f"of the schedule. Factors of parameter groups were applied.\nwrote {path}"
     )
 
 

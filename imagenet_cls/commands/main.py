@@ -7,7 +7,8 @@ from imagenet_cls import __version__
 from imagenet_cls.commands import cli
 from imagenet_cls.lookup import did_you_mean
 
-# Function and description. The function's module has the name of the command, and is imported when the command runs.
+# Function and description. The function's module has the name of the command, and is imported when
+# the command runs.
 COMMANDS = {
     "train": ("train_command", "train from a config"),
     "test": ("evaluate_command", "evaluate a checkpoint, foreign weights or published weights"),

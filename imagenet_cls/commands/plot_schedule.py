@@ -1,6 +1,7 @@
-"""`tools/plot_schedule.py`: plot learning rate, momentum and training resolution of a run without training.
+"""`tools/plot_schedule.py`: plot learning rate, momentum and resolution without training.
 
-Needs no data: without --images, the training images are counted if they exist, else ImageNet's number is assumed.
+Needs no data: without --images, the training images are counted if they exist, else ImageNet's
+number is assumed.
 """
 
 from collections.abc import Sequence
@@ -34,14 +35,17 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
         help="default: work_dirs/<config name>_schedule.png",
     )
     parser.add_argument(
-        "--images", type=cli.positive, metavar="N",
-        help="in the training set; default: counted in data.root, or ImageNet's 1281167 if that is missing",
-    )  # fmt: skip
+        "--images",
+        type=cli.positive,
+        metavar="N",
+        help="in the training set; default: counted in data.root, or ImageNet's 1281167 if that "
+        "is missing",
+    )
     arguments = cli.parse(parser, argv)
-    loaded = cli.load_one_config(arguments, f"plot_schedule.py {_USAGE}")
+    loaded = cli.load_one_config(arguments, parser)
     path = arguments.out or Path(f"work_dirs/{loaded.name}_schedule.png")
     if path.suffix.lower() != ".png" or path.is_dir():
-        raise UsageError(f"--out {path}: the plot is a PNG file.\nName it *.png.")
+        raise UsageError(f"--out {path}: the plot is a PNG file.", "Name it *.png.")
     check_components(loaded, None)
     from imagenet_cls.report.plots import plot_panels
 
@@ -57,7 +61,8 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
             curves,
         )
     print(
-        f"{plan.total_steps:,} steps: {plan.total_steps / plan.steps_per_epoch:g} epochs of {plan.steps_per_epoch:,}, "
+        f"{plan.total_steps:,} steps: {plan.total_steps / plan.steps_per_epoch:g} epochs of "
+        f"{plan.steps_per_epoch:,}, "
         f"{plan.global_batch:,} of {images:,} images in each"
     )
     rows = [["", "start", "lowest", "highest", "end"]]
@@ -68,14 +73,16 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
                 *(f"{number:.4g}" for number in (values[0], min(values), max(values), values[-1])),
             ]
         )
-    print("\n".join(filter(None, [note, cli.aligned(rows), source])))
+    print("\n".join(filter(None, [note, cli.format_columns(rows), source])))
     if loaded.config.schedule.name == "plateau":
         print("schedule plateau: drawn as if each evaluation were better than the ones before")
     print(f"wrote {path}")
 
 
 def count_training_images(data: DataConfig) -> tuple[int, str]:
-    """The number of training images, and where it comes from. Downloads nothing. Raises DataError for wrong data."""
+    """The number of training images, and where it comes from. Downloads nothing. Raises DataError
+    for wrong data.
+    """
     has_files = data.name in ("folder", "list", "digits")
     if data.name == "synthetic" or (
         has_files and (Path(data.root).expanduser() / data.train).exists()
@@ -88,7 +95,7 @@ def count_training_images(data: DataConfig) -> tuple[int, str]:
         return len(
             train
         ), f"{len(train):,} training images: counted ({place}); --images takes another number"
-    why = f"no {data.root} here" if has_files else f"those of {data.name} are not counted"
+    why = f"no {data.root} here" if has_files else f"the images of {data.name} are not counted"
     return (
         IMAGENET_IMAGES,
         f"{IMAGENET_IMAGES:,} training images: assumed, as in ImageNet ({why}); or give --images N",
@@ -98,9 +105,11 @@ def count_training_images(data: DataConfig) -> tuple[int, str]:
 def schedule_curves(
     config: Config, num_images: int
 ) -> tuple["Plan", str | None, dict[str, list[float]]]:
-    """The plan of a run on `num_images`, a note if its learning rate is scaled, and the values at each step by label.
+    """The plan of a run on `num_images`, a note if its learning rate is scaled, and the values at
+    each step by label.
 
-    An optimizer without momentum has no such curve. Raises DataError if the images do not fill one batch.
+    An optimizer without momentum has no such curve. Raises DataError if the images do not fill one
+    batch.
     """
     from imagenet_cls.data.samplers import samples_per_epoch
     from imagenet_cls.data.transforms import size_px_at

@@ -4,18 +4,19 @@ import argparse
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.test import write_predictions
 from imagenet_cls.config.schema import DEVICE
-from imagenet_cls.errors import DataError, UsageError, first_line, printable
+from imagenet_cls.errors import DataError, UsageError
 from imagenet_cls.files import check_exists, check_output_path, write_output
+from imagenet_cls.text import printable
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from imagenet_cls.inference.predictor import Predictor
 
 
 def predict_command(argv: Sequence[str]) -> None:
@@ -41,28 +42,32 @@ def predict_command(argv: Sequence[str]) -> None:
     shape.add_argument("--json", action="store_true", help="one JSON object on each line")
     shape.add_argument("--csv", action="store_true", help="one row for each image")
     shape.add_argument(
-        "--features", type=cli.path, metavar="FILE.npz",
-        help="write the input of the classifier, float32 (N, D), and the names of the images, instead of predictions",
-    )  # fmt: skip
+        "--features",
+        type=cli.path,
+        metavar="FILE.npz",
+        help="write the input of the classifier, float32 (N, D), and the names of the images, "
+        "instead of predictions",
+    )
     parser.add_argument(
         "--logits", action="store_true", help="with --json: the logits of all classes, too"
     )
     arguments = parser.parse_args(argv)
     if arguments.logits and not arguments.json:
-        raise UsageError("--logits needs --json.\nAdd it.")
+        raise UsageError("--logits needs --json.", "Add it.")
     check_exists(arguments.checkpoint)
     check_output_path(arguments.features, "--features")
-    from imagenet_cls.engine.predictor import OnnxPredictor, Predictor, find_images
+    from imagenet_cls.inference.predictor import OnnxPredictor, Predictor, find_images
 
     paths = find_images(arguments.images)
     if arguments.checkpoint.suffix == ".onnx":
         if arguments.weights or arguments.device not in ("auto", "cpu"):
             raise UsageError(
-                "an ONNX file has one set of weights, and is run on the CPU.\nOmit --weights and --device."
+                "An ONNX file has one set of weights and runs on the CPU.",
+                "Omit --weights and --device.",
             )
         if arguments.features:
             raise UsageError(
-                "an ONNX file holds no features, only logits.\nUse --features with a checkpoint."
+                "An ONNX file holds no features, only logits.", "Use --features with a checkpoint."
             )
         predictor: Predictor = OnnxPredictor(arguments.checkpoint)
     else:
@@ -71,40 +76,64 @@ def predict_command(argv: Sequence[str]) -> None:
         )
     for line in predictor.warnings:
         print(printable(line), file=sys.stderr)
-    bad: list[DataError] = []
     if arguments.features is not None:
-        write_features(
-            arguments.features, list(predictor.in_batches(paths, predictor.features, bad))
-        )
-    elif arguments.csv or arguments.json:
-        write_predictions(
-            sys.stdout,
-            predictor.predict(paths, arguments.top, arguments.logits, bad),
-            arguments.csv,
-        )
+        errors = write_features(predictor, paths, arguments.features)
     else:
-        for row in predictor.predict(paths, arguments.top, arguments.logits, bad):
-            shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])
-            print(printable(f"{row['image']}: {shares}"))
-    if len(bad) > 1:
-        listed = "\n".join(map(first_line, bad[:2]))
-        raise DataError(f"{listed}\n{len(bad)} of {len(paths)} images can't be read.")
-    if bad:
-        raise bad[0]
+        errors = print_predictions(predictor, paths, arguments)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise DataError(
+            "\n".join(error.problem for error in errors[:2]),
+            f"{len(errors)} of {len(paths)} images can't be read.",
+        )
 
 
-def write_features(path: Path, batches: Sequence[tuple[list, "Tensor"]]) -> None:
-    """Write an .npz file of `features`, float32 (N, D), and `images`, their names; nothing without images."""
-    if not batches:
-        return
+def print_predictions(
+    predictor: "Predictor", paths: Sequence[Path], arguments: argparse.Namespace
+) -> list[DataError]:
+    """Print a row for each image that can be read; return the errors of the others."""
+    errors: list[DataError] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for batch in predictor.read_batches(paths):
+            errors.extend(batch.errors)
+            yield from predictor.predict_batch(batch, arguments.top, arguments.logits)
+
+    if arguments.csv or arguments.json:
+        write_predictions(sys.stdout, rows(), arguments.csv)
+        return errors
+    for row in rows():
+        ranked = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])
+        print(printable(f"{row['image']}: {ranked}"))
+    return errors
+
+
+def write_features(predictor: "Predictor", paths: Sequence[Path], file: Path) -> list[DataError]:
+    """Write an .npz file of `features`, float32 (N, D), and `images`, the names of the N images
+    that can be read; no file if there are none. Returns the errors of the others.
+
+    Raises CheckpointError for features that are NaN or infinite.
+    """
     import numpy as np
 
-    images = np.array([name for names, _ in batches for name in names], dtype=str)
-    features = np.concatenate([values.numpy() for _, values in batches])
-    file = io.BytesIO()
-    np.savez(file, features=features, images=images)
-    write_output(path, file.getvalue(), "--features")
-    print(printable(f"wrote {features.shape[1]} features of {len(images)} images to {path}"))
+    names: list[str | int] = []
+    features = []
+    errors: list[DataError] = []
+    for batch in predictor.read_batches(paths):
+        errors += batch.errors
+        if batch.images:
+            values = predictor.features(batch.images)
+            predictor.check_finite(batch, values, "features")
+            names += batch.names
+            features.append(values.numpy())
+    if features:
+        content = io.BytesIO()
+        array = np.concatenate(features)
+        np.savez(content, features=array, images=np.array(names, dtype=str))
+        write_output(file, content.getvalue(), "--features")
+        print(printable(f"wrote {array.shape[1]} features of {len(names)} images to {file}"))
+    return errors
 
 
 def device_name(text: str) -> str:

@@ -4,26 +4,9 @@ import sys
 from collections.abc import Sequence
 
 from imagenet_cls.commands import cli
+from imagenet_cls.config.compare import differing_values
 from imagenet_cls.config.load import dump_yaml, load_config, values_by_key
 from imagenet_cls.config.reader import dump_inline
-from imagenet_cls.config.schema import Config
-
-
-def differing_values(configs: Sequence[Config]) -> dict[str, list[str]]:
-    """The values of each key in which the configs differ. Keyword arguments are compared one by one."""
-    values = [
-        {key: dump_inline(value) for key, value in values_by_key(config).items()}
-        for config in configs
-    ]
-    found = {
-        key: [by_key.get(key) for by_key in values]
-        for key in dict.fromkeys(key for v in values for key in v)
-    }
-    return {
-        key: ["(absent)" if value is None else value for value in row]
-        for key, row in found.items()
-        if len(set(row)) > 1 and set(row) != {None, "{}"}
-    }
 
 
 def print_config_command(argv: Sequence[str]) -> None:
@@ -34,7 +17,7 @@ def print_config_command(argv: Sequence[str]) -> None:
         "config", metavar="CONFIG", help="a config file, such as configs/resnet50.yaml"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="such as optimizer.lr=0.2"
+        "overrides", nargs="*", default=[], metavar="key=value", help="such as optimizer.lr=0.2"
     )
     parser.add_argument("--origin", action="store_true", help="add where each value comes from")
     parser.add_argument("--diff", metavar="OTHER", help="print only the differences to this config")

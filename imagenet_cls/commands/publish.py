@@ -1,17 +1,23 @@
-"""`tools/publish.py`: write a trained timm model as a folder for timm and the Hugging Face Hub, and upload it."""
+"""`tools/publish.py`: write a trained timm model as a folder, and upload it.
+
+timm and the Hugging Face Hub read the folder.
+"""
 
 import re
 from collections.abc import Sequence
 
 from imagenet_cls.commands import cli
-from imagenet_cls.errors import UsageError, printable
+from imagenet_cls.errors import UsageError
 from imagenet_cls.files import check_exists
+from imagenet_cls.text import printable
 
 _FILES = "model.safetensors, config.json and README.md"
 
 
 def publish_command(argv: Sequence[str]) -> None:
-    """Write the folder. Raises UsageError for models of other libraries, ResourceError if the upload fails."""
+    """Write the folder. Raises UsageError for models of other libraries, ResourceError if the
+    upload fails.
+    """
     parser = cli.build_parser(
         "publish", "Write a trained timm model as a folder for timm and the Hugging Face Hub."
     )
@@ -27,18 +33,23 @@ def publish_command(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     folder, repository = arguments.folder, arguments.push
     check_exists(arguments.checkpoint)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not arguments.overwrite):
-        raise UsageError(f"{folder} exists and is not empty.\nGive another folder, or --overwrite.")
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file.", "Give a folder.")
+    if folder.is_dir() and any(folder.iterdir()) and not arguments.overwrite:
+        raise UsageError(
+            f"{folder} exists and is not empty.", "Give another folder, or --overwrite."
+        )
     if repository is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise UsageError(
-            f"--push {repository}: not a model of the Hugging Face Hub.\nGive USER/NAME."
+            f"--push {repository}: not a model of the Hugging Face Hub.", "Give USER/NAME."
         )
     if arguments.license is not None and not re.fullmatch(r"[\w.-]+", arguments.license):
         raise UsageError(
-            f"--license {printable(arguments.license)}: not an identifier.\nGive one, such as apache-2.0."
+            f"--license {printable(arguments.license)}: not an identifier.",
+            "Give one, such as apache-2.0.",
         )
-    from imagenet_cls.engine.predictor import Predictor
-    from imagenet_cls.engine.publish import push, write_folder
+    from imagenet_cls.inference.predictor import Predictor
+    from imagenet_cls.inference.publish import push, write_folder
 
     predictor = Predictor(arguments.checkpoint, "cpu", arguments.weights, arguments.allow_import)
     write_folder(

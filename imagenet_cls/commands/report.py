@@ -5,15 +5,18 @@ from pathlib import Path
 
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.print_config import differing_values
+from imagenet_cls.config.compare import differing_values
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import UsageError, UserError, first_line
+from imagenet_cls.errors import UsageError, UserError
 from imagenet_cls.files import explain_write_errors, write_output
+from imagenet_cls.text import first_line
 
 
 def report_command(argv: Sequence[str]) -> None:
-    """Write the page. Raises UsageError for a folder without a run, CheckpointError for an invalid file of a run."""
+    """Write the page. Raises UsageError for a folder without a run, CheckpointError for an invalid
+    file of a run.
+    """
     parser = cli.build_parser(
         "report", "Write a page about one run or several, finished or not.", "RUN [RUN ...]"
     )
@@ -25,45 +28,46 @@ def report_command(argv: Sequence[str]) -> None:
         help="a run folder, such as work_dirs/resnet50",
     )
     parser.add_argument(
-        "--out", type=cli.path, default=Path("report.html"), metavar="FILE.html",
+        "--out",
+        type=cli.path,
+        default=Path("report.html"),
+        metavar="FILE.html",
         help="the page, which is replaced if it exists; default: report.html",
-    )  # fmt: skip
+    )
     arguments = cli.parse(parser, argv)
     runs, out = list(dict.fromkeys(arguments.runs)), arguments.out
     if out.suffix.lower() != ".html" or out.is_dir():
-        raise UsageError(f"--out {out}: the page is a file of HTML.\nName it *.html.")
+        raise UsageError(f"--out {out}: the page is an HTML file.", "Name it *.html.")
     for run in runs:
         try:
             is_run = (run / "metrics.jsonl").is_file()
         except PermissionError as error:
-            raise UsageError(f"{run}: {error.strerror}.\nGive this user access to it.") from error
+            raise UsageError(f"{run}: {error.strerror}.", "Give this user access to it.") from error
         if not is_run:
             raise UsageError(
-                f"{run}: no run folder (it has no metrics.jsonl).\nGive a folder like work_dirs/demo."
+                f"{run}: not a run folder (it has no metrics.jsonl).",
+                "Give a folder like work_dirs/demo.",
             )
     from imagenet_cls.report.runs import read_run, runs_page
 
-    configs: list[Config | None] = []
+    configs: dict[Path, Config] = {}
     notes = []
     for run in runs:
         try:
-            configs.append(load_config(run / "config.yaml").config)
+            configs[run] = load_config(run / "config.yaml").config
         except UserError as error:
-            configs.append(None)
             notes.append(
                 f"{run}: its config can't be read and is not compared: {first_line(error)}"
             )
-
-    known = [config for config in configs if config is not None]
-    batches = [None if config is None else config.train.global_batch_size for config in configs]
-    differences = {
-        key: [None if config is None else values.pop(0) for config in configs]
-        for key, values in differing_values(known).items()
-    }
-    checkpoints = [
-        {step_of(path): path for path in list_checkpoints(run / "checkpoints")} for run in runs
-    ]
-    records = [read_run(run, found) for run, found in zip(runs, checkpoints, strict=True)]
+    differences = {}
+    for key, values in differing_values(list(configs.values())).items():
+        by_run = dict(zip(configs, values, strict=True))
+        differences[key] = [by_run.get(run) for run in runs]
+    batches = [configs[run].train.global_batch_size if run in configs else None for run in runs]
+    records = []
+    for run in runs:
+        checkpoints = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
+        records.append(read_run(run, checkpoints))
     page = runs_page(records, batches, differences, notes, out.parent)
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,22 +6,24 @@ import io
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import (
-    RankCommand,
+    RankProcess,
     add_rank_options,
     check_components,
-    run_command,
+    parse_rank_arguments,
+    ranks_to_start,
+    start_ranks,
 )
 from imagenet_cls.config.load import LoadedConfig, comparable_values, load_config
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.errors import CheckpointError, UsageError, command_line, printable
+from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.files import check_exists, check_output_path, explain_write_errors, write_output
 from imagenet_cls.lookup import is_factory_name, is_model_source
+from imagenet_cls.text import command_line, printable
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import Group
@@ -29,24 +31,37 @@ if TYPE_CHECKING:
 
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate weights, on one rank or many. Returns the exit code."""
-    check_before_start = partial(check_components, training=False)
-    checks = (load_for_testing, check_files, check_before_start)
-    return run_command(RankCommand("test", evaluation_parser, *checks, evaluate_on_rank), argv)
+    arguments, rank_info = parse_rank_arguments("test", evaluation_parser(), argv)
+    if rank_info is None:
+        loaded = load_for_testing(arguments)
+        check_files(arguments, loaded)
+        check_components(loaded, ranks_to_start(arguments), training=False)
+        return start_ranks("test", evaluate_command, arguments, loaded, argv)
+    with RankProcess(rank_info, arguments.traceback) as process:
+        loaded = load_for_testing(arguments)
+        if rank_info.is_single_process:
+            check_files(arguments, loaded)
+        evaluate_on_rank(arguments, loaded, process.join(loaded))
+    return 0
 
 
 def evaluation_parser() -> argparse.ArgumentParser:
     parser = cli.build_parser(
         "test",
-        "Evaluate a checkpoint, a run folder, a file of timm, torchvision or pytorch/examples, or published weights "
-        "(model.pretrained=true). A run folder or checkpoint alone is evaluated with the config of its run.",
+        "Evaluate a checkpoint, a run folder, a file of timm, torchvision or pytorch/examples, or "
+        "published weights "
+        "(model.pretrained=true). A run folder or checkpoint alone is evaluated with the config "
+        "of its run.",
         "CONFIG [CHECKPOINT] [key=value ...] [options], or RUN [key=value ...] [options]",
     )
     cli.add_config_arguments(parser)
     parser.add_argument(
-        "--data", type=cli.path, metavar="PATH",
+        "--data",
+        type=cli.path,
+        metavar="PATH",
         help="evaluate all images of a separate test set: class folders (or a folder with them in "
         "val), an archive, shards, or a list of images; see docs/your_data.md",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--out",
         type=cli.path,
@@ -54,23 +69,35 @@ def evaluation_parser() -> argparse.ArgumentParser:
         help="write a row for each image: as .csv, or else as lines of JSON",
     )
     parser.add_argument(
-        "--report", type=cli.path, metavar="DIR",
-        help="write report.html, report.json and confusion.csv: classes, confusion, calibration, mistakes",
-    )  # fmt: skip
+        "--report",
+        type=cli.path,
+        metavar="DIR",
+        help="write report.html, report.json and confusion.csv: classes, confusion, calibration, "
+        "mistakes",
+    )
     parser.add_argument(
-        "--knn", type=cli.positive, metavar="K",
-        help="classify by the K nearest training images, by the input of the classifier, instead of the classifier",
-    )  # fmt: skip
+        "--knn",
+        type=cli.positive,
+        metavar="K",
+        help="classify by the K nearest training images, by the input of the classifier, instead "
+        "of the classifier",
+    )
     parser.add_argument(
-        "--linear-probe", type=cli.positive_float, nargs="?", const=0.316, metavar="C",
-        help="fit a logistic regression to the training images, likewise; C: inverse of the L2 penalty "
+        "--linear-probe",
+        type=cli.positive_float,
+        nargs="?",
+        const=0.316,
+        metavar="C",
+        help="fit a logistic regression to the training images, likewise; C: inverse of the L2 "
+        "penalty "
         "(0.316; without C, write the option last)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--weights", choices=("raw", "ema"),
+        "--weights",
+        choices=("raw", "ema"),
         help="evaluate only these. Without it: both of a run or checkpoint, and --out and --report "
         "are of those that predict.py uses; of another file its average if it has one",
-    )  # fmt: skip
+    )
     cli.add_allow_import(parser)
     add_rank_options(parser)
     return parser
@@ -87,7 +114,8 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
         overrides += [f"{key}=null" for key in splits if key not in names]
     if not paths:
         raise UsageError(
-            f"no config given.\nUsage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...]"
+            "No config given.",
+            f"Usage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...].",
         )
     folder = Path(paths[0])
     if not folder.is_dir():
@@ -96,7 +124,8 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
     if not (run / "config.yaml").is_file():
         call = f"{command_line('test')} CONFIG {folder}"
         raise UsageError(
-            f"{run / 'config.yaml'}: no such file, so the config of the run is unknown.\nGive one: {call}"
+            f"{run / 'config.yaml'}: no such file, so the config of the run is unknown.",
+            f"Give one: {call}",
         )
     loaded = load_config(run / "config.yaml", overrides)
     given = [
@@ -113,7 +142,9 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: Path) -> None:
-    """Raise CheckpointError if the config in a run folder names code that is not in `allowed`, as `check_trusted`."""
+    """Raise CheckpointError if the config in a run folder names code that is not in `allowed`, as
+    `check_trusted`.
+    """
     values = [
         str(value) for value in comparable_values(loaded.config).values()
     ] + loaded.config.eval.metrics
@@ -128,17 +159,20 @@ def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: P
     if code:
         options = " ".join(f"--allow-import {name}" for name in code)
         raise CheckpointError(
-            f"{run}: its config names code to run or a model to download, {', '.join(code)}; nothing was run.\n"
-            f"If you know and trust it: {options}, or give {run}/config.yaml {run}."
+            f"{run}: its config names code to run or a model to download, {', '.join(code)}; "
+            f"nothing was run.",
+            f"If you know and trust it: {options}, or give {run}/config.yaml {run}.",
         )
 
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
-    """Raise a UserError for options that exclude each other, or paths that can't be used on the first machine."""
+    """Raise a UserError for options that exclude each other, or paths that can't be used on the
+    first machine.
+    """
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     if (arguments.knn or arguments.linear_probe) and (arguments.out or arguments.report):
         raise UsageError(
-            "--knn and --linear-probe have no --out and no --report.\nLeave these out."
+            "--knn and --linear-probe have no --out and no --report.", "Leave these out."
         )
     if arguments.node_rank == 0:
         if len(paths) > 1:
@@ -155,22 +189,24 @@ def check_images(test_set: Path | None, data: DataConfig) -> None:
     if val is None or data.name not in ("folder", "list"):
         return
     if test_set is not None:
-        raise UsageError("--data and data.val name different images.\nLeave out one of them.")
+        raise UsageError("--data and data.val name different images.", "Leave out one of them.")
     place = Path(data.root).expanduser() / val
     if Path(val).exists() and not place.exists():
         raise UsageError(
-            f"data.val={val} is looked for in data.root, and there is no {place}.\n"
-            f"To evaluate the images in {val}: --data {val}"
+            f"data.val={val} is looked for in data.root, and there is no {place}.",
+            f"To evaluate the images in {val}: --data {val}",
         )
 
 
 def check_report_folder(folder: Path | None) -> None:
-    """Make the folder of --report. Raises UsageError if it has a report, ResourceError if it can't be written."""
+    """Make the folder of --report. Raises UsageError if it has a report, ResourceError if it can't
+    be written.
+    """
     if folder is None:
         return
     if folder.is_file() or (folder / "report.html").exists():
         remedy = "Name another folder with --report, or move that one away."
-        raise UsageError(f"{folder} is a file, or already has a report.\n{remedy}")
+        raise UsageError(f"{folder} is a file, or already has a report.", remedy)
     with explain_write_errors(folder, "Name another folder with --report."):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.html").touch()
@@ -181,9 +217,14 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     """One rank's part of an evaluation."""
     from imagenet_cls.data.test_set import locate_test_set
     from imagenet_cls.engine.check import check_agreement
-    from imagenet_cls.engine.evaluate_weights import evaluate_weights
-    from imagenet_cls.engine.step import set_deterministic
+    from imagenet_cls.engine.precision import set_deterministic
     from imagenet_cls.guards.device import explain_device_errors
+    from imagenet_cls.inference.evaluate_weights import (
+        evaluate_weights,
+        prediction_rows,
+        write_report,
+    )
+    from imagenet_cls.inference.load_weights import WeightsSource
     from imagenet_cls.parallel.collectives import run_on_main
     from imagenet_cls.report.jsonl import describe_result
 
@@ -193,12 +234,8 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None
-    out, report, allow, weights = (
-        arguments.out,
-        arguments.report,
-        arguments.allow_import,
-        arguments.weights,
-    )
+    weights = WeightsSource(checkpoint, arguments.weights, arguments.allow_import)
+    out, report = arguments.out, arguments.report
     test_set = None
     if arguments.data is not None:
         data = loaded.config.data
@@ -206,40 +243,31 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
         test_set = locate_test_set(arguments.data, data, list_root)
     knn, probe = arguments.knn, arguments.linear_probe
     if knn or probe:
-        from imagenet_cls.engine.features import evaluate_features
+        from imagenet_cls.inference.features import evaluate_features
 
         with explain_device_errors():
-            lines = evaluate_features(
-                loaded.config,
-                checkpoint,
-                group,
-                knn,
-                probe,
-                allow,
-                weights,
-                test_set,
-            )
+            lines = evaluate_features(loaded.config, weights, group, test_set, knn, probe)
         if group.is_main:
             print("\n".join(map(printable, lines)))
         return
     run_on_main(group, lambda: check_output_path(out))
     run_on_main(group, lambda: check_report_folder(report))
     with explain_device_errors():
-        messages, metrics_by_name, predictions = evaluate_weights(
-            loaded.config, checkpoint, group, out is not None, allow, report, weights, test_set
-        )
+        record = out is not None or report is not None
+        evaluation = evaluate_weights(loaded.config, weights, group, test_set, record)
     if not group.is_main:
         return
-    print("\n".join(map(printable, messages)))
-    for name, metrics in metrics_by_name.items():
+    print("\n".join(map(printable, evaluation.messages)))
+    for name, metrics in evaluation.metrics.items():
         print(f"{name}: " + "  ".join(describe_result(metrics, digits=3)))
     if out is not None:
         text = io.StringIO(newline="")
-        write_predictions(text, predictions, out.suffix == ".csv")
+        write_predictions(text, prediction_rows(evaluation), out.suffix == ".csv")
         # surrogateescape: an image's name may be any bytes.
         write_output(out, text.getvalue().encode("utf-8", "surrogateescape"))
-        print(f"wrote {len(predictions)} predictions to {out}")
+        print(f"wrote {len(evaluation.images)} predictions to {out}")
     if report is not None:
+        write_report(evaluation, report)
         print(f"wrote {report / 'report.html'}")
 
 

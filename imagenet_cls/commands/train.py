@@ -5,14 +5,15 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import (
-    RankCommand,
+    RankProcess,
     add_rank_options,
     check_components,
-    run_command,
+    parse_rank_arguments,
+    ranks_to_start,
+    start_ranks,
 )
 from imagenet_cls.config.keys import sections, value_types
 from imagenet_cls.config.load import LoadedConfig, load_config
@@ -22,48 +23,74 @@ from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.files import is_url
 from imagenet_cls.lookup import did_you_mean
 
-if TYPE_CHECKING:
-    from imagenet_cls.parallel.process_group import Group
-
 
 def train_command(argv: Sequence[str]) -> int:
     """Train from a config, on one rank or many. Returns the exit code."""
-    command = RankCommand(
-        "train", train_parser, load_for_training, check_files, check_components, train_on_rank
-    )
-    return run_command(command, argv)
+    arguments, rank_info = parse_rank_arguments("train", train_parser(), argv)
+    if rank_info is None:
+        loaded = load_for_training(arguments)
+        check_files(arguments, loaded)
+        check_components(loaded, ranks_to_start(arguments))
+        return start_ranks("train", train_command, arguments, loaded, argv)
+    with RankProcess(rank_info, arguments.traceback) as process:
+        loaded = load_for_training(arguments)
+        if rank_info.is_single_process:
+            check_files(arguments, loaded)
+        group = process.join(loaded)
+        from imagenet_cls.engine.check import check_agreement
+        from imagenet_cls.engine.run_training import run_training
+
+        check_agreement(loaded, group, training=True)
+        run_training(loaded, run_options(arguments, loaded), group)
+    return 0
 
 
 def train_parser() -> argparse.ArgumentParser:
     parser = cli.build_parser(
         "train",
-        "Train an image classifier from a config. Without one: the demo, on real handwritten digits.",
+        "Train an image classifier from a config. Without one: the demo, on real handwritten "
+        "digits.",
         "[CONFIG] [key=value ...] [options]",
     )
     cli.add_config_arguments(parser)
     run = parser.add_argument_group("the run folder")
     run.add_argument(
-        "--work-dir", type=cli.not_empty, metavar="DIR",
-        help="where the run writes (default: work_dirs/<config name>); auto: a new folder in there, named by the time",
-    )  # fmt: skip
+        "--work-dir",
+        type=cli.not_empty,
+        metavar="DIR",
+        help="where the run writes (default: work_dirs/<config name>); auto: a new folder below "
+        "it, named after the time",
+    )
     run.add_argument(
-        "--resume", type=cli.not_empty, nargs="?", const="auto", metavar="CKPT",
-        help="resume from the newest whole checkpoint of the run folder; from scratch if there is none. With a "
-        "checkpoint: as --resume-from",
-    )  # fmt: skip
+        "--resume",
+        type=cli.not_empty,
+        nargs="?",
+        const="auto",
+        metavar="CKPT",
+        help="resume from the newest complete checkpoint of the run folder, or start from scratch "
+        "if it has none; with a checkpoint the same as --resume-from",
+    )
     run.add_argument(
-        "--resume-from", type=cli.not_empty, metavar="CKPT",
-        help="resume from this checkpoint: weights, optimizer and step; with --resume only if the folder has none",
-    )  # fmt: skip
+        "--resume-from",
+        type=cli.not_empty,
+        metavar="CKPT",
+        help="resume from this checkpoint: weights, optimizer and step; with --resume only if the "
+        "folder has none",
+    )
     run.add_argument(
         "--overwrite",
         action="store_true",
         help="remove the run in the folder and start from scratch",
     )
     run.add_argument(
-        "--allow-change", type=allowed_key, metavar="KEY", action="append", default=[],
-        help="allow this key (or section) of the config to differ from the checkpoint's; may be repeated",
-    )  # fmt: skip
+        "--allow-change",
+        type=allowed_key,
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="allow this key (or section) of the config to differ from the checkpoint's; may be "
+        "repeated",
+    )
     run.add_argument(
         "--dry-run",
         action="store_true",
@@ -75,12 +102,21 @@ def train_parser() -> argparse.ArgumentParser:
 
 
 def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
-    """Stage 1 of the checks, without torch."""
+    """Load and check the config, without importing torch. `--resume CKPT` becomes `--resume-from
+    CKPT` in `arguments`.
+    """
     if arguments.resume not in (None, "auto"):
-        arguments.resume, arguments.resume_from = None, arguments.resume
+        if arguments.resume_from is not None:
+            raise UsageError(
+                "--resume and --resume-from both name a checkpoint.",
+                "Give the checkpoint to one of them.",
+            )
+        arguments.resume_from = arguments.resume
+        arguments.resume = None
     if arguments.resume and arguments.work_dir == "auto":
         raise UsageError(
-            "--work-dir auto is a new folder, which --resume can't resume.\nName the folder of the run."
+            "--work-dir auto is a new folder, which --resume can't resume.",
+            "Name the folder of the run.",
         )
     overrides, configs = cli.split_overrides(arguments, ["one config"])
     if arguments.syncbn:
@@ -89,31 +125,35 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
 
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
-    """Raise a UserError for missing data, and on the first machine for weights and run folder."""
+    """Raise a UserError if data is missing. On the first machine also if initial weights are
+    missing, or the run folder can't be used.
+    """
     from imagenet_cls.data.lists import check_paths
 
     check_paths(loaded.config.data, subset=loaded.config.eval.classes == "present")
+    if arguments.node_rank != 0:
+        return
+    options = run_options(arguments, loaded)
     needed = {"distill.teacher.checkpoint": loaded.config.distill.teacher.checkpoint}
-    restarts = {
-        os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    }
-    if not arguments.resume and restarts == {"0"}:
+    if not options.resume and not options.restarted_by:
         needed["model.checkpoint"] = loaded.config.model.checkpoint
         needed["--resume or --resume-from"] = arguments.resume_from
-    for name, path in needed.items() if arguments.node_rank == 0 else ():
+    for name, path in needed.items():
         if path is not None and not is_url(path) and not os.access(path, os.R_OK):
             raise CheckpointError(
-                f"{name}: {path}: no such file or folder, or no permission\ncorrect the path"
+                f"{name}: {path} does not exist, or this user may not read it.",
+                "Correct the path.",
             )
-    options = run_options(arguments, loaded)
     # After a restart, `open_run_folder` checks the folder.
-    if arguments.node_rank == 0 and not (options.new_folder or options.restarted_by):
+    if not (options.new_folder or options.restarted_by):
         RunFolder(options.work_dir).check_usable(loaded.config, options)
 
 
 def allowed_key(key: str) -> str:
-    """An argparse type: a key or section of a config, or a key below a section's `kwargs`."""
-    known = {**sections(), **value_types()}
+    """An argparse type: a key or section of a config, a key below a section's `kwargs`, or
+    `data.files`: the sizes of the training files.
+    """
+    known = {**sections(), **value_types(), "data.files": str}
     below_kwargs = any(
         key.startswith(f"{name}.") and hint == Kwargs for name, hint in known.items()
     )
@@ -127,8 +167,9 @@ def allowed_key(key: str) -> str:
 def run_options(arguments: argparse.Namespace, loaded: LoadedConfig) -> RunOptions:
     """The options of a run from the command line and the environment.
 
-    torchrun restarts its ranks with the same command after a failure, and SLURM restarts a requeued job; torchrun may
-    run inside a SLURM job. torchrun is identified by its process: its run id is often the same for several jobs.
+    torchrun restarts its ranks with the same command after a failure, and SLURM restarts a requeued
+    job; torchrun may run inside a SLURM job. torchrun is identified by its process: its run id is
+    often the same for several jobs.
     """
     launchers = {}
     if "TORCHELASTIC_RESTART_COUNT" in os.environ:
@@ -155,18 +196,11 @@ def run_options(arguments: argparse.Namespace, loaded: LoadedConfig) -> RunOptio
 
 
 def process_identity(pid: int) -> str:
-    """Process id, host and start time (from /proc, in clock ticks since boot), since containers reuse process ids."""
+    """Process id, host and start time (from /proc, in clock ticks since boot), since containers
+    reuse process ids.
+    """
     try:
         since = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         since = "unknown"
     return f"process {pid} on {socket.gethostname()}, started at {since}"
-
-
-def train_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group: "Group") -> None:
-    """One rank's part of a training run."""
-    from imagenet_cls.engine.check import check_agreement
-    from imagenet_cls.engine.run import run_training
-
-    check_agreement(loaded, group, training=True)
-    run_training(loaded, run_options(arguments, loaded), group)

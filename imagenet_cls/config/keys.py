@@ -10,46 +10,56 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from imagenet_cls.config.schema import Config, KeyInfo, Kwargs
-from imagenet_cls.errors import command_line
 from imagenet_cls.lookup import nearest
+from imagenet_cls.text import command_line
 
-_TYPE_NAMES = {
+_TYPE_NAMES: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
     Kwargs: "a mapping",
-}
-_TYPE_NAMES |= {
     list[int]: "a list of whole numbers",
     list[float]: "a list of numbers",
+    list[int | float]: "a list of numbers",
     list[str]: "a list of texts",
 }
-_TYPE_NAMES[list[int | float]] = "a list of numbers"
 
-# What to write for the names of timm, torchvision, pytorch/examples and mmpretrain: a key, perhaps with a value and a
-# remark in parentheses; or advice.
+# What to write for the names of timm, torchvision, pytorch/examples and mmpretrain: a key, perhaps
+# with a value and a remark in parentheses; or advice.
 _OTHER_NAMES = {
     "train.epochs": "epochs epoch num_epochs max_epochs total_epochs",
-    "train.global_batch_size (of all devices; train.micro_batch_size is that of one)": "b batch_size samples_per_gpu",
-    "train.micro_batch_size (the accumulation steps follow from it)": "accumulate accum_steps accumulation_steps "
-    "grad_accum_steps gradient_accumulation_steps accumulate_grad_batches",
-    "train.precision=fp16 (auto, the default, is bf16 on GPUs that have it)": "amp fp16 bf16 mixed_precision use_amp",
+    "train.global_batch_size (of all devices; train.micro_batch_size is for one)": (
+        "b batch_size samples_per_gpu"
+    ),
+    "train.micro_batch_size (the accumulation steps follow from it)": (
+        "accumulate accum_steps accumulation_steps grad_accum_steps "
+        "gradient_accumulation_steps accumulate_grad_batches"
+    ),
+    "train.precision=fp16 (auto, the default, is bf16 on GPUs that have it)": (
+        "amp fp16 bf16 mixed_precision use_amp"
+    ),
     "train.clip_norm": "clip_grad clip_grad_norm grad_clip max_norm",
     "optimizer.lr": "lr learning_rate base_lr",
     "optimizer.lr_base_batch=256 (the batch size that optimizer.lr is meant for)": "auto_scale_lr",
-    "optimizer.lr_scales (by parameter names: '{\"head.*\": 10}')": "backbone_lr head_lr lr_mult paramwise_cfg",
+    "optimizer.lr_scales (by parameter names: '{\"head.*\": 10}')": (
+        "backbone_lr head_lr lr_mult paramwise_cfg"
+    ),
     "optimizer.name": "opt optim optimizer",
     "optimizer.weight_decay": "wd weight_decay",
     "schedule.name": "sched scheduler lr_scheduler",
     "schedule.warmup_epochs": "warmup lr_warmup_epochs",
     "model.name": "a arch architecture backbone model",
     "model.checkpoint": "load_from initial_checkpoint finetune",
-    "model.head_only=true (or model.freeze, with patterns)": "freeze_backbone frozen_stages linear_probe",
+    "model.head_only=true (or model.freeze, with patterns)": (
+        "freeze_backbone frozen_stages linear_probe"
+    ),
     "mix.mixup_alpha": "mixup",
-    "mix.cutmix_alpha": "cutmix",
+    "mix.cutmix_alpha": "cutmix cutmix_minmax",
     "loss.label_smoothing": "smoothing",
-    "augment.size_px (in evaluation: eval.crop_px)": "img_size image_size input_size train_crop_size",
+    "augment.size_px (in evaluation: eval.crop_px)": (
+        "img_size image_size input_size train_crop_size"
+    ),
     "augment.policy": "aa auto_augment autoaugment randaugment",
     "augment.erasing.prob": "reprob random_erase random_erasing",
     "eval.mode (crop, squash or pad)": "crop_mode",
@@ -65,6 +75,18 @@ _OTHER_NAMES = {
     f"use {command_line('test')} CONFIG CHECKPOINT": "test_only eval_only e evaluate validate",
     "use --work-dir": "output output_dir out_dir save_dir",
 }
+# Keys of earlier versions: the former default, and what to do now. Where the default is set, such a
+# key is ignored.
+REMOVED_KEYS: dict[str, tuple[Any, str]] = {
+    "data.on_bad_image": ("error", "list bad images with data.exclude"),
+    "data.manifest": (None, "list bad images with data.exclude"),
+    "data.min_decoded_px": (None, "shrink large photographs with tools/pack.py --max-px"),
+    "mix.cutmix_minmax": (None, "use mix.cutmix_alpha"),
+    "log.grad_norm": ("step", "metrics.jsonl has the norm of every step"),
+    "checkpoint.on_error": ("stop", "a failed save ends the run, and --resume continues it"),
+    "parallel.uneven": ("allow", "any number of ranks is allowed"),
+}
+
 _BY_OTHER_NAME = {name: text for text, names in _OTHER_NAMES.items() for name in names.split()}
 _KEY_AND_REMARK = re.compile(r"(\w+(?:\.\w+)*)(?:=\S+)?( \(.*)?")  # not advice
 
@@ -109,22 +131,21 @@ def default_of(key: str) -> Any:
 
 @cache
 def keys_with(flag: Literal["recipe", "per_machine"], value: bool) -> frozenset[str]:
-    """The keys that have this value of a flag of `KeyInfo`, for themselves or for a section that holds them."""
-    return frozenset(
-        key
-        for key in value_types()
-        if value
-        in (getattr(info(part), flag) for part in accumulate(key.split("."), "{}.{}".format))
-    )
+    """The keys that have this value of a flag of `KeyInfo`, for themselves or for a section that
+    holds them.
+    """
+    found = set()
+    for key in value_types():
+        sections_and_key = accumulate(key.split("."), "{}.{}".format)  # a, a.b, a.b.c
+        if any(getattr(info(part), flag) == value for part in sections_and_key):
+            found.add(key)
+    return frozenset(found)
 
 
 def members(hint: Any) -> tuple[Any, ...]:
     """The types of a union; for any other type, the type itself."""
-    return (
-        typing.get_args(hint)
-        if typing.get_origin(hint) in (types.UnionType, typing.Union)
-        else (hint,)
-    )
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if is_union else (hint,)
 
 
 def split_optional(hint: Any) -> tuple[Any, bool]:
@@ -146,24 +167,34 @@ def is_text(hint: Any) -> bool:
 
 
 def describe_type(hint: Any) -> str:
-    """A type as text for an error: `a number`, `one of auto, fp32`, `a whole number or auto or null`."""
+    """A type as text for an error: `a number`, `one of auto, fp32`, `a whole number or auto or
+    null`.
+    """
     bare, optional = split_optional(hint)
     if choices(bare):
-        return f"one of {', '.join(choices(bare))}" + (" or null" if optional else "")
-    names = [_TYPE_NAMES[member] for member in members(hint) if member in _TYPE_NAMES]
-    return " or ".join([*names, *choices(hint), *(["null"] if optional else [])])
+        names = [f"one of {', '.join(choices(bare))}"]
+    else:
+        names = [_TYPE_NAMES[member] for member in members(hint) if member in _TYPE_NAMES]
+        names += choices(hint)
+    if optional:
+        names.append("null")
+    return " or ".join(names)
 
 
 def instead_of_option(option: str, value: str | None) -> str | None:
-    """What to write instead of an unknown command-line option: `write optimizer.lr=0.1` for `--lr 0.1`, or None."""
+    """What to write instead of an unknown command-line option: `write optimizer.lr=0.1` for `--lr
+    0.1`, or None.
+    """
     name = option.lstrip("-").replace("-", "_")
     same_name = [key for key in value_types() if name in (key, key.rpartition(".")[2])]
     text = _BY_OTHER_NAME.get(name) or next(iter(same_name), None)
     if text is None or not _KEY_AND_REMARK.fullmatch(text):
         return text
     key, space, remark = text.partition(" ")
-    value = "true" if value is None and value_types().get(key) is bool else value or "VALUE"
-    return f"write {key if '=' in key else f'{key}={value}'}{space}{remark}"
+    if "=" not in key:
+        is_switch = value is None and value_types().get(key) is bool
+        key += "=true" if is_switch else f"={value or 'VALUE'}"
+    return f"write {key}{space}{remark}"
 
 
 def unknown_key(key: str) -> tuple[str, list[str]]:

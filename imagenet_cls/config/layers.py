@@ -10,11 +10,11 @@ from typing import Any
 from imagenet_cls.config import keys, reader
 from imagenet_cls.config.reader import Tree
 from imagenet_cls.config.schema import DEFAULT_KWARGS, RESETS
-from imagenet_cls.errors import ConfigError, Problem, format_value, shorten
+from imagenet_cls.errors import ConfigError, Problem
+from imagenet_cls.text import format_value, shorten
 
 BASE = "_base_"
 DELETE = "_delete_"
-MAX_FILES = 50  # of a config
 _ABSENT = object()  # null is a value
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -30,7 +30,9 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(name: str | Path, folder: Path = Path()) -> Path:
-    """The path of a config: a file, relative to `folder`, or a shipped one (`configs/resnet50.yaml` or `resnet50`)."""
+    """The path of a config: a file, relative to `folder`, or a shipped one (`configs/resnet50.yaml`
+    or `resnet50`).
+    """
     path = folder / name
     if os.path.lexists(path) and not path.is_dir():
         return path
@@ -44,8 +46,9 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
 class Layers:
     """The merged layers of a config.
 
-    errors: a line for each problem of a file or argument that can't be read. removed: by key, the value
-    that a changed name removed, and the key of this name, such as `model.name`.
+    errors: a line for each problem of a file or argument that can't be read. removed: the values
+    that were dropped because a layer chose another model, optimizer or other component: for each
+    key its value, and the key of that choice, such as `model.name`.
     """
 
     def __init__(self) -> None:
@@ -56,29 +59,35 @@ class Layers:
         self._files: set[str] = set()
 
     def add(self, layer: Tree) -> None:
-        """Merge a layer over the others. A changed name, or `_delete_: true` as in mmengine, resets its section."""
+        """Merge a layer over the others. A changed name, or `_delete_: true` as in mmengine, resets
+        its section.
+        """
         for key, tree in list(walk(layer)):
             if isinstance(tree, Tree) and reader.value_of(tree.pop(DELETE, False)):
                 self._reset(key)
-        before, new = dict(walk(self.tree)), dict(walk(layer))
-        for name, reset in RESETS.items():
-            old = reader.value_of(before.get(name, keys.default_of(name)), as_text=True)
-            value = reader.value_of(new.get(name, old), as_text=True)
-            if value != old:
-                for key in keys.value_types():
-                    if key in before and key != name and f"{key}.".startswith(f"{reset}."):
-                        self.removed[key] = before[key], name
-                self._reset(reset, value)
+        before = dict(walk(self.tree))
+        new = dict(walk(layer))
+        for name, section in RESETS.items():
+            old_value = reader.value_of(before.get(name, keys.default_of(name)), as_text=True)
+            new_value = reader.value_of(new.get(name, old_value), as_text=True)
+            if new_value == old_value:
+                continue
+            for key in keys.value_types():
+                if key in before and key != name and f"{key}.".startswith(f"{section}."):
+                    self.removed[key] = before[key], name
+            self._reset(section, new_value)
         _merge(self.tree, layer)
 
-    def _reset(self, key: str, optimizer: Any = None) -> None:
-        """Give a section or key its defaults, `optimizer` those of this optimizer."""
+    def _reset(self, key: str, new_name: Any = None) -> None:
+        """Remove a section or key, so that its defaults apply. new_name: the new name of the
+        section; `optimizer.kwargs` get the defaults of that optimizer.
+        """
         section, _, last = key.rpartition(".")
         parent = dict(walk(self.tree)).get(section) if section else self.tree
         if isinstance(parent, Tree):
             parent.pop(last, None)
         if key == "optimizer":
-            kwargs = DEFAULT_KWARGS.get(str(optimizer or keys.default_of("optimizer.name")), {})
+            kwargs = DEFAULT_KWARGS.get(str(new_name or keys.default_of("optimizer.name")), {})
             self.tree[key] = Tree({"kwargs": Tree(kwargs)})
 
     def removed_values(self) -> Iterator[Problem]:
@@ -101,12 +110,13 @@ class Layers:
             argument = shlex.quote(f"{key}={reader.dump_inline(value)}")
             arguments.setdefault(name, []).append(argument)
         for name, removed in places.items():
-            text = f"a new name resets {RESETS[name]}, which removed {', '.join(removed)}"
-            keep = f"to keep what still applies, add {' '.join(arguments[name])}"
+            text = f"the new name resets {RESETS[name]}, which drops {', '.join(removed)}"
+            keep = f"to keep the values that still apply, add {' '.join(arguments[name])}"
             yield Problem(name, f"{text}; {keep}")
 
     def add_file(self, path: Path, chain: tuple[Path, ...] = (), place: str = "") -> None:
-        """Add the bases of a file, depth first, then its own content. A file that is reached twice counts once.
+        """Add the bases of a file, depth first, then its own content. A file that is reached twice
+        counts once.
 
         chain: the files that lead to this one. place: where it is named as a base.
         """
@@ -127,7 +137,8 @@ class Layers:
             self.add(tree)
 
     def _add_bases(self, node: Any, chain: tuple[Path, ...]) -> None:
-        place, value = f"{reader.place_of(node)}: {BASE}: ", reader.value_of(node, as_text=True)
+        place = f"{reader.place_of(node)}: {BASE}: "
+        value = reader.value_of(node, as_text=True)
         names = value if isinstance(value, list) else [value]
         if not all(isinstance(name, str) and name and "\0" not in name for name in names):
             self.errors.append(f"{place}{format_value(value)} is not a path or a list of paths")
@@ -137,14 +148,16 @@ class Layers:
             real = os.path.realpath(base)
             if real in real_chain:
                 circle = [*chain[real_chain.index(real) :], base]
-                self.errors.append(f"{place}a circle: {' -> '.join(map(shown_path, circle))}")
-            elif len(self._files) == MAX_FILES:
-                self.errors.append(f"{place}more than {MAX_FILES} files")
+                self.errors.append(
+                    f"{place}these files include each other: {' -> '.join(map(shown_path, circle))}"
+                )
             elif real not in self._files:
                 self.add_file(base, chain, place)
 
     def add_overrides(self, overrides: Sequence[str]) -> None:
-        """Add the `key.sub=value` arguments as one layer. They have no order, so a key may be given only once."""
+        """Add the `key.sub=value` arguments as one layer. They have no order, so a key may be given
+        only once.
+        """
         arguments = Tree()
         for text in overrides:
             place = f"command line {shorten(text, 100)!r}"
@@ -157,15 +170,18 @@ class Layers:
                 continue
             try:
                 layer = reader.parse(value, place)
-                layer = reader.parse("null", place) if layer is None else layer
+                if layer is None:  # no text after the equals sign
+                    layer = reader.parse("null", place)
             except ConfigError as error:
                 self.errors += [
                     f"{line} (the value is read as YAML: put quotes around text)"
                     for line in error.lines
                 ]
                 continue
-            for name in reversed(names):
-                layer = Tree({name: layer}, layer.start_mark)
+            for depth in reversed(range(len(names))):
+                # A section has no place of its own here: another argument may set the wrong key.
+                is_section = ".".join(names[:depth]) in keys.sections()
+                layer = Tree({names[depth]: layer}, None if is_section else layer.start_mark)
             for new in flatten(layer):
                 for old, other in flatten(arguments).items():
                     if f"{new}.".startswith(f"{old}.") or f"{old}.".startswith(f"{new}."):
@@ -190,7 +206,7 @@ def flatten(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lost_value(removed: Any, now: Any) -> Any:
-    """A removed value, or a tree of them, as far as no layer gives it again; else `_ABSENT`."""
+    """The part of a removed value that no layer sets again; `_ABSENT` if nothing is lost."""
     if isinstance(removed, Tree):
         given = now if isinstance(now, Tree) else {}
         lost = Tree()
@@ -198,7 +214,7 @@ def _lost_value(removed: Any, now: Any) -> Any:
             if (part := _lost_value(value, given.get(name, _ABSENT))) is not _ABSENT:
                 lost[name] = part
         return lost or _ABSENT
-    # The program's own values, such as those of `DEFAULT_KWARGS`, have no place.
+    # The program's own values, such as `DEFAULT_KWARGS`, have no place.
     if not reader.place_of(removed) or reader.place_of(now):
         return _ABSENT
     is_same = now is not _ABSENT and reader.value_of(now) == reader.value_of(removed)
@@ -215,7 +231,9 @@ def _merge(tree: Tree, over: Tree) -> None:
 
 
 def shown_path(path: Path) -> str:
-    """A path as messages show it: relative to the working directory if it is below, else as it is."""
+    """A path as messages show it: relative to the working directory if it is below, else as it
+    is.
+    """
     real = Path(os.path.realpath(path))  # Path.resolve fails for circular links
     shown = real.relative_to(Path.cwd()) if real.is_relative_to(Path.cwd()) else path
     return shorten(str(shown), 300)

@@ -1,4 +1,7 @@
-"""Load a config: a path and overrides in, a checked `Config` of plain dataclasses out; and back into YAML."""
+"""Load a config: from a path and overrides to a checked `Config` of plain dataclasses.
+
+And back into YAML.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,11 +20,13 @@ from imagenet_cls.config.check import NO_VALUE, check_value, rule_problems, unus
 from imagenet_cls.config.layers import CONFIGS, Layers, find_config, flatten, walk
 from imagenet_cls.config.reader import Tree
 from imagenet_cls.config.schema import REQUIRED, RESETS, Config
-from imagenet_cls.errors import ConfigError, Problem, format_value, shorten
+from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import did_you_mean
+from imagenet_cls.text import format_value, shorten
 
 DEMO = CONFIGS / "demo.yaml"  # the default config
-MAX_INSERTED = 1_000_000  # characters for all `${...}` of a config; a few nested lines could expand to gigabytes
+# characters for all `${...}` of a config; a few nested lines could expand to gigabytes
+MAX_INSERTED = 1_000_000
 MAX_CHAIN = 20  # references from one value to the next
 
 _REFERENCE = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
@@ -29,7 +34,9 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config. origins: where a layer sets a key or section, by dotted key: `x.yaml:12`. name: the file's stem."""
+    """A config. origins: where a layer sets a key or section, by dotted key: `x.yaml:12`. name: the
+    file's stem.
+    """
 
     config: Config
     origins: Mapping[str, str]
@@ -40,7 +47,8 @@ class LoadedConfig:
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read, merge and check a config, which `find_config` finds. None: the demo.
 
-    overrides: `key.sub=value` arguments. Raises ConfigError with one line for each problem, all at once.
+    overrides: `key.sub=value` arguments. Raises ConfigError with one line for each problem, all at
+    once.
     """
     file = DEMO if path is None else find_config(path)
     layers = Layers()
@@ -48,58 +56,57 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     layers.add_overrides(overrides)
     if layers.errors:
         raise ConfigError(layers.errors)
-    warnings = replace_removed_keys(layers.tree)
     builder = _Builder(layers.tree)
+    problems = take_removed_keys(layers.tree)
     config = builder.build()
-    problems = builder.problems + [
-        p for p in rule_problems(config) if not builder.is_consequence(p)
-    ]
+    problems += builder.problems
+    problems += [p for p in rule_problems(config) if not builder.is_consequence(p)]
     if problems:
         raise ConfigError(format_problems(problems, builder.origins))
+    warnings: list[str] = []
     for found in (layers.removed_values(), unused_values(config)):
         warnings += format_problems(found, builder.origins)
     return LoadedConfig(config, builder.origins, file.stem, warnings)
 
 
-def replace_removed_keys(tree: Tree) -> list[str]:
-    """Replace the removed keys `data.on_bad_image` and `data.manifest`; returns a warning for each."""
-    data = tree.get("data")
-    if not isinstance(data, Tree):
-        return []
-    old = {f"data.{name}": data.pop(name) for name in ("on_bad_image", "manifest") if name in data}
-    origins = {key: reader.place_of(value) for key, value in old.items()}
-    action = reader.value_of(old.get("data.on_bad_image", "error"))
-    if action not in ("error", "exclude"):
-        problem = Problem(
-            "data.on_bad_image", f"{format_value(action)} is neither error nor exclude"
-        )
-        raise ConfigError(format_problems([problem], origins))
-    if action == "exclude":
-        default = "${data.root}/verified_images.json"
-        data.setdefault(
-            "exclude",
-            old["data.manifest"] if reader.value_of(old.get("data.manifest")) else default,
-        )
-    message = "was replaced by data.exclude; see docs/config.md"
-    return format_problems((Problem(key, message) for key in origins), origins)
+def take_removed_keys(tree: Tree) -> list[Problem]:
+    """Take the keys of earlier versions out of the layers. Returns a problem for each one that is
+    not at its former default.
+    """
+    problems = []
+    for key, (default, advice) in keys.REMOVED_KEYS.items():
+        section, _, name = key.partition(".")
+        values = tree.get(section)
+        if isinstance(values, Tree) and name in values:
+            value = reader.value_of(values.pop(name))
+            if value != default:
+                problems.append(Problem(key, f"was removed; {advice}"))
+    return problems
 
 
 def format_problems(problems: Iterable[Problem], origins: Mapping[str, str]) -> list[str]:
-    """A line for each, with the origin of the key or its nearest section: `x.yaml:12: optimizer.lr: ...`."""
+    """A line for each, with its origin: `x.yaml:12: optimizer.lr: ...`."""
     lines = []
     for problem in problems:
-        key = problem.key
-        while key and not origins.get(key):
-            key = key.rpartition(".")[0]
-        lines.append(
-            ": ".join(filter(None, (origins.get(key), shorten(problem.key, 200), problem.message)))
-        )
+        parts = [_origin(problem.key, origins), shorten(problem.key, 200), problem.message]
+        lines.append(": ".join(part for part in parts if part))
     return lines
+
+
+def _origin(key: str, origins: Mapping[str, str]) -> str | None:
+    """Where a key is set; else where the name of its component or the nearest section is."""
+    while key and not origins.get(key):
+        section, _, last = key.rpartition(".")
+        # which arguments are allowed, or missing, follows from the name
+        key = f"{section}.name" if last == "kwargs" and f"{section}.name" in origins else section
+    return origins.get(key)
 
 
 @cache
 def _template() -> DictConfig:
-    """The schema as a structured config of OmegaConf, with its defaults. Built once, since that takes a while."""
+    """The schema as a structured config of OmegaConf, with its defaults. Built once, since that
+    takes a while.
+    """
     template: DictConfig = OmegaConf.structured(Config)
     for key in keys.sections():  # sections of frozen dataclasses are read-only
         OmegaConf.set_readonly(OmegaConf.select(template, key) if key else template, False)
@@ -111,9 +118,11 @@ class _InvalidReference(ValueError):
 
 
 class _Builder:
-    """Builds the config from merged layers: replaces `${...}`; OmegaConf converts. An invalid key gets its default.
+    """Builds the config from merged layers: replaces `${...}`; OmegaConf converts. An invalid key
+    gets its default.
 
-    origins: as in `LoadedConfig`. problems: of single keys. invalid_keys: existing keys whose value is not known.
+    origins: as in `LoadedConfig`. problems: of single keys. invalid_keys: existing keys whose value
+    is not known.
     """
 
     def __init__(self, tree: Tree, check_ranges: bool = True):
@@ -132,16 +141,15 @@ class _Builder:
     def build(self) -> Config:
         """The config. Its problems are in `problems`."""
         # Keys without references first: a reference to an invalid key is not a problem of its own.
-        for key in sorted(
-            self.known_keys("", self.tree), key=lambda key: "${" in str(self.values[key])
-        ):
+        known = self.known_keys("", self.tree)
+        for key in sorted(known, key=lambda key: "${" in str(self.values[key])):
             try:
                 self.assign(key, self.interpolate(self.values[key], (key,)))
                 if self.check_ranges:
                     value = OmegaConf.select(self.config, key)
-                    check_value(
-                        key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-                    )
+                    if OmegaConf.is_config(value):
+                        value = OmegaConf.to_container(value)
+                    check_value(key, value)
             except _InvalidReference:
                 self.assign(key, keys.default_of(key))
                 self.invalid_keys.add(key)
@@ -151,9 +159,8 @@ class _Builder:
         for key in OmegaConf.missing_keys(self.config):
             if not self.is_consequence(Problem(key, "")):
                 self.add_problem(key, NO_VALUE)
-            self.assign(
-                key, 0
-            )  # so that the other keys can be checked; a config with problems is never used
+            # so that the other keys can be checked; a config with problems is never used
+            self.assign(key, 0)
         config = OmegaConf.to_object(self.config)
         assert isinstance(config, Config)
         return config
@@ -187,7 +194,8 @@ class _Builder:
     def interpolate(self, value: Any, chain: tuple[str, ...]) -> Any:
         """A value with each `${section.key}` replaced by the value of that key. Raises ValueError.
 
-        chain: the key of the value, after the keys that refer to it. OmegaConf also has resolvers, and no limits.
+        chain: the key of the value, after the keys that refer to it. OmegaConf also has resolvers,
+        and no limits.
         """
         if isinstance(value, list):
             return [self.interpolate(item, chain) for item in value]
@@ -234,9 +242,8 @@ class _Builder:
     def assign(self, key: str, value: Any) -> None:
         """Set a key to a plain value, converted to its type. Raises ValueError."""
         hint = keys.value_types()[key]
-        if hint is not bool or isinstance(
-            value, bool
-        ):  # OmegaConf also makes booleans of numbers and texts
+        # OmegaConf also makes booleans of numbers and texts
+        if hint is not bool or isinstance(value, bool):
             with suppress(OmegaConfBaseException, OverflowError, ValueError):
                 OmegaConf.update(self.config, key, value, merge=False)
                 return
@@ -245,13 +252,15 @@ class _Builder:
 
 
 def config_from_dict(mapping: Mapping[str, Any]) -> Config:
-    """Rebuild a config from a dictionary of `dataclasses.asdict`. A missing key has the schema's default.
+    """Rebuild a config from a dictionary of `dataclasses.asdict`. A missing key has the schema's
+    default.
 
-    Raises ConfigError for unknown keys and wrong types. Ranges and rules may be newer than a checkpoint.
+    Raises ConfigError for unknown keys and wrong types. Ranges and rules may be newer than a
+    checkpoint.
     """
     layers = Layers()
     layers.add(reader.to_tree(mapping))
-    replace_removed_keys(layers.tree)
+    take_removed_keys(layers.tree)  # `removed_key_warnings` reports them
     builder = _Builder(layers.tree, check_ranges=False)
     config = builder.build()
     if builder.problems:
@@ -260,20 +269,22 @@ def config_from_dict(mapping: Mapping[str, Any]) -> Config:
 
 
 def removed_key_warnings(mapping: Mapping[str, Any]) -> list[str]:
-    """A warning for each removed key of a stored config, which `config_from_dict` replaces."""
-    return [
-        f"warning: the checkpoint's config: {line}"
-        for line in replace_removed_keys(reader.to_tree(mapping))
-    ]
+    """A warning for each removed key of a checkpoint's config that was not at its default."""
+    problems = take_removed_keys(reader.to_tree(mapping))
+    return [f"warning: the checkpoint's config: {line}" for line in format_problems(problems, {})]
 
 
 def values_by_key(config: Config) -> dict[str, Any]:
-    """Every value by its dotted key, also those of keyword arguments. Empty keyword arguments are a value, `{}`."""
+    """Every value by its dotted key, also in keyword arguments. Empty keyword arguments are a
+    value, `{}`.
+    """
     return flatten(asdict(config))
 
 
 def comparable_values(config: Config) -> dict[str, Any]:
-    """`values_by_key`, and the order of `optimizer.lr_scales`: the first pattern that matches counts."""
+    """`values_by_key`, and the order of `optimizer.lr_scales`: the first pattern that matches
+    counts.
+    """
     return values_by_key(config) | {"optimizer.lr_scales": list(config.optimizer.lr_scales)}
 
 

@@ -1,8 +1,9 @@
 """Parse and dump YAML: a strict subset that is safe for untrusted input.
 
-Values stay nodes, which know their file, line and text, until the type of their key is known. Aliases (they can expand
-to gigabytes), tags, merge keys, several documents, and text beyond the limits below are errors. Unlike in YAML 1.1
-`1e-4` is a number; `010`, `1:30`, dates and integers of 1000 digits are text.
+Values stay nodes, which know their file, line and text, until the type of their key is known.
+Aliases (they can expand to gigabytes), tags, merge keys, several documents, and text beyond the
+limits below are errors. Unlike in YAML 1.1 `1e-4` is a number; `010`, `1:30`, dates and integers of
+1000 digits are text.
 """
 
 import re
@@ -41,7 +42,9 @@ _IMPLICIT = [
 
 
 class Tree(dict[str, Any]):
-    """A mapping whose values are trees, nodes or plain values. start_mark: where it is written, as of a node."""
+    """A mapping whose values are trees, nodes or plain values. start_mark: where it is written, as
+    of a node.
+    """
 
     def __init__(self, content: Any = (), start_mark: yaml.Mark | None = None):
         super().__init__(content)
@@ -97,14 +100,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    # The same resolvers as for reading, so that a text is quoted exactly where it would be read as something else.
+    # The same resolvers as for reading, so that a text is quoted exactly where it would be read as
+    # something else.
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
         # PyYAML would fold Unicode's other line ends into spaces unless they are escaped.
-        return self.represent_scalar(
-            _STR, text, style='"' if re.search("[\x85\u2028\u2029]", text) else None
-        )
+        has_line_end = re.search("[\x85\u2028\u2029]", text)
+        return self.represent_scalar(_STR, text, style='"' if has_line_end else None)
 
     def represent_list(self, items: list[Any]) -> yaml.SequenceNode:
         return self.represent_sequence(_SEQ, items, flow_style=True)  # `[0.08, 1.0]`, on one line
@@ -118,15 +121,16 @@ for _kind, _pattern, _first in _IMPLICIT:
 
 
 def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
-    """`parse` for a file. shown: its path in messages. names: suggestions, besides the files beside a missing one."""
+    """`parse` for a file. shown: its path in messages. names: suggestions, besides the files beside
+    a missing one.
+    """
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            hint = (
-                f"; for the config of that run: {shown}/config.yaml"
-                if (path / "config.yaml").is_file()
-                else ""
-            )
+            is_run = (path / "config.yaml").is_file()
+            hint = "; give a config such as configs/resnet50.yaml"
+            if is_run:
+                hint = f"; for the config of that run: {shown}/config.yaml"
             raise ConfigError([f"{shown}: is a folder{hint}"])
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
             raise ConfigError([f"{shown}: is not a regular file of at most {MAX_BYTES} bytes"])
@@ -136,14 +140,16 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
     except OSError as error:
         near = ""
         if isinstance(error, FileNotFoundError):
-            near = did_you_mean(
-                path.name, [*sorted(file.name for file in path.parent.glob("*.y*ml")), *names]
-            )
+            beside = sorted(file.name for file in path.parent.glob("*.y*ml"))
+            near = did_you_mean(path.name, [*beside, *names])
+            near = near or "; give a config such as configs/resnet50.yaml"
         raise ConfigError([f"{shown}: {error.strerror or error}{near}"]) from None
 
 
 def parse(text: str, place: Path | str) -> Any:
-    """A YAML document as a `Tree`, a node, or None if it is empty. place: a file or argument. Raises ConfigError."""
+    """A YAML document as a `Tree`, a node, or None if it is empty. place: a file or argument.
+    Raises ConfigError.
+    """
     return to_tree(_compose(text, place))
 
 
@@ -170,15 +176,15 @@ def to_tree(value: Any) -> Any:
     """A mapping, of nodes or of plain values, as a `Tree`; any other value as it is."""
     if isinstance(value, yaml.MappingNode):
         return Tree(((key.value, to_tree(item)) for key, item in value.value), value.start_mark)
-    return (
-        Tree((key, to_tree(item)) for key, item in value.items())
-        if isinstance(value, dict)
-        else value
-    )
+    if isinstance(value, dict):
+        return Tree((key, to_tree(item)) for key, item in value.items())
+    return value
 
 
 def place_of(value: Any) -> str:
-    """Where a tree, node, event or mark is: `configs/x.yaml:12` or `command line 'seed=1'`; "" for plain values."""
+    """Where a tree, node, event or mark is: `configs/x.yaml:12` or `command line 'seed=1'`; "" for
+    plain values.
+    """
     mark = getattr(value, "start_mark", value)
     if not isinstance(mark, yaml.Mark):
         return ""
@@ -186,7 +192,9 @@ def place_of(value: Any) -> str:
 
 
 def value_of(value: Any, as_text: bool = False) -> Any:
-    """The plain value of a tree or node: None, bool, int, float, str, list, dict. as_text: keep scalars as written."""
+    """The plain value of a tree or node: None, bool, int, float, str, list, dict. as_text: keep
+    scalars as written.
+    """
     if isinstance(value, dict):
         return {key: value_of(item) for key, item in value.items()}
     if isinstance(value, yaml.MappingNode):
@@ -194,11 +202,9 @@ def value_of(value: Any, as_text: bool = False) -> Any:
     if isinstance(value, yaml.SequenceNode):
         return [value_of(item, as_text) for item in value.value]
     if isinstance(value, yaml.ScalarNode):
-        return (
-            value.value
-            if as_text and value.tag != _NULL
-            else SafeConstructor().construct_object(value)
-        )
+        if as_text and value.tag != _NULL:
+            return value.value
+        return SafeConstructor().construct_object(value)
     return value
 
 

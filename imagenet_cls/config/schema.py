@@ -1,4 +1,7 @@
-"""Every key of a config: type, default, range, flags, and a comment that docs/config.md is generated from."""
+"""Every key of a config: type, default, range, flags and comment.
+
+docs/config.md is generated from the comments.
+"""
 # ruff: noqa: RUF009 (`key` and `section` return dataclass fields)
 
 import math
@@ -14,7 +17,9 @@ REQUIRED = "???"  # the value of a key that a later layer has to set
 
 @dataclass(frozen=True)
 class Range:
-    """Which numbers are allowed: low to high, the ends included unless open, and 0 if or_zero; never from 2^64 on."""
+    """Which numbers are allowed: low to high, the ends included unless open, and 0 if or_zero;
+    never from 2^64 on.
+    """
 
     low: float = 0.0
     high: float = math.inf
@@ -27,9 +32,8 @@ class Range:
             return True
         above = number > self.low if self.low_open else number >= self.low
         below = number < self.high if self.high_open else number <= self.high
-        return (
-            above and below and abs(number) < 2.0**64
-        )  # not math.isfinite, which overflows for long integers
+        # not math.isfinite, which overflows for long integers
+        return above and below and abs(number) < 2.0**64
 
     def __str__(self) -> str:
         if not (self.low_open or self.high_open or self.high == math.inf):
@@ -76,10 +80,12 @@ class Condition(NamedTuple):
 class KeyInfo:
     """What the schema states about a key, or about all keys of a section.
 
-    allowed: of the number, or of each number of a list. count, ascending: of a list. form: a regular expression for the
-    text, or for each text of a list, and its description. shares: keyword arguments from 0 to below 1. at_most: the key
-    that is the limit. excludes: keys of which none may be set beside it, to other than null, false and []. needs: when
-    the key has an effect; None: always. recipe: whether it decides what is computed, so that it is compared on resume.
+    allowed: the range of the number, or of each number in a list. count, ascending: requirements of
+    a list. form: a regular expression for the text, or for each text of a list, and its
+    description. shares: keyword arguments from 0 to below 1. at_most: the key that is the limit.
+    excludes: keys of which none may be set beside it, to other than null, false and []. needs: when
+    the key has an effect;
+    None: always. recipe: whether it decides what is computed, so that it is compared on resume.
     per_machine: whether the machines of a run may differ in it.
     """
 
@@ -96,7 +102,9 @@ class KeyInfo:
 
 
 def key(default: Any, allowed: Range | None = None, **info: Any) -> Any:
-    """A field of the schema: a key with its default and, as keywords, the other attributes of `KeyInfo`."""
+    """A field of the schema: a key with its default and, as keywords, the other attributes of
+    `KeyInfo`.
+    """
     metadata = {"info": KeyInfo(allowed, **info)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: deepcopy(default), metadata=metadata)
@@ -140,9 +148,8 @@ JITTERS = Condition(
 ERASES = Condition("augment.erasing.prob above 0", lambda c: c.augment.erasing.prob > 0)
 MIXES = Condition("mix.mixup_alpha or mix.cutmix_alpha above 0", lambda c: c.mix.is_on)
 MIXES_BOTH_WAYS = Condition(
-    "mixup and cutmix both on", lambda c: c.mix.mixup_alpha > 0 and c.mix.cutmix_is_on
+    "mixup and cutmix both on", lambda c: c.mix.mixup_alpha > 0 and c.mix.cutmix_alpha > 0
 )
-NO_CUTMIX_SIDES = Condition("mix.cutmix_minmax null", lambda c: c.mix.cutmix_minmax is None)
 MIXING_ENDS = Condition(
     "mixing, and at most train.epochs as its value",
     lambda c: c.mix.is_on and (c.mix.off_epoch or 0) <= c.train.epochs,
@@ -173,28 +180,32 @@ RESIZES_BY_SHARE = Condition("eval.resize_px null", lambda c: c.eval.resize_px i
 class ModelConfig:
     """The model."""
 
-    # A timm model (`resnet50`), `torchvision:resnet50`, or `my_module:my_factory`, found from the working directory.
-    # Or a model that timm saved: `hf-hub:USER/NAME` on the Hugging Face Hub, `local-dir:PATH` in a folder.
+    # A timm model (`resnet50`), `torchvision:resnet50`, or `my_module:my_factory`, found from the
+    # working directory. Or a model that timm saved: `hf-hub:USER/NAME` on the Hugging Face Hub,
+    # `local-dir:PATH` in a folder.
     name: str = "resnet50"
-    # Start from the library's published weights (downloads them once; a timm name may carry a tag: `resnet50.a1_in1k`).
+    # Start from the library's published weights (downloads them once; a timm name may carry a tag:
+    # `resnet50.a1_in1k`).
     pretrained: bool = key(False, recipe=False, per_machine=True)
     # Outputs of the head. null: as many as the dataset has classes.
     num_classes: int | None = key(None, Range(1, 10**9))
-    # Weights to start from: a checkpoint folder (its moving average if it has one), a run folder (its best weights), or
-    # a .pth, .pth.tar or .safetensors file, or its URL, of timm, torchvision or pytorch/examples (the average if it has
-    # one). A head of another size is initialized, and position embeddings of another grid are resized. Of a file of
-    # MAE, DINO, MoCo, CLIP or similar pre-training the encoder is loaded. Any other mismatch is an error.
+    # Weights to start from: a checkpoint folder (its moving average if it has one), a run folder
+    # (its best weights), or a .pth, .pth.tar or .safetensors file, or its URL, of timm, torchvision
+    # or pytorch/examples (the average if it has one). A head of another size is initialized, and
+    # position embeddings of another grid are resized. Of a file of MAE, DINO, MoCo, CLIP or similar
+    # pre-training the encoder is loaded. Any other mismatch is an error.
     checkpoint: str | None = key(
         None, recipe=False, per_machine=True, excludes=("model.pretrained",)
     )
-    # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`. Their BatchNorm layers
-    # do not update the running statistics; dropout and drop-path stay on.
+    # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`.
+    # Their BatchNorm layers do not update the running statistics; dropout and drop-path stay on.
     freeze: list[str] = key([], excludes=("model.head_only",))
     # Train the head only: all other parameters are frozen.
     head_only: bool = False
     # Freeze all BatchNorm layers: running statistics, weights and biases.
     freeze_bn: bool = False
-    # Separate BatchNorm layers for each split of the batch (augment.splits), as in AugMix; evaluation uses the first.
+    # Separate BatchNorm layers for each split of the batch (augment.splits), as in AugMix;
+    # evaluation uses the first.
     split_bn: bool = key(False, excludes=("model.freeze_bn",))
     # Further arguments of the model's constructor, such as `{drop_path_rate: 0.05}`.
     kwargs: Kwargs = key(
@@ -206,71 +217,83 @@ class ModelConfig:
 class DataConfig:
     """The dataset."""
 
-    # `folder` (root/train/CLASS/*.JPEG, also in tar or zip archives, or WebDataset shards: docs/data.md), `list` (files
-    # of `path label` lines or CSV), `digits` (scikit-learn's, written under root once), `synthetic` (random, made on
-    # the device), `torchvision:CIFAR10`, or `my_module:my_factory`.
+    # `folder` (root/train/CLASS/*.JPEG, also in tar or zip archives, or WebDataset shards:
+    # docs/data.md), `list` (files of `path label` lines or CSV), `digits` (scikit-learn's, written
+    # under root once), `synthetic` (random, made on the device), `torchvision:CIFAR10`, or
+    # `my_module:my_factory`.
     name: str = "folder"
-    # The dataset's folder, or an archive with the folders `train` and `val`. May be relative to the working directory.
+    # The dataset's folder, or an archive with the folders `train` and `val`. May be relative to the
+    # working directory.
     root: str = key("data/imagenet", recipe=False, per_machine=True)
-    # Training part, below root: a folder of class folders or of archives, an archive, archives by a pattern
-    # (`train-{0000..1023}.tar`, `train-*.tar`), or for `list` an annotation file. torchvision's
-    # datasets and factories get it as an argument.
+    # Training part, below root: a folder of class folders or of archives, an archive, archives by a
+    # pattern (`train-{0000..1023}.tar`, `train-*.tar`), or for `list` an annotation file.
+    # torchvision's datasets and factories get it as an argument.
     train: str = "train"
     # Validation part, likewise. null: split from the training part by val_fraction or fold.
     val: str | None = "val"
-    # Share of each class of the training part that is held out for validation if val is null, by a hash of the path.
+    # Share of each class of the training part that is held out for validation if val is null, by a
+    # hash of the path.
     val_fraction: float | None = key(
         None, Range(0, 1, low_open=True, high_open=True), excludes=("data.val",)
     )
-    # Hold out fold i of k, [i, k] with i from 0, if val is null: images whose hash of the path, modulo k, is i.
+    # Hold out fold i of k, [i, k] with i from 0, if val is null: images whose hash of the path,
+    # modulo k, is i.
     fold: list[int] | None = key(
         None, Range(0, 1000), count=2, excludes=("data.val", "data.val_fraction")
     )
-    # Images of a group are held out together. A regular expression that is searched in the path of each image below the
-    # training part: its group 1, or the whole match, names the image's group. null: each image is a group.
+    # Images of a group are held out together. A regular expression that is searched in the path of
+    # each image below the training part: its group 1, or the whole match, names the image's group.
+    # null: each image is a group.
     group: str | None = key(None, needs=HOLDS_OUT)
-    # The classes to use, in this order: a list of names, or a text file with one class a line. Images of other classes
-    # are left out. null: all.
+    # The classes to use, in this order: a list of names, or a text file with one class a line.
+    # Images of other classes are left out. null: all.
     classes: list[str] | str | None = None
-    # Share of each class that is trained on, by a hash of the path: 0.1 of the images are also in 0.2 of them.
+    # Share of each class that is trained on, by a hash of the path: 0.1 of the images are also in
+    # 0.2 of them.
     fraction: float = key(1.0, POSITIVE_SHARE)
-    # Worker processes that read and decode, for each rank. 0: in the training process. auto or null: chosen from the
-    # CPUs of this rank, at most 16 (docs/data.md). The samples don't depend on it.
+    # Worker processes that read and decode, for each rank. 0: in the training process. auto or
+    # null: chosen from the CPUs of this rank, at most 16 (docs/data.md). The samples don't depend
+    # on it.
     num_workers: int | Literal["auto"] | None = key(
         "auto", Range(0, 256), recipe=False, per_machine=True
     )
     # Batches that each worker prepares ahead.
     prefetch_batches: int = key(2, COUNT, recipe=False, per_machine=True)
-    # How JPEG files are decoded. auto: only the region that a sample needs, if libjpeg-turbo 3 is found; the pixels are
-    # the same (docs/data.md). whole: the whole image, which also detects damage outside of the region.
+    # How JPEG files are decoded. auto: only the region that a sample needs, if libjpeg-turbo 3 is
+    # found; the pixels are the same (docs/data.md). whole: the whole image, which also detects
+    # damage outside of the region.
     decode: Literal["auto", "whole"] = key("auto", recipe=False, per_machine=True)
-    # Decode JPEG files at 1/2, 1/4 or 1/8 of their size (null: at full size) where both sides of the random crop then
-    # keep at least this many pixels. Faster for large photographs; the pixels differ. Needs libjpeg-turbo 3.
-    min_decoded_px: int | None = key(None, PIXELS, needs=READS_FILES)
-    # The EXIF orientation of photos. ignore: as published recipes do. apply: rotate and mirror, also in predict.py.
+    # The EXIF orientation of photos. ignore: as published recipes do. apply: rotate and mirror,
+    # also in predict.py.
     exif: Literal["ignore", "apply"] = key("ignore", needs=READS_FILES)
-    # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names the worker.
+    # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names
+    # the worker.
     timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
-    # The list of bad images that tools/verify_data.py wrote. They are left out: of each part at most
-    # 1 % or 10 images, whichever is more, and at most a tenth. Any other image that can't be read
-    # ends the run. null: leave none out.
+    # The list of bad images that tools/verify_data.py wrote. They are left out: of each part at
+    # most 1 % or 10 images, whichever is more, and at most a tenth. Any other image that can't be
+    # read ends the run. null: leave none out.
     exclude: str | None = key(None, recipe=False, per_machine=True)
-    # Channels of an image. 3: red, green, blue; gray images get three equal ones. 1: gray, by the weights of Pillow's
-    # convert("L"); timm's models are built with in_chans 1. torchvision's models need 3.
+    # Channels of an image. 3: red, green, blue; gray images get three equal ones. 1: gray, by the
+    # weights of Pillow's convert("L"); timm's models are built with in_chans 1. torchvision's
+    # models need 3.
     channels: int = key(3, Range(1, 3))
-    # Mean of each channel, of pixel values in 0..1. null: that of the model's pretrained weights, else ImageNet's; for
-    # one channel, the average of the three.
+    # Mean of each channel, of pixel values in 0..1. null: as the model's pretrained weights expect,
+    # else ImageNet's; for one channel, the average of the three.
     mean: list[float] | None = key(None, SHARE)
     # Standard deviation of each channel, likewise.
     std: list[float] | None = key(None, RATIO)
-    # Repeated augmentation: each drawn image appears this often in a row, and an epoch covers accordingly fewer images.
+    # Repeated augmentation: each drawn image appears this often in a row, and an epoch covers
+    # accordingly fewer images.
     repeats: int = key(1, Range(1, 100), at_most="train.global_batch_size")
-    # With repeats: cut the samples of an epoch to a multiple of this (DeiT's and torchvision's samplers: 256).
+    # With repeats: cut the samples of an epoch to a multiple of this (DeiT's and torchvision's
+    # samplers: 256).
     repeats_multiple: int | None = key(None, COUNT, needs=REPEATS)
-    # How equally often the classes are drawn in training: a class of n images has a share proportional to
-    # n^(1 - balance). 0: each image once in an epoch. 1: each class equally often (docs/data.md).
+    # How equally often the classes are drawn in training: a class of n images has a share
+    # proportional to n^(1 - balance). 0: each image once in an epoch. 1: each class equally often
+    # (docs/data.md).
     balance: float = key(0.0, SHARE)
-    # Further arguments of a class or factory; of `synthetic` {train_images, val_images, num_classes, size_px}.
+    # Further arguments of a class or factory; of `synthetic` {train_images, val_images,
+    # num_classes, size_px}.
     kwargs: Kwargs = key({})
 
 
@@ -296,13 +319,17 @@ class ColorJitterConfig:
 
 @dataclass(frozen=True)
 class ErasingConfig:
-    """Random erasing (Zhong et al. 2017): a rectangle of the normalized image is filled, on the device."""
+    """Random erasing (Zhong et al. 2017): a rectangle of the normalized image is filled, on the
+    device.
+    """
 
     # Probability for an image. 0: none.
     prob: float = key(0.0, SHARE)
-    # What fills it: zeros (`const`), one normal color (`rand`), or normal noise for each pixel (`pixel`).
+    # What fills it: zeros (`const`), one normal color (`rand`), or normal noise for each pixel
+    # (`pixel`).
     mode: Literal["const", "rand", "pixel"] = key("const", needs=ERASES)
-    # Largest number of rectangles in one image; the number is drawn from 1 to this, and they share the area.
+    # Largest number of rectangles in one image; the number is drawn from 1 to this, and they share
+    # the area.
     max_count: int = key(1, Range(1, 100), needs=ERASES)
     # Area, as shares of the image's: [smallest, largest].
     scale: list[float] = key([0.02, 1 / 3], POSITIVE_SHARE, count=2, ascending=True, needs=ERASES)
@@ -312,9 +339,12 @@ class ErasingConfig:
 
 @dataclass(frozen=True)
 class ProgressiveConfig:
-    """Progressive resizing: the side of square training images as a piecewise linear function of the epoch."""
+    """Progressive resizing: the side of square training images as a piecewise linear function of
+    the epoch.
+    """
 
-    # Epochs of the points, ascending. The side is constant before the first and after the last. null: always size_px.
+    # Epochs of the points, ascending. The side is constant before the first and after the last.
+    # null: always size_px.
     epochs: list[float] | None = key(None, NOT_NEGATIVE, ascending=True)
     # Side at each point, in pixels. The largest is augment.size_px.
     sizes_px: list[int] | None = key(None, PIXELS)
@@ -330,14 +360,16 @@ class AugmentConfig:
     size_px: Size = key(224, PIXELS, count=2)
     # Sides that grow during the run.
     progressive: ProgressiveConfig = section(ProgressiveConfig)
-    # What is cut out of an image. `random_resized`: a random crop, resized to size_px (the usual one for ImageNet).
-    # `pad_crop`: the whole image, resized to size_px, padded, then a random crop of size_px (the usual one for CIFAR).
+    # What is cut out of an image. `random_resized`: a random crop, resized to size_px (the usual
+    # one for ImageNet).
+    # `pad_crop`: the whole image, resized to size_px, padded, then a random crop of size_px (the
+    # usual one for CIFAR).
     # `resize`: the whole image, resized to size_px. The last two change the aspect ratio of images.
     crop: Literal["random_resized", "pad_crop", "resize"] = "random_resized"
     # Pixels added on each side, less than size_px.
     pad_px: int = key(4, Range(0, 10_000), needs=PADS)
-    # What they are filled with, as in torchvision: zeros (`constant`), the nearest pixel (`edge`), or the mirror image
-    # without (`reflect`) or with (`symmetric`) the pixels at the edge.
+    # What they are filled with, as in torchvision: zeros (`constant`), the nearest pixel (`edge`),
+    # or the mirror image without (`reflect`) or with (`symmetric`) the pixels at the edge.
     pad_mode: Literal["constant", "edge", "reflect", "symmetric"] = key("constant", needs=PADS)
     # Resampling of the crop or the image. random: bilinear or bicubic, drawn for each image.
     interpolation: Literal["nearest", "bilinear", "bicubic", "random"] = "bilinear"
@@ -351,12 +383,14 @@ class AugmentConfig:
     hflip_prob: float = key(0.5, SHARE)
     # Probability of a top-bottom flip.
     vflip_prob: float = key(0.0, SHARE)
-    # A policy of many operations, applied after crop and flips. timm's, as its string: `rand-m9-mstd0.5-inc1`
-    # (RandAugment), `original`, `originalr`, `v0`, `v0r` (AutoAugment), `augmix-m3-w3`, `3a` (3-Augment of DeiT III).
-    # torchvision's: `torchvision:rand_augment`, `torchvision:trivial_augment_wide`, `torchvision:auto_augment`,
-    # `torchvision:aug_mix`. Or `my_module:my_factory`. null: none.
+    # A policy of many operations, applied after crop and flips. timm's, as its string:
+    # `rand-m9-mstd0.5-inc1` (RandAugment), `original`, `originalr`, `v0`, `v0r` (AutoAugment),
+    # `augmix-m3-w3`, `3a` (3-Augment of DeiT III). torchvision's: `torchvision:rand_augment`,
+    # `torchvision:trivial_augment_wide`, `torchvision:auto_augment`, `torchvision:aug_mix`. Or
+    # `my_module:my_factory`. null: none.
     policy: str | None = None
-    # Further arguments of torchvision's policy or of a factory, such as `{num_ops: 2}`. Another policy resets them.
+    # Further arguments of torchvision's policy or of a factory, such as `{num_ops: 2}`. Another
+    # policy resets them.
     policy_kwargs: Kwargs = key({})
     # Random changes of brightness, contrast, saturation and hue.
     color_jitter: ColorJitterConfig = section(ColorJitterConfig)
@@ -364,20 +398,22 @@ class AugmentConfig:
     grayscale_prob: float = key(0.0, SHARE)
     # Random erasing.
     erasing: ErasingConfig = section(ErasingConfig)
-    # Views of each image in a batch, for the loss `jsd`: the first without policy, color jitter and erasing.
+    # Views of each image in a batch, for the loss `jsd`: the first without policy, color jitter and
+    # erasing.
     splits: int = key(1, Range(1, 10))
 
 
 @dataclass(frozen=True)
 class MixConfig:
-    """Mixup and cutmix of the images and targets of a micro-batch, on the device. Off if both alphas are 0."""
+    """Mixup and cutmix of the images and targets of a micro-batch, on the device. Off if both
+    alphas are 0.
+    """
 
-    # Parameter of the beta distribution that mixup's share is drawn from (Zhang et al. 2017). 0: no mixup.
+    # Parameter of the beta distribution that mixup's share is drawn from (Zhang et al. 2017). 0: no
+    # mixup.
     mixup_alpha: float = key(0.0, ALPHA)
     # Likewise for cutmix (Yun et al. 2019). 0: no cutmix.
-    cutmix_alpha: float = key(0.0, ALPHA, needs=NO_CUTMIX_SIDES)
-    # Sides of cutmix's rectangle as shares of the image's, [smallest, largest], instead of by cutmix_alpha.
-    cutmix_minmax: list[float] | None = key(None, SHARE, count=2, ascending=True)
+    cutmix_alpha: float = key(0.0, ALPHA)
     # Probability that a batch (or pair, or image) is mixed.
     prob: float = key(1.0, SHARE, needs=MIXES)
     # Probability of cutmix if both are on.
@@ -388,31 +424,29 @@ class MixConfig:
     off_epoch: int | None = key(None, NOT_NEGATIVE, needs=MIXING_ENDS)
 
     @property
-    def cutmix_is_on(self) -> bool:
-        return self.cutmix_alpha > 0 or self.cutmix_minmax is not None
-
-    @property
     def is_on(self) -> bool:
-        return self.mixup_alpha > 0 or self.cutmix_is_on
+        return self.mixup_alpha > 0 or self.cutmix_alpha > 0
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """The loss function."""
 
-    # `cross_entropy`; `bce`, binary cross-entropy for each class; `focal`; `jsd`, cross-entropy with the Jensen-Shannon
-    # divergence between augment.splits views; or `my_module:my_factory`.
+    # `cross_entropy`; `bce`, binary cross-entropy for each class; `focal`; `jsd`, cross-entropy
+    # with the Jensen-Shannon divergence between augment.splits views; or `my_module:my_factory`.
     name: str = "cross_entropy"
     # Share of the target's probability that is spread over all classes.
     label_smoothing: float = key(0.0, SHARE_BELOW_1)
-    # Weights of the classes, by which images count. A number for each class, of which only the ratios matter; or from
-    # the number n of training images: `balanced`, proportional to 1/n; `effective`, to (1 - beta) / (1 - beta^n).
+    # Weights of the classes, by which images count. A number for each class, of which only the
+    # ratios matter; or from the number n of training images: `balanced`, proportional to 1/n;
+    # `effective`, to (1 - beta) / (1 - beta^n).
     class_weights: list[int | float] | Literal["balanced", "effective"] | None = key(
         None, NOT_NEGATIVE
     )
     # For class_weights effective: beta (Cui et al. 2019).
     effective_beta: float = key(0.999, SHARE_BELOW_1, needs=EFFECTIVE_WEIGHTS)
-    # Arguments of the loss: bce {target_threshold (above it targets are 1), sum_classes}, focal {gamma}, jsd {alpha}.
+    # Arguments of the loss: bce {target_threshold (above it targets are 1), sum_classes}, focal
+    # {gamma}, jsd {alpha}.
     kwargs: Kwargs = key({})
 
 
@@ -440,8 +474,9 @@ class TeacherConfig:
 class DistillConfig:
     """Knowledge distillation: part of the loss comes from a teacher's outputs."""
 
-    # `soft`: divergence from the teacher's softened outputs (Hinton et al. 2015); `hard`: cross-entropy with its top
-    # class (Touvron et al. 2021). A model with a distillation token (timm's deit_*_distilled) learns it with that one.
+    # `soft`: divergence from the teacher's softened outputs (Hinton et al. 2015); `hard`:
+    # cross-entropy with its top class (Touvron et al. 2021). A model with a distillation token
+    # (timm's deit_*_distilled) learns it with that one.
     kind: Literal["none", "soft", "hard"] = "none"
     # The teacher's share of the loss, 0 to 1.
     alpha: float = key(0.5, SHARE, needs=DISTILS)
@@ -455,13 +490,14 @@ class DistillConfig:
 class OptimizerConfig:
     """The optimizer."""
 
-    # `sgd` (momentum 0.9, no Nesterov unless kwargs say so), `adamw`, `rmsprop`: torch's. `lamb`, `rmsproptf`: timm's.
-    # `timm:NAME` for any other of timm's, `timm:lookahead_NAME` with Lookahead, or `my_module:my_factory`.
+    # `sgd` (momentum 0.9, no Nesterov unless kwargs say so), `adamw`, `rmsprop`: torch's. `lamb`,
+    # `rmsproptf`: timm's. `timm:NAME` for any other of timm's, `timm:lookahead_NAME` with
+    # Lookahead, or `my_module:my_factory`.
     name: str = "sgd"
     # Peak learning rate. It has no default, and changing `name` resets it.
     lr: float = key(REQUIRED, NOT_NEGATIVE)
-    # The global batch size that lr is meant for: another train.global_batch_size scales lr. null: lr is
-    # used as written.
+    # The global batch size that lr is meant for: another train.global_batch_size scales lr. null:
+    # lr is used as written.
     lr_base_batch: int | None = key(None, BATCH)
     # How lr scales: linearly with the batch size, or with its square root.
     lr_scaling: Literal["linear", "sqrt"] = key("linear", needs=LR_SCALES)
@@ -471,17 +507,22 @@ class OptimizerConfig:
     norm_weight_decay: float | None = key(None, NOT_NEGATIVE)
     # Weight decay of all other biases. null: weight_decay.
     bias_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Weight decay of class and position tokens, relative position tables, and the model's `no_weight_decay` parameters.
+    # Weight decay of class and position tokens, relative position tables, and the model's
+    # `no_weight_decay` parameters.
     # null: weight_decay.
     token_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Weight decay of layer scales and other parameters of at most one dimension. null: weight_decay.
+    # Weight decay of layer scales and other parameters of at most one dimension. null:
+    # weight_decay.
     scale_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Layer-wise decay: factor of each layer's learning rate relative to the next layer's (the head has 1). null: off.
+    # Layer-wise decay: factor of each layer's learning rate relative to the next layer's (the head
+    # has 1). null: off.
     layer_decay: float | None = key(None, POSITIVE_SHARE)
-    # Factors of the learning rate by patterns of parameter names: `{"head.*": 10}`. The first match counts.
+    # Factors of the learning rate by patterns of parameter names: `{"head.*": 10}`. The first match
+    # counts.
     lr_scales: Kwargs = key({})
-    # Further arguments of the optimizer, such as `{momentum: 0.9, nesterov: true}` or `{betas: [0.9, 0.95]}`. Lookahead
-    # takes `lookahead_alpha` (0.5: step of the slow weights towards the fast ones) and `lookahead_k` (6: their steps).
+    # Further arguments of the optimizer, such as `{momentum: 0.9, nesterov: true}` or `{betas:
+    # [0.9, 0.95]}`. Lookahead takes `lookahead_alpha` (0.5: step of the slow weights towards the
+    # fast ones) and `lookahead_k` (6: their steps).
     kwargs: Kwargs = key({}, shares=("momentum", "alpha"))
 
 
@@ -489,8 +530,8 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate as a function of the step."""
 
-    # `cosine`, `step`, `multistep`, `polynomial`, `exponential`, `one_cycle`, `piecewise`, `plateau`, `constant`, or a
-    # factory, `my_module:my_factory`.
+    # `cosine`, `step`, `multistep`, `polynomial`, `exponential`, `one_cycle`, `piecewise`,
+    # `plateau`, `constant`, or a factory, `my_module:my_factory`.
     name: str = "cosine"
     # Linear warm-up, in epochs (fractions allowed).
     warmup_epochs: float = key(0.0, NOT_NEGATIVE, at_most="train.epochs")
@@ -498,22 +539,26 @@ class ScheduleConfig:
     warmup_start_factor: float = key(0.01, SHARE, needs=WARMS_UP_BY_FACTOR)
     # Learning rate at the start of the warm-up, instead of the factor. null: by the factor.
     warmup_start_lr: float | None = key(None, NOT_NEGATIVE, needs=WARMS_UP)
-    # true: the schedule starts after the warm-up (torchvision). false: the warm-up replaces its beginning (timm).
+    # true: the schedule starts after the warm-up (torchvision). false: the warm-up replaces its
+    # beginning (timm).
     warmup_prefix: bool = key(True, needs=WARMS_UP)
     # Epochs at the end with the schedule's last learning rate.
     cooldown_epochs: float = key(0.0, NOT_NEGATIVE)
     # Change the learning rate between epochs only, as in torchvision's and timm's scripts.
     by_epoch: bool = False
-    # Arguments of the schedule: cosine {min_lr, cycles, cycle_decay}, step {every_epochs, gamma}, multistep
-    # {milestones_epochs, gamma}, polynomial {power, min_lr}, exponential {gamma (a factor an epoch)}, one_cycle
-    # {pct_start, anneal (cos or linear), div_factor, final_div_factor, min_momentum, max_momentum}, piecewise {epochs,
-    # factors}, plateau {patience (evaluations), gamma, min_lr, threshold}. Epochs count from where the schedule starts.
+    # Arguments of the schedule: cosine {min_lr, cycles, cycle_decay}, step {every_epochs, gamma},
+    # multistep {milestones_epochs, gamma}, polynomial {power, min_lr}, exponential {gamma (a factor
+    # an epoch)}, one_cycle {pct_start, anneal (cos or linear), div_factor, final_div_factor,
+    # min_momentum, max_momentum}, piecewise {epochs, factors}, plateau {patience (evaluations),
+    # gamma, min_lr, threshold}. Epochs count from where the schedule starts.
     kwargs: Kwargs = key({})
 
 
 @dataclass(frozen=True)
 class EarlyStopConfig:
-    """An early end of the run, if evaluations get no better. A resumed run ends at the same step."""
+    """An early end of the run, if evaluations get no better. A resumed run ends at the same
+    step.
+    """
 
     # End after this many evaluations in a row without a better one. null: train to the last epoch.
     patience_evals: int | None = key(None, COUNT)
@@ -529,22 +574,26 @@ class TrainConfig:
 
     # Passes over the training images, in floor(images / global_batch_size) steps each.
     epochs: int = key(90, Range(1, 10**6))
-    # End after this many optimizer steps; the schedule is not shortened. null: after the last epoch.
+    # End after this many optimizer steps; the schedule is not shortened. null: after the last
+    # epoch.
     max_steps: int | None = key(None, COUNT, recipe=False)
     # An early end of the run.
     early_stop: EarlyStopConfig = section(EarlyStopConfig, recipe=False)
     # Images in one optimizer step, over all ranks and micro-batches.
     global_batch_size: int = key(256, BATCH)
-    # Largest number of images in one forward pass of a device; gradients are accumulated over the micro-batches. null:
-    # the device's whole share. If the batch is divisible by the number of devices, all micro-batches are equal: with 64
-    # here, a share of 96 images becomes two of 48, and one of 97, a prime number, 97 of one image (parallel.uneven).
+    # Largest number of images in one forward pass of a device; gradients are accumulated over the
+    # micro-batches. null: the device's whole share. If the batch is divisible by the number of
+    # devices, all micro-batches are equal: with 64 here, a share of 96 images becomes two of 48,
+    # and one of 97, a prime number, 97 of one image. Otherwise their sizes differ by one image, and
+    # their losses are weighted; with parallel.mode dp that is an error.
     micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
     # Precision of forward and backward. fp16 uses a loss scale. auto: fp32 on CPUs, bf16 on GPUs.
     # GPUs before Ampere only emulate bf16; there it is fp16, or fp32 before Volta or with
     # train.sam_rho.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    # torch.compile the model, in this mode. true: the mode `default`. Shapes are static, except with
-    # augment.progressive; the last batch of an evaluation is padded. reduce-overhead and max-autotune use CUDA graphs.
+    # torch.compile the model, in this mode. true: the mode `default`. Shapes are static, except
+    # with augment.progressive; the last batch of an evaluation is padded. reduce-overhead and
+    # max-autotune use CUDA graphs.
     compile: bool | Literal["default", "max-autotune", "reduce-overhead"] = key(False, recipe=False)
     # Store weights and images in the channels-last memory format, the fastest for convolutions.
     channels_last: bool = True
@@ -552,8 +601,8 @@ class TrainConfig:
     clip_norm: float | None = key(None, POSITIVE)
     # Largest absolute value of each element of the gradient. null: no limit.
     clip_value: float | None = key(None, POSITIVE, excludes=("train.clip_norm",))
-    # Adaptive gradient clipping (Brock et al. 2021): largest norm of a unit's gradient, as a share of its weights'. The
-    # head is not clipped. null: no limit.
+    # Adaptive gradient clipping (Brock et al. 2021): largest norm of a unit's gradient, as a share
+    # of its weights'. The head is not clipped. null: no limit.
     clip_agc: float | None = key(None, POSITIVE, excludes=("train.clip_norm", "train.clip_value"))
     # Sharpness-aware minimization (Foret et al. 2020): radius of the neighborhood. null: off.
     sam_rho: float | None = key(None, POSITIVE)
@@ -561,15 +610,16 @@ class TrainConfig:
     sam_every_steps: int = key(1, COUNT, needs=USES_SAM)
     # Recompute activations in the backward pass: less memory, about a third slower.
     grad_checkpointing: bool = key(False, recipe=False)
-    # Use deterministic kernels on GPUs: slower, bitwise identical each time. Those of CPUs are, for a given number of
-    # threads. A few operators have none, such as adaptive average pooling to several pixels (VGG of
-    # torchvision): an error.
+    # Use deterministic kernels on GPUs: slower, bitwise identical each time. Those of CPUs are, for
+    # a given number of threads. A few operators have none, such as adaptive average pooling to
+    # several pixels (VGG of torchvision): an error.
     deterministic: bool = key(False, recipe=False)
-    # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or gradient. Such steps
-    # don't change the weights.
+    # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or
+    # gradient. Such steps don't change the weights.
     max_nonfinite_steps: int = key(10, COUNT, recipe=False)
-    # Profile these steps, `[first, last]`, counted from 1, by torch.profiler, on rank 0: `profile/` in the run folder
-    # then has a trace, of some megabytes per step, and a table of operators. null: none.
+    # Profile these steps, `[first, last]`, counted from 1, by torch.profiler, on rank 0: `profile/`
+    # in the run folder then has a trace, of some megabytes per step, and a table of operators.
+    # null: none.
     profile: list[int] | None = key(None, COUNT, count=2, ascending=True, recipe=False)
 
 
@@ -579,7 +629,8 @@ class EmaConfig:
 
     # Decay of the average at each update. null: no average, unless half_life_images is given.
     decay: float | None = key(None, SHARE_BELOW_1)
-    # Half-life of the average in training images, instead of decay: independent of batch size and every_steps.
+    # Half-life of the average in training images, instead of decay: independent of batch size and
+    # every_steps.
     half_life_images: float | None = key(None, POSITIVE, excludes=("ema.decay",))
     # Update every this many optimizer steps.
     every_steps: int = key(1, COUNT, needs=AVERAGES)
@@ -591,26 +642,29 @@ class EmaConfig:
 class EvalConfig:
     """Evaluation. The model library's suggestions for preprocessing are never used."""
 
-    # How an image is resized before the center is cut out. `crop`: by its short side. `squash`: both sides, which
-    # changes the aspect ratio. `pad`: by its long side, and the borders get the mean color. With squash and pad
-    # eval.crop_pct 1 keeps the whole image. timm's crop_mode calls them center, squash and border.
+    # How an image is resized before the center is cut out. `crop`: by its short side. `squash`:
+    # both sides, which changes the aspect ratio. `pad`: by its long side, and the borders get the
+    # mean color. With squash and pad eval.crop_pct 1 keeps the whole image. timm's crop_mode calls
+    # them center, squash and border.
     mode: Literal["crop", "squash", "pad"] = "crop"
     # Size of the center crop in pixels: the side of a square, or `[height, width]`.
     crop_px: Size = key(224, PIXELS, count=2, at_most="eval.resize_px")
     # Sides of the crop as a share of the resized sides; determines the resize if resize_px is null.
     crop_pct: float = key(0.875, Range(0.01, 1), needs=RESIZES_BY_SHARE)
-    # Side after the resize, in pixels: the short one, with `squash` both, with `pad` the long one. null:
-    # floor(crop_px / crop_pct); of `[height, width]` each: the image then covers both, or with `pad` fits into both.
+    # Side after the resize, in pixels: the short one, with `squash` both, with `pad` the long one.
+    # null: floor(crop_px / crop_pct); of `[height, width]` each: the image then covers both, or
+    # with `pad` fits into both.
     resize_px: int | None = key(None, PIXELS)
     # Resampling of the resize.
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
     # Average the outputs for each image and its mirror image, also in predict.py.
     flip_tta: bool = False
-    # all: the validation part has the classes of the training part. present: it may have only some of them, as
-    # ImageNet-A and -R; the outputs of the other classes are ignored (docs/data.md).
+    # all: the validation part has the classes of the training part. present: it may have only some
+    # of them, as ImageNet-A and -R; the outputs of the other classes are ignored (docs/data.md).
     classes: Literal["all", "present"] = "all"
-    # real.json of google-research/reassessed-imagenet: several labels for each of ImageNet's validation images. Then
-    # the share of predictions among them is reported, too (`real_pct`). null: none.
+    # real.json of google-research/reassessed-imagenet: several labels for each of ImageNet's
+    # validation images. Then the share of predictions among them is reported, too (`real_pct`).
+    # null: none.
     real_labels: str | None = key(None, recipe=False, per_machine=True)
     # Further metrics, your own or of torchmetrics, each `my_module:my_factory` (docs/extending.md).
     metrics: list[str] = key([], form=FACTORIES, recipe=False)
@@ -624,29 +678,30 @@ class EvalConfig:
 class ParallelConfig:
     """Distributed training."""
 
-    # `none`: one device. `ddp`: one process for each device. `dp`: one process for several GPUs, which is slower but
-    # needs no launcher. `auto`: ddp if there is more than one rank, else none.
+    # `none`: one device. `ddp`: one process for each device. `dp`: one process for several GPUs,
+    # which is slower but needs no launcher. `auto`: ddp if there is more than one rank, else none.
     mode: Literal["auto", "none", "ddp", "dp"] = key("auto", recipe=False)
-    # Backend of torch.distributed. auto: nccl on GPUs, gloo on CPUs. mpi: needs a torch built with MPI, and mpirun.
+    # Backend of torch.distributed. auto: nccl on GPUs, gloo on CPUs. mpi: needs a torch built with
+    # MPI, and mpirun.
     backend: Literal["auto", "nccl", "gloo", "mpi"] = key("auto", recipe=False)
-    # The GPUs to use, numbered in the order of CUDA_VISIBLE_DEVICES. In mode dp the first one holds the parameters; in
-    # mode ddp each rank uses the one at the index of its local rank. null: all visible GPUs, in order.
+    # The GPUs to use, numbered in the order of CUDA_VISIBLE_DEVICES. In mode dp the first one holds
+    # the parameters; in mode ddp each rank uses the one at the index of its local rank. null: all
+    # visible GPUs, in order.
     device_ids: list[int] | None = key(None, NOT_NEGATIVE, recipe=False)
-    # For mode dp: the GPU where the logits are gathered and the loss is computed. null: the first of device_ids.
+    # For mode dp: the GPU where the logits are gathered and the loss is computed. null: the first
+    # of device_ids.
     output_device: int | None = key(None, NOT_NEGATIVE, recipe=False)
     # Synchronize BatchNorm over all ranks in training (SyncBatchNorm). No effect on one rank.
     sync_bn: bool = False
-    # Rendezvous of the ranks: `env://` (MASTER_ADDR and MASTER_PORT), `tcp://host:port` or `file:///path`.
+    # Rendezvous of the ranks: `env://` (MASTER_ADDR and MASTER_PORT), `tcp://host:port` or
+    # `file:///path`.
     init_method: str = key("env://", form=INIT_METHOD, recipe=False, per_machine=True)
-    # A batch that is not divisible by the number of ranks: `allow` divides it into micro-batches whose sizes differ by
-    # one image, and weights their losses; `error` ends the run. Always an error in mode dp.
-    uneven: Literal["allow", "error"] = key("allow", recipe=False)
     # Longest wait for another rank, in seconds.
     timeout_sec: float = key(
         600.0, Range(0, 7 * 86_400, low_open=True), recipe=False, per_machine=True
     )
-    # Compare the bits of weights, moving average and optimizer state between ranks every this many optimizer steps and
-    # before each checkpoint; diverged ranks end the run. null: never.
+    # Compare the bits of weights, moving average and optimizer state between ranks every this many
+    # optimizer steps and before each checkpoint; diverged ranks end the run. null: never.
     check_every_steps: int | None = key(1000, COUNT, recipe=False)
 
 
@@ -660,12 +715,10 @@ class CheckpointConfig:
     every_steps: int | None = key(None, COUNT)
     # Number of newest checkpoints to keep, besides the best one. null: all.
     keep_last: int | None = key(2, COUNT)
-    # Which evaluation is the best: that with the highest top-1, top-5 or balanced accuracy, or with the lowest loss.
-    # Balanced accuracy is the mean recall of the classes. The best raw weights and the best moving average are kept.
+    # Which evaluation is the best: that with the highest top-1, top-5 or balanced accuracy, or with
+    # the lowest loss. Balanced accuracy is the mean recall of the classes. The best raw weights and
+    # the best moving average are kept.
     best: Literal["top1", "top5", "loss", "balanced_accuracy"] = "top1"
-    # What to do when saving fails (a full disk, a missing folder). stop: end the run with exit code 5. continue: log
-    # it and train on; if the last save of the run fails, it ends with exit code 5 too.
-    on_error: Literal["stop", "continue"] = "stop"
 
 
 @dataclass(frozen=True)
@@ -674,19 +727,13 @@ class LogConfig:
 
     # Optimizer steps between two log lines; metrics.jsonl has every step.
     every_steps: int = key(50, COUNT)
-    # Steps in which the norm of the gradient is computed and written to metrics.jsonl. step: all. report: every
-    # `every_steps`-th step; all with train.clip_norm, which needs the norm.
-    grad_norm: Literal["step", "report"] = "step"
-    # What rank 0 writes: `jsonl` (metrics.jsonl; always), `tensorboard`, `wandb`, `mlflow`, or `my_module:MyWriter`.
+    # What rank 0 writes: `jsonl` (metrics.jsonl; always), `tensorboard`, `wandb`, `mlflow`, or
+    # `my_module:MyWriter`.
     writers: list[str] = key(["jsonl", "tensorboard"], per_machine=True)
     # false: without `tensorboard`, also if it is in writers.
     tensorboard: bool = key(True, per_machine=True)
     # Plot loss, top-1 and learning rate into plots/ at the end (rank 0 only).
     plots: bool = key(True, per_machine=True)
-
-    def has_grad_norm(self, step: int) -> bool:
-        """Whether the norm of the gradient is to be computed for a step, counted from 0."""
-        return self.grad_norm == "step" or (step + 1) % self.every_steps == 0
 
 
 @dataclass(frozen=True)
@@ -701,8 +748,9 @@ class ExpectConfig:
     ours_top1_pct: float | None = key(None, PERCENT)
     # Hardware and training time of the source.
     hardware: str | None = None
-    # Of a run with this repository: hardware, seed, date, duration. Of the settings: `deviates:` what can't be
-    # expressed, `left out:` what could be added, `uncertain:` what the source does not state for sure.
+    # Of a run with this repository: hardware, seed, date, duration. Of the settings: `deviates:`
+    # what can't be expressed, `left out:` what could be added, `uncertain:` what the source does
+    # not state for sure.
     note: str | None = None
 
 
@@ -729,11 +777,13 @@ class Config:
     imports: list[str] = key([], form=MODULES, recipe=False, per_machine=True)
     # Seed of the run.
     seed: int = key(0, Range(0, 2.0**63, high_open=True))
-    # `auto` (CUDA if there is a GPU, else the CPU), `cpu`, `cuda`, `cuda:1` for a certain GPU, or `mps` (untested).
+    # `auto` (CUDA if there is a GPU, else the CPU), `cpu`, `cuda`, `cuda:1` for a certain GPU, or
+    # `mps` (untested).
     device: str = key("auto", form=DEVICE, recipe=False, per_machine=True)
 
 
-# A key, and the section or the arguments that a layer resets to their defaults when it changes the key.
+# A key, and the section or the arguments that a layer resets to their defaults when it changes the
+# key.
 RESETS = {
     **{
         f"{component}.name": component

@@ -12,36 +12,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from imagenet_cls.errors import DataError, explain_content_errors, printable, shorten
+from imagenet_cls.errors import DataError, explain_content_errors
 from imagenet_cls.files import check_regular
+from imagenet_cls.text import printable, shorten
 
 # tarfile reads an extension header (long names, pax records) whole, whatever size it says.
 _MAX_EXTENSION_BYTES = 1 << 20
 _END_OF_TAR = bytes(1024)
 _ENTRY = b"PK\1\2"  # the start of an entry of a zip's directory
-_DAMAGED = "copy or download it again"
-_DAMAGED_TAR = f"{_DAMAGED}; unpack a compressed tar (.tar.gz) to .tar"
-_LINK = (
-    "is a link, or no regular file\n"
-    "make the archive again with the images themselves: tar --dereference --hard-dereference"
-)
-_INCREMENTAL = "is in an incremental backup\nmake the archive again without --listed-incremental"
-_PLAIN_ZIP = "make the archive again: zip -0 -r"
-_SPARSE = "is a sparse file\nmake the archive again without --sparse"
+_DAMAGED = "Copy or download it again."
+_DAMAGED_TAR = "Copy or download it again; unpack a compressed tar (.tar.gz) to .tar."
+_PLAIN_ZIP = "Make the archive again: zip -0 -r"
 
 
 class Member(NamedTuple):
     """A file in an archive.
 
-    offset: of the data in a tar, of the local header in a zip. packed: the compressed size in a zip,
-    0 in a tar. problem: why it can't be read as an image, and what to do; None if it can.
+    offset: the offset of the data in a tar, of the local header in a zip. compressed: the
+    compressed size in a zip, 0 in a tar. problem, remedy: why it can't be read as an image, and
+    what to do; problem is None if it can.
     """
 
     name: bytes
     offset: int
     size: int
-    packed: int
-    problem: str | None
+    compressed: int
+    problem: str | None = None
+    remedy: str = ""
 
 
 class ArchiveChangedError(DataError):
@@ -52,8 +49,8 @@ class ArchiveChangedError(DataError):
 class ByteRanges:
     """Where each image lies: in `archives[number]` at `offset` with `size` bytes, int arrays (N,).
 
-    packed: the compressed size in a zip, where `offset` is that of the local header; 0 in a tar.
-    statuses: `archive_status` of each archive when it was indexed.
+    compressed: the compressed size in a zip, where `offset` is the offset of the local header; 0 in
+    a tar. statuses: `archive_status` of each archive when it was indexed.
     """
 
     archives: tuple[str, ...]
@@ -61,61 +58,76 @@ class ByteRanges:
     number: np.ndarray
     offset: np.ndarray
     size: np.ndarray
-    packed: np.ndarray
+    compressed: np.ndarray
 
     def select(self, rows: np.ndarray) -> "ByteRanges":
-        arrays = {
-            name: getattr(self, name)[rows] for name in ("number", "offset", "size", "packed")
-        }
-        return replace(self, **arrays)
+        return replace(
+            self,
+            number=self.number[rows],
+            offset=self.offset[rows],
+            size=self.size[rows],
+            compressed=self.compressed[rows],
+        )
 
     def archive(self, i: int) -> str:
         return self.archives[self.number[i]]
 
     def read(self, i: int) -> bytes:
-        """The file of image `i`. Opens the archive each time, so that forked workers share no position in it.
+        """The file of image `i`. Opens the archive each time, so that forked workers share no
+        position in it.
 
         Raises ArchiveChangedError. For a member that can't be read: OSError, and DataError with the
         reason, without names.
         """
-        number, offset, size, packed = (
-            int(a[i]) for a in (self.number, self.offset, self.size, self.packed)
-        )
-        path = self.archives[number]
+        path = self.archive(i)
+        size = int(self.size[i])
+        compressed = int(self.compressed[i])
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError as error:
-            remedy = "make this archive readable again, and continue with --resume"
-            raise ArchiveChangedError(f"{path}: {error.strerror}\n{remedy}") from None
+            raise ArchiveChangedError(
+                f"{path}: {error.strerror}.",
+                "Make this archive readable again, and continue with --resume.",
+            ) from None
         try:
-            if archive_status(os.fstat(file)) != self.statuses[number]:
+            if archive_status(os.fstat(file)) != self.statuses[self.number[i]]:
                 raise ArchiveChangedError(
-                    f"{path}: the archive was changed or replaced after it was listed\n"
-                    "start again with --resume, which lists it again; or put the former one back first"
+                    f"{path}: the archive was changed or replaced after it was listed.",
+                    "Start again with --resume, which lists it again; or put the former one back "
+                    "first.",
                 )
-            method = 0
-            if packed:
-                local = os.pread(file, 30, offset)
-                if len(local) < 30 or local[:4] != b"PK\3\4":
-                    raise DataError("no zip header at its place: the archive is damaged")
-                method, name_length, extra_length = struct.unpack("<8xH16x2H", local)
-                offset += 30 + name_length + extra_length
-            data = os.pread(file, packed or size, offset)
+            offset = int(self.offset[i])
+            if not compressed:
+                data = os.pread(file, size, offset)
+            else:
+                data = _read_zip_member(file, offset, size, compressed)
         finally:
             os.close(file)
-        if method == 8:
-            inflater = zlib.decompressobj(-15)
-            try:
-                data = inflater.decompress(data, size + 1)  # 0 would be no limit
-            except zlib.error as error:
-                raise DataError(f"its compressed data is damaged ({error})") from None
         if len(data) != size:
-            raise DataError(f"not the {size} bytes that the archive says: it is damaged")
+            raise DataError(f"not the {size} bytes that the archive says: it is damaged", _DAMAGED)
         return data
 
 
+def _read_zip_member(file: int, offset: int, size: int, compressed: int) -> bytes:
+    """The bytes of a member, stored or deflated. Decompresses at most one byte more than `size`,
+    enough to see that the size is wrong. Raises DataError.
+    """
+    header = os.pread(file, 30, offset)
+    if len(header) < 30 or header[:4] != b"PK\3\4":
+        raise DataError("no zip header at its place: the archive is damaged", _DAMAGED)
+    method, name_length, extra_length = struct.unpack("<8xH16x2H", header)
+    data = os.pread(file, compressed, offset + 30 + name_length + extra_length)
+    if method != zipfile.ZIP_DEFLATED:
+        return data
+    try:
+        return zlib.decompressobj(-15).decompress(data, size + 1)  # + 1: zlib takes 0 as no limit
+    except zlib.error as error:
+        raise DataError(f"its compressed data is damaged ({error})", _DAMAGED) from None
+
+
 def archive_status(status: os.stat_result) -> tuple[int, ...]:
-    """What changes with an archive's content: size, mtime and ctime (ns), which no program can set.
+    """What changes when an archive is changed: its size, mtime and ctime (ns). A program can
+    restore the first two, but not the ctime.
 
     The inode number adds nothing to ctime, and on FUSE (sshfs, s3fs) an unchanged file may get
     another one.
@@ -140,8 +152,19 @@ def open_archive(path: str) -> Iterator[int]:
             os.close(file)
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}\ncheck data.root, data.train and data.val"
+            f"{path}: {error.strerror}.", "Check data.root, data.train and data.val."
         ) from None
+
+
+def archive_members(
+    file: int, path: str, start: int = 0, end: int | None = None
+) -> Iterator[Member]:
+    """The files of a zip, or of a tar, which lies in `file` from `start` to `end` (None: to its
+    end). Raises DataError.
+    """
+    if path.lower().endswith(".zip"):
+        return zip_members(file, path)
+    return tar_members(file, path, start, end)
 
 
 class _Section:
@@ -162,8 +185,11 @@ class _Section:
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= _MAX_EXTENSION_BYTES:
-            what = f"an extension header of {size} bytes at byte {self.start + self.position}"
-            raise DataError(f"{self.path}: {what}\n{_DAMAGED_TAR}")
+            raise DataError(
+                f"{self.path}: an extension header of {size} bytes at byte "
+                f"{self.start + self.position}.",
+                _DAMAGED_TAR,
+            )
         place = self.start + self.position
         data = os.pread(self.file, max(min(size, self.end - place), 0), place)
         self.position += len(data)
@@ -171,7 +197,9 @@ class _Section:
 
 
 def tar_members(file: int, path: str, start: int = 0, end: int | None = None) -> Iterator[Member]:
-    """The files of a tar, which lies in `file` from `start` to `end` (None: to its end). Raises DataError."""
+    """The files of a tar, which lies in `file` from `start` to `end` (None: to its end). Raises
+    DataError.
+    """
     end = os.fstat(file).st_size if end is None else end
     section: Any = _Section(file, path, start, end)
     with explain_content_errors(DataError, path, "not a tar archive, or damaged", _DAMAGED_TAR):
@@ -184,23 +212,33 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
             stated = None if is_sparse else member.pax_headers.get("size")
             if member.size < 0 or stated not in (None, str(member.size)):
                 # tarfile takes 0 for a size that is no number.
-                raise DataError(f"{path}: a damaged pax header of {decode_name(name)}\n{_DAMAGED}")
+                raise DataError(f"{path}: a damaged pax header of {decode_name(name)}.", _DAMAGED)
             if start + tar.offset > end:
-                what = f"cut short in {decode_name(name)}: it ends at byte {end}"
-                raise DataError(f"{path}: {what}\n{_DAMAGED}")
+                raise DataError(
+                    f"{path}: cut short in {decode_name(name)}: it ends at byte {end}.", _DAMAGED
+                )
             if not member.isdir():
-                problem = None if member.isreg() else _LINK
+                problem = None
+                remedy = ""
                 if is_sparse:
-                    problem = _SPARSE
+                    problem = "is a sparse file"
+                    remedy = "Make the archive again without --sparse."
                 elif _has_atime(os.pread(file, 512, offset - 512)):
-                    problem = _INCREMENTAL
-                yield Member(name, offset, member.size, 0, problem)
+                    problem = "is in an incremental backup"
+                    remedy = "Make the archive again without --listed-incremental."
+                elif not member.isreg():
+                    problem = "is a link, or no regular file"
+                    remedy = (
+                        "Make the archive again with the images themselves: tar --dereference "
+                        "--hard-dereference"
+                    )
+                yield Member(name, offset, member.size, 0, problem, remedy)
         # tarfile takes a damaged header for the end of the archive.
         section.seek(tar.offset)
         found = section.read(len(_END_OF_TAR))
         if found != _END_OF_TAR:
-            what = "cut short: no end" if len(found) < len(_END_OF_TAR) else "a damaged header"
-            raise DataError(f"{path}: {what} at byte {start + tar.offset}\n{_DAMAGED_TAR}")
+            kind = "cut short: no end" if len(found) < len(_END_OF_TAR) else "a damaged header"
+            raise DataError(f"{path}: {kind} at byte {start + tar.offset}.", _DAMAGED_TAR)
 
 
 def _has_atime(header: bytes) -> bool:
@@ -220,16 +258,20 @@ def zip_members(file: int, path: str) -> Iterator[Member]:
             name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
             if any(_ENTRY in field for field in (name, info.extra, info.comment)):
                 # A damaged length hides the next entries in this one. zipfile does not count them.
-                what = f"a damaged zip directory at {decode_name(name)}"
-                raise DataError(f"{path}: {what}\n{_DAMAGED}")
-            offset, size, packed = info.header_offset, info.file_size, info.compress_size
+                raise DataError(
+                    f"{path}: a damaged zip directory at {decode_name(name)}.", _DAMAGED
+                )
+            offset = info.header_offset
+            compressed = info.compress_size
+            if offset < 0 or offset + compressed > total or compressed == 0 < info.file_size:
+                raise DataError(
+                    f"{path}: cut short, or damaged: {decode_name(name)} can't lie at byte "
+                    f"{offset}.",
+                    _DAMAGED,
+                )
             problem = None
             if info.flag_bits & 1:
-                problem = f"is encrypted\n{_PLAIN_ZIP}"
+                problem = "is encrypted"
             elif info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                method = info.compress_type
-                problem = f"is compressed by method {method}, which is not supported\n{_PLAIN_ZIP}"
-            if offset < 0 or offset + packed > total or packed == 0 < size:
-                what = f"cut short, or damaged: {decode_name(name)} can't lie at byte {offset}"
-                raise DataError(f"{path}: {what}\n{_DAMAGED}")
-            yield Member(name, offset, size, packed, problem)
+                problem = f"is compressed by method {info.compress_type}, which is not supported"
+            yield Member(name, offset, info.file_size, compressed, problem, _PLAIN_ZIP)

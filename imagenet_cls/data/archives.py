@@ -1,6 +1,9 @@
-"""Datasets in tar and zip archives: archives of class folders, WebDataset shards, ImageNet's own tars.
+"""Index datasets in tar and zip archives.
 
-Members are listed once, and then read by their offsets. A WebDataset shard has `KEY.jpg` and `KEY.cls` or `KEY.json`.
+Archives of class folders, WebDataset shards, ImageNet's own tars.
+
+Members are listed once, and then read by their offsets. A WebDataset shard has `KEY.jpg` and
+`KEY.cls` or `KEY.json`.
 """
 
 import contextlib
@@ -8,11 +11,10 @@ import glob
 import json
 import os
 import re
-import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,47 +23,40 @@ import numpy as np
 
 from imagenet_cls.data.archive_files import (
     ByteRanges,
+    archive_members,
     archive_status,
     decode_name,
     open_archive,
     tar_members,
-    zip_members,
 )
-from imagenet_cls.data.classes import (
-    join_names,
-    label_positions,
-    read_classes,
-    targets_by_name,
-)
+from imagenet_cls.data.classes import join_names, resolve_labels
 from imagenet_cls.data.imagenet_labels import labels_beside, validation_labels, wnid_of
-from imagenet_cls.data.index import (
-    IMAGE_SUFFIXES,
-    SPLIT_NAMES,
-    ImageIndex,
-    index_scan,
-    suffix_of,
-    unread_arrays,
-    unread_from_arrays,
-)
+from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, index_scan, list_folder, suffix_of
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
-from imagenet_cls.errors import DataError, format_value, shorten
+from imagenet_cls.errors import DataError
+from imagenet_cls.text import format_value, shorten
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
-_MAX_DIGITS = 9  # of the numbers in a pattern
+_NUMBER_RANGE = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")  # {0000..1023}
+_MAX_FILES = 1_000_000
+_PATTERN = re.compile(r"[*?\[]|\{\d+\.\.\d+\}")
 _THREADS = 16  # they wait for the disk
 _MAX_IMAGE_BYTES = 1 << 30  # a damaged zip may claim any size
-_CHUNK = 65_536  # names that are Python objects at a time
 _LABELS = (b".cls", b".json")
-_LAYOUTS = "an archive holds CLASS/NAME.jpg; a shard KEY.jpg, and beside each KEY.cls or KEY.json with `label`"
+_LAYOUTS = (
+    "Name the images CLASS/NAME.jpg; or, in a WebDataset shard, KEY.jpg, each with its label in "
+    "KEY.cls, or as `label` in KEY.json."
+)
 
 
 def find_archives(root: Path, part: str) -> list[Path] | None:
     """The archives that hold a part of a dataset, in order; None if there are none.
 
-    `root/part` is an archive, a folder of archives, or a pattern (`*`, `?`, `{0000..1023}`); or `root` is an archive
-    with the folder `part`; or ImageNet's own archive lies in `root`. Raises DataError for a pattern without a match,
-    and for class tars beside class folders, unless each tar was unpacked into a folder of its name.
+    `root/part` is an archive, a folder of archives, or a pattern (`*`, `?`, `{0000..1023}`); or
+    `root` is an archive with the folder `part`; or ImageNet's own archive lies in `root`. Raises
+    DataError for a pattern without a match, and for class tars beside class folders, unless each
+    tar was unpacked into a folder of its name.
     """
     if os.path.isfile(root):  # noqa: PTH113 (pathlib raises without permission)
         return [root]
@@ -69,26 +64,8 @@ def find_archives(root: Path, part: str) -> list[Path] | None:
     if is_archive(place.name) and os.path.isfile(place):  # noqa: PTH113
         return [place]
     if os.path.isdir(place):  # noqa: PTH112
-        found = []
-        with (
-            contextlib.suppress(PermissionError),
-            os.scandir(place) as entries,
-        ):  # `class_folders` raises an error
-            found = [entry for entry in entries if not entry.name.startswith(".")]
-        archives = sorted(
-            entry.name for entry in found if is_archive(entry.name) and entry.is_file()
-        )
-        folders = {entry.name for entry in found if entry.is_dir()}
-        packed = [
-            name for name in archives if name.lower().endswith(".tar") and name[:-4] not in folders
-        ]
-        if folders and packed:
-            raise DataError(
-                f"{place}: holds class folders, and archives that are not unpacked: {join_names(packed)}\n"
-                "unpack them, move them elsewhere, or keep the archives only"
-            )
-        return None if folders or not archives else [place / name for name in archives]
-    if re.search(r"[*?\[]|\{\d+\.\.\d+\}", part):
+        return _archives_in(place)
+    if _PATTERN.search(part):
         return _expand(root, part)
     own = root / {"train": TRAIN_TAR, "val": VAL_TAR}.get(part, "")
     return [own] if os.path.isfile(own) else None  # noqa: PTH113
@@ -98,24 +75,50 @@ def is_archive(name: str) -> bool:
     return name.lower().endswith((".tar", ".zip"))
 
 
-def _expand(root: Path, pattern: str) -> list[Path]:
-    if found := re.search(r"\{(\d+)\.\.(\d+)\}", pattern):
-        first, last = found.groups()
-        if max(len(first), len(last)) > _MAX_DIGITS:
-            what = f"{root}/{shorten(pattern, 100)}: numbers of more than {_MAX_DIGITS} digits"
-            raise DataError(f"{what}\nset data.root, data.train and data.val to archives")
-        numbers = range(int(first), int(last) + 1)
-        names = (
-            f"{pattern[: found.start()]}{n:0{len(first)}}{pattern[found.end() :]}" for n in numbers
+def _archives_in(folder: Path) -> list[Path] | None:
+    """The archives directly in a folder, by name; None if it holds folders, or no archive."""
+    try:
+        content = list_folder(os.fsencode(folder))
+    except OSError:  # the caller indexes it as class folders, and raises an error that explains it
+        return None
+    names = sorted(name for name in map(os.fsdecode, content.others) if is_archive(name))
+    names = [name for name in names if (folder / name).is_file()]
+    folders = set(map(os.fsdecode, content.folders))
+    tars = [name for name in names if name.lower().endswith(".tar")]
+    not_unpacked = [name for name in tars if name[:-4] not in folders]
+    if folders and not_unpacked:
+        raise DataError(
+            f"{folder}: holds class folders, and archives that are not unpacked: "
+            f"{join_names(not_unpacked)}.",
+            "Unpack them, move them elsewhere, or keep the archives only.",
         )
-        paths = [path for name in names for path in _expand(root, name)]
+    return None if folders or not names else [folder / name for name in names]
+
+
+def _expand(root: Path, pattern: str) -> list[Path]:
+    """The files that a pattern names, relative to `root` or absolute."""
+    numbers = _NUMBER_RANGE.search(pattern)
+    if numbers is not None:
+        first, last = numbers.groups()
+        if int(last) - int(first) >= _MAX_FILES:
+            raise DataError(
+                f"{root}/{shorten(pattern, 100)} names more than {_MAX_FILES:,} files.",
+                "Correct the range.",
+            )
+        paths = []
+        for number in range(int(first), int(last) + 1):
+            padded = f"{number:0{len(first)}}"
+            paths += _expand(root, _NUMBER_RANGE.sub(padded, pattern, count=1))
+        if paths:  # files that exist
+            return paths
     elif re.search(r"[*?\[]", pattern):
         paths = [root / name for name in sorted(glob.glob(pattern, root_dir=root))]  # noqa: PTH207 (may be absolute)
     else:
         paths = [root / pattern]
-    if not paths or not paths[0].is_file():
+    if not paths or not os.path.isfile(paths[0]):  # noqa: PTH113
         raise DataError(
-            f"{root / pattern}: no such file\nset data.root, data.train and data.val to archives"
+            f"{root}/{shorten(pattern, 100)}: no such file.",
+            "Set data.root, data.train and data.val to archives.",
         )
     return paths
 
@@ -127,58 +130,63 @@ def index_archives(
     classes: Sequence[str] | None = None,
     must_match: bool = True,
 ) -> ImageIndex:
-    """Index the images in what `find_archives` found: in the order of class folders on disk, or of the shards.
+    """Index the images in what `find_archives` found: in the order of class folders on disk, or of
+    the shards.
 
-    classes: the training classes, for a validation part. must_match: class folders have to be these; otherwise the
-    index has the classes that are there. For the classes of shards see `label_positions`. Raises DataError.
+    classes: the training classes, for a validation part. must_match: class folders have to be
+    these; otherwise the index has the classes that are there. For the classes of shards see
+    `resolve_labels`. Raises DataError.
     """
     place = root / part
-    devkit = labels_beside(archives[0]) if archives[0].name == VAL_TAR else None
-    listed = [Path(os.path.abspath(path)) for path in (*archives, *filter(None, [devkit]))]  # noqa: PTH100
+    paths = [Path(os.path.abspath(path)) for path in archives]  # noqa: PTH100 (keeps links)
+    devkit = labels_beside(paths[0]) if archives[0].name == VAL_TAR else None
+    listed = paths if devkit is None else [*paths, devkit]
     scan = read_scan(place, listed)
     if scan is None:
-        scan = _scan(root, part, archives, listed, devkit)
+        scan = _scan_archives(root, part, archives, listed, devkit)
         write_scan(place, scan)
     arrays = dict(scan.arrays)
     labels = arrays.pop("labels", None)
-    unread = unread_from_arrays(arrays)
-    del arrays["unread_suffixes"], arrays["unread_counts"]
-    statuses = [scan.folders[os.fsencode(path)] for path in listed[: len(archives)]]
-    spans = ByteRanges(
-        tuple(map(str, archives)),
-        tuple(archive_status(status) for status in statuses if status is not None),
-        **arrays,
-    )
+    statuses = []
+    for path in paths:
+        status = scan.folders[os.fsencode(path)]
+        assert status is not None, path  # only folders may have none
+        statuses.append(archive_status(status))
+    byte_ranges = ByteRanges(tuple(map(str, archives)), tuple(statuses), **arrays)
     if labels is None:
-        return index_scan(scan, place, classes if must_match else None, spans)
-    index = ImageIndex(place, scan.names, labels.astype(np.int64), (), spans, unread)
+        return index_scan(scan, place, classes if must_match else None, byte_ranges)
+    index = ImageIndex(place, scan.names, labels.astype(np.int64), (), byte_ranges, scan.unread)
     return _with_labels_resolved(index, scan.classes, archives[0].with_name("classes.txt"), classes)
 
 
 def _with_labels_resolved(
     index: ImageIndex, labels: Sequence[str], class_file: Path, classes: Sequence[str] | None
 ) -> ImageIndex:
-    """index: of shards, whose targets are indices into `labels`."""
-    own = read_classes(class_file) if class_file.is_file() else None
-    # In WebDataset `KEY.cls` holds an integer, so that numbers are positions in a classes.txt.
-    names = own or classes
-    position, names = label_positions(set(labels), names, index.root, by_position=own is not None)
-    unknown = next((i for i, label in enumerate(labels) if label not in position), None)
-    if unknown is not None:
-        image = index.describe(int(np.argmax(index.targets == unknown)))
-        raise DataError(
-            f"{image}: its label {format_value(labels[unknown])} is none of the {len(names)} classes\n"
-            f"correct the shards, or list all classes, one per line, in {class_file}"
-        )
+    """The index of shards, whose targets are indices into `labels`, with targets that are classes.
+
+    classes: the training classes, for a validation part. Raises DataError.
+    """
+    # In WebDataset `KEY.cls` holds an integer, so that numbers are lines of a classes.txt.
+    position, names = resolve_labels(
+        labels, classes, index.root, class_file, numbers_are_lines=True
+    )
+    for number, label in enumerate(labels):
+        if label not in position:
+            image = index.describe(int(np.argmax(index.targets == number)))
+            raise DataError(
+                f"{image}: its label {format_value(label)} is none of the {len(names)} classes.",
+                f"Correct the shards, or list all classes, one per line, in {class_file}",
+            )
     targets = np.array([position[label] for label in labels], np.int64)[index.targets]
-    if own is not None and classes is not None:
-        targets, names = targets_by_name(targets, names, classes, class_file), list(classes)
-    return replace(index, targets=targets, classes=tuple(names))
+    return replace(index, targets=targets, classes=names)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A zip, a tar, or a tar in a tar: the bytes from `start` to `end` (None: to its end) of archive `number`."""
+    """An archive, or a tar in it: the bytes from `start` to `end` (None: to its end) of `path`.
+
+    number: its place in the list of archives. stem: the file name without suffix.
+    """
 
     path: str
     number: int
@@ -187,318 +195,336 @@ class _Piece:
     end: int | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
+@dataclass(eq=False)
+class _PieceScan:
     """The images of a piece, in its order.
 
-    group: index into `groups`: the folders, or in a shard the labels. unread: the number of other
-    files, by folder (with `/` at its end) and suffix.
+    groups: for each image its folder, or in a shard its label. offset, size, compressed: see
+    `ByteRanges`. others: paths of files that are neither images nor labels.
     """
 
-    names: np.ndarray
-    group: np.ndarray
+    names: list[bytes]
     groups: list[bytes]
     is_shard: bool
-    arrays: dict[str, np.ndarray]
-    unread: Counter[tuple[bytes, bytes]]
+    offset: np.ndarray
+    size: np.ndarray
+    compressed: np.ndarray
+    others: list[bytes]
+
+    def put_into(self, folders: Sequence[bytes]) -> None:
+        """Put a folder before the path of each image."""
+        self.names = [b"%b/%b" % pair for pair in zip(folders, self.names, strict=True)]
+        self.groups = _folders_of(self.names)
 
 
-def _scan(
+def _scan_archives(
     root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path], devkit: Path | None
 ) -> Scan:
-    """List the images of all archives.
-
-    Of shards, the classes are the labels, in the order in which they appear; `labels` are indices into them.
+    """List the archives, and combine their images into one scan: class folders in sorted order, or
+    shards in theirs.
     """
-    from rich.console import Console
-    from rich.progress import track
-
-    started, place = time.time(), root / part
-    try:
-        statuses: dict[bytes, os.stat_result | None] = {
-            p: open_status(p) for p in map(os.fsencode, listed)
-        }
-    except OSError as error:
-        raise DataError(
-            f"{os.fsdecode(error.filename)}: {error.strerror}\ncheck its permissions"
-        ) from None
-    with ThreadPoolExecutor(_THREADS) as pool:
-        pieces = [
-            piece for found in pool.map(_pieces, archives, range(len(archives))) for piece in found
-        ]
-        console, scans = Console(stderr=True), pool.map(_scan_piece, pieces)
-        is_terminal = sys.stderr.isatty()
-        bar = track(
-            scans,
-            "listing archives",
-            len(pieces),
-            console=console,
-            transient=True,
-            disable=not is_terminal,
-        )
-        scanned = list(bar)
-    if devkit is not None:
-        wnids = validation_labels(devkit)
-        scanned = [
-            _in_folders(r, [wnid_of(wnids, os.fsdecode(n)).encode() for n in r.names.tolist()])
-            for r in scanned
-        ]
-    elif len(pieces) > 1:
-        for i, (rows, piece) in enumerate(zip(scanned, pieces, strict=True)):
-            if b"" in rows.groups and not rows.is_shard:  # images at the top of a tar of one class
-                scanned[i] = _in_folders(rows, [piece.stem] * len(rows.names))
-    shards = [rows.is_shard for rows in scanned if len(rows.names)]
-    if not shards or any(shards) != all(shards):
-        what = (
-            f"no labels in {shards.count(False)} of {len(shards)} archives"
-            if shards
-            else "no image in it"
-        )
-        raise DataError(f"{place}: {what}\n{_LAYOUTS}")
-    table = {
-        group: i
-        for i, group in enumerate(dict.fromkeys(group for rows in scanned for group in rows.groups))
+    started = time.time()
+    place = root / part
+    statuses: dict[bytes, os.stat_result | None] = {}
+    for path in map(os.fsencode, listed):
+        try:
+            statuses[path] = open_status(path)
+        except OSError as error:
+            raise DataError(
+                f"{os.fsdecode(path)}: {error.strerror}.",
+                "Check data.root, data.train and data.val, and the permissions.",
+            ) from None
+    pieces, scans = _scan_pieces(archives)
+    _add_class_folders(pieces, scans, devkit)
+    are_shards = [scan.is_shard for scan in scans if scan.names]
+    if not are_shards:
+        raise DataError(f"{place}: it contains no images.", _LAYOUTS)
+    if any(are_shards) != all(are_shards):
+        count = are_shards.count(False)
+        raise DataError(f"{place}: {count} of {len(are_shards)} archives have no labels.", _LAYOUTS)
+    names = np.concatenate([np.array(scan.names, bytes) for scan in scans])
+    groups, group = _unique([group for scan in scans for group in scan.groups])
+    numbers = np.array([piece.number for piece in pieces], np.uint32)
+    arrays = {
+        "number": np.repeat(numbers, [len(scan.names) for scan in scans]),
+        "offset": np.concatenate([scan.offset for scan in scans]),
+        "size": np.concatenate([scan.size for scan in scans]),
+        "compressed": np.concatenate([scan.compressed for scan in scans]),
     }
-    group = np.concatenate(
-        [np.array([table[g] for g in rows.groups], np.int32)[rows.group] for rows in scanned]
-    )
-    number = np.repeat(
-        np.array([piece.number for piece in pieces], np.uint32),
-        [len(rows.names) for rows in scanned],
-    )
-    arrays = {"number": number}
-    for key in ("offset", "size", "packed"):
-        arrays[key] = _joined([rows.arrays.pop(key) for rows in scanned])
-    names = _joined([rows.names for rows in scanned])
-    unread: Counter[tuple[bytes, bytes]] = sum((rows.unread for rows in scanned), Counter())
-    del scanned
-    if shards[0]:
-        arrays |= {"labels": group} | _unread_arrays(unread)
-        return Scan([os.fsdecode(label) for label in table], [], names, statuses, started, arrays)
-    inside = os.fsencode(part) if root.is_file() and os.path.normpath(part) != "." else b""
-    classes, counts, order, skipped = _order_of_folders(place, list(table), group, names, inside)
-    del group
+    others = [name for scan in scans for name in scan.others]
+    del scans  # frees all names, which they hold as Python objects
+    if are_shards[0]:
+        arrays["labels"] = group
+        unread = Counter(map(suffix_of, others))
+        labels = list(map(os.fsdecode, groups))
+        return Scan(labels, [], names, unread, statuses, started, arrays)
+    part_folder = b""
+    if root.is_file() and os.path.normpath(part) != ".":
+        part_folder = os.fsencode(part)
+    prefix = _prefix_of_classes(groups, part_folder)
+    classes, counts, order = _order_of_folders(place, prefix, groups, group, names)
     names = names[order]
     equal = np.flatnonzero(names[1:] == names[:-1])
     if len(equal):
         repeated = decode_name(names[equal[0]])
-        raise DataError(f"{place}: {repeated} is in it twice\nmake the archive again")
-    prefix = names[0][:skipped]
-    if skipped:
-        characters = names.view(np.uint8).reshape(len(names), -1)[:, skipped:]
-        names = np.ascontiguousarray(characters).view(f"S{characters.shape[1]}")[:, 0]
-    arrays = {key: values[order] for key, values in arrays.items()} | _unread_arrays(unread, prefix)
-    return Scan(classes, counts, names, statuses, started, arrays)
+        raise DataError(f"{place}: it contains {repeated} twice.", "Make the archive again.")
+    if prefix:
+        names = np.array([name[len(prefix) :] for name in names.tolist()])
+    unread = Counter(suffix_of(name) for name in others if name.startswith(prefix))
+    arrays = {key: values[order] for key, values in arrays.items()}
+    return Scan(classes, counts, names, unread, statuses, started, arrays)
 
 
-def _unread_arrays(
-    unread: Counter[tuple[bytes, bytes]], prefix: bytes = b""
-) -> dict[str, np.ndarray]:
-    """Numbers of files by suffix, in folders that begin with `prefix`, as arrays of a `Scan`."""
-    counts = Counter[bytes]()
-    for (folder, suffix), count in unread.items():
-        if folder.startswith(prefix):
-            counts[suffix] += count
-    return unread_arrays(counts)
+def _add_class_folders(
+    pieces: Sequence[_Piece], scans: Sequence[_PieceScan], devkit: Path | None
+) -> None:
+    """Put the class before the path of each image, where the devkit or the name of a tar tells
+    it.
+    """
+    if devkit is not None:
+        wnids = validation_labels(devkit)
+        for scan in scans:
+            scan.put_into([wnid_of(wnids, os.fsdecode(name)).encode() for name in scan.names])
+    elif len(pieces) > 1:
+        for piece, scan in zip(pieces, scans, strict=True):
+            if b"" in scan.groups and not scan.is_shard:  # images at the top of a tar of one class
+                scan.put_into([piece.stem] * len(scan.names))
+
+
+def _scan_pieces(archives: Sequence[Path]) -> tuple[list[_Piece], list[_PieceScan]]:
+    """List all archives, in several threads, with a progress bar on a terminal."""
+    from rich.console import Console  # most runs have the list in the cache
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        pieces = []
+        for found in pool.map(_pieces, archives, range(len(archives))):
+            pieces += found
+        scans = track(
+            pool.map(_scan_piece, pieces),
+            "listing archives",
+            len(pieces),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        return pieces, list(scans)
 
 
 def _pieces(path: Path, number: int) -> list[_Piece]:
-    """The whole archive; of a tar of tars, as ImageNet's, each of them, so that several threads read it."""
+    """The whole archive; of a tar of tars, as ImageNet's, each inner tar, so that several threads
+    read it. Files beside the inner tars are ignored.
+    """
     whole = _Piece(str(path), number, os.fsencode(path.stem))
     if path.suffix.lower() == ".zip":
         return [whole]
     with open_archive(whole.path) as file:
         members = tar_members(file, whole.path)
         first = next(members, None)
-        if first is None or not first[0].endswith(b".tar"):
+        if first is None or not first.name.endswith(b".tar"):
             return [whole]
-        tars = [member for member in (first, *members) if member[0].endswith(b".tar")]
-    return [
-        _Piece(whole.path, number, name.rpartition(b"/")[2][:-4], offset, offset + size)
-        for name, offset, size, *_ in tars
-    ]
+        tars = [member for member in (first, *members) if member.name.endswith(b".tar")]
+    pieces = []
+    for tar in tars:
+        stem = tar.name.rpartition(b"/")[2][:-4]
+        pieces.append(_Piece(whole.path, number, stem, tar.offset, tar.offset + tar.size))
+    return pieces
 
 
-def _scan_piece(piece: _Piece) -> _Rows:
+def _scan_piece(piece: _Piece) -> _PieceScan:
+    """List the images of a piece, and read the labels of a shard. Raises DataError."""
     names: list[bytes] = []
-    parts: list[np.ndarray] = []
-    folders: dict[bytes, int] = {}
-    folder, offset, size, packed = array("i"), array("q"), array("I"), array("I")
-    others: dict[bytes, tuple[int, int]] = {}
-    unread = Counter[tuple[bytes, bytes]]()
-    is_zip = piece.path.lower().endswith(".zip")
+    offset = array("q")
+    size = array("I")
+    compressed = array("I")
+    label_files: dict[bytes, tuple[int, int]] = {}
+    others: list[bytes] = []
     with open_archive(piece.path) as file:
-        members = (
-            zip_members(file, piece.path)
-            if is_zip
-            else tar_members(file, piece.path, piece.start, piece.end)
-        )
-        for name, start, length, compressed, problem in members:
-            suffix = name[name.rfind(b".") :].lower()
-            if suffix not in IMAGE_SUFFIXES:
-                name = name.removeprefix(b"./")
-                if suffix in _LABELS and not is_zip:
-                    others[_checked_name(name, piece.path)] = start, length
-                if not name.endswith(b"/") and b"/." not in b"/" + name:
-                    unread[name[: name.rfind(b"/") + 1], suffix_of(name)] += 1
+        for member in archive_members(file, piece.path, piece.start, piece.end):
+            suffix = suffix_of(member.name)
+            is_image = suffix in IMAGE_SUFFIXES
+            is_label = suffix in _LABELS and not piece.path.lower().endswith(".zip")
+            if not is_image and not is_label:
+                others.append(member.name)
                 continue
-            if b"/." in name or b"//" in name or name[0] in b"./":
-                name = _checked_name(name, piece.path)
-                if not name:
-                    continue
-            if problem:
-                raise DataError(f"{piece.path}: {decode_name(name)} {problem}")
-            if max(length, compressed) > _MAX_IMAGE_BYTES:
-                what = f"{decode_name(name)} has {length} bytes, more than {_MAX_IMAGE_BYTES}"
-                raise DataError(f"{piece.path}: {what}\nmake the archive again without it")
+            name = _checked_name(member.name, piece.path)
+            if not name:
+                continue
+            if is_label:
+                label_files[name] = member.offset, member.size
+                continue
+            if member.problem is not None:
+                raise DataError(
+                    f"{piece.path}: {decode_name(name)} {member.problem}.", member.remedy
+                )
+            if max(member.size, member.compressed) > _MAX_IMAGE_BYTES:
+                raise DataError(
+                    f"{piece.path}: {decode_name(name)} has {member.size} bytes, more than "
+                    f"{_MAX_IMAGE_BYTES}.",
+                    "Make the archive again without it.",
+                )
             names.append(name)
-            offset.append(start)
-            size.append(length)
-            packed.append(compressed)
-            folder.append(folders.setdefault(name[: max(name.rfind(b"/"), 0)], len(folders)))
-            if len(names) == _CHUNK and not others:
-                parts.append(np.array(names))
-                names.clear()
-        labels = _labels(file, piece.path, names, others) if others and not parts else []
-    parts.append(np.array(names or [b""])[: len(names)])
-    arrays = {"offset": np.asarray(offset), "size": np.asarray(size), "packed": np.asarray(packed)}
-    rows = _Rows(_joined(parts), np.asarray(folder), list(folders), False, arrays, unread)
+            offset.append(member.offset)
+            size.append(member.size)
+            compressed.append(member.compressed)
+        labels = _labels(file, piece.path, names, label_files) if label_files else []
+    arrays = np.asarray(offset), np.asarray(size), np.asarray(compressed)
+    others = [name.removeprefix(b"./") for name in others]
+    others = [name for name in others if not name.endswith(b"/") and b"/." not in b"/" + name]
     if not any(labels):
-        return rows
-    chosen = np.array([label is not None for label in labels])
-    groups, group = _unique(label for label in labels if label is not None)
-    unread = Counter({key: count for key, count in unread.items() if key[1] not in _LABELS})
-    arrays = {key: array[chosen] for key, array in arrays.items()}
-    return _Rows(rows.names[chosen], group, groups, True, arrays, unread)
+        others += label_files
+        return _PieceScan(names, _folders_of(names), False, *arrays, others)
+    kept = [i for i, label in enumerate(labels) if label is not None]
+    offsets, sizes, compressed_sizes = (values[kept] for values in arrays)
+    return _PieceScan(
+        [names[i] for i in kept],
+        [label for label in labels if label is not None],
+        True,
+        offsets,
+        sizes,
+        compressed_sizes,
+        others,
+    )
 
 
-def _unique(values: Iterable[bytes]) -> tuple[list[bytes], np.ndarray]:
-    """The different values, in the order in which they appear, and the index of each value: int32 (N,)."""
+def _folders_of(names: Sequence[bytes]) -> list[bytes]:
+    """The folder of each path, empty for none. Equal ones are one object, to save memory."""
+    folders: dict[bytes, bytes] = {}
+    found = (name[: max(name.rfind(b"/"), 0)] for name in names)
+    return [folders.setdefault(folder, folder) for folder in found]
+
+
+def _unique(values: Sequence[bytes]) -> tuple[list[bytes], np.ndarray]:
+    """The different values, in the order in which they appear, and the index of each value: int32
+    (N,).
+    """
     indices: dict[bytes, int] = {}
-    group = np.array([indices.setdefault(value, len(indices)) for value in values], np.int32)
-    return list(indices), group
-
-
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    """The concatenation; of one array, itself, since a copy of the names of ImageNet takes 38 MB."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    group = [indices.setdefault(value, len(indices)) for value in values]
+    return list(indices), np.array(group, np.int32)
 
 
 def _checked_name(name: bytes, path: str) -> bytes:
-    """A member's path without `.` in it; empty for a hidden file. Raises DataError for one that leads elsewhere."""
+    """A member's path without `.` in it; empty for a hidden file. Raises DataError for one that
+    leads elsewhere.
+    """
     parts = name.split(b"/")
     if name.startswith(b"/") or b".." in parts:
-        what = f"{path}: {decode_name(name)}: an absolute path, or one with `..`"
         raise DataError(
-            f"{what}\nmake the archive again with paths relative to the folder that holds the classes"
+            f"{path}: the member {decode_name(name)} has an absolute path, or one with `..`.",
+            "Make the archive again with paths relative to the folder that holds the classes.",
         )
     parts = [part for part in parts if part not in (b"", b".")]
     return b"" if any(part.startswith(b".") for part in parts) else b"/".join(parts)
 
 
 def _labels(
-    file: int, path: str, names: Sequence[bytes], others: Mapping[bytes, tuple[int, int]]
+    file: int, path: str, names: Sequence[bytes], label_files: Mapping[bytes, tuple[int, int]]
 ) -> list[bytes | None]:
-    """The label of each image of a shard; None for further images of a sample, such as `KEY.mask.png`.
+    """The label of each image of a shard; None for further images of a sample, such as
+    `KEY.mask.png`.
 
-    Empty if no image has a label, and all are in folders. As in WebDataset, a key ends at the first dot of the name.
+    Empty if no image has a label, and all are in folders: class folders with other files in them.
+    As in WebDataset, a key ends at the first dot of the name.
+    label_files: offset and size of each .cls and .json. Raises DataError.
     """
     labels: list[bytes | None] = []
-    used: set[bytes] = set()
-    repeated, unlabeled = b"", b""
+    keys: list[bytes] = []
+    unlabeled: list[bytes] = []
     for name in names:
         dot = name.find(b".", name.rfind(b"/") + 1)
-        key, label = name[:dot], None
-        if name[dot:].lower() not in IMAGE_SUFFIXES:
-            labels.append(None)
-            continue
-        repeated = key if key in used else repeated
-        used.add(key)
-        if (member := others.get(key + b".cls")) is not None:
-            label = os.pread(file, member[1], member[0]).strip()
-        elif (member := others.get(key + b".json")) is not None:
-            label = _json_label(os.pread(file, member[1], member[0]))
-        unlabeled = unlabeled if label else key
+        key = name[:dot]
+        label = None
+        if name[dot:].lower() in IMAGE_SUFFIXES:
+            keys.append(key)
+            label = _read_label(file, key, label_files)
+            if not label:
+                unlabeled.append(key)
         labels.append(label)
-    if not any(labels) and all(
-        b"/" in name for name in names
-    ):  # class folders with further files in them
+    if not any(labels) and all(b"/" in name for name in names):
         return []
+    repeated = [key for key, count in Counter(keys).items() if count > 1]
     if repeated:
-        what = f"{path}: {decode_name(repeated)}: two images have this key"
-        raise DataError(f"{what}\ngive each sample its own key")
+        raise DataError(
+            f"{path}: two images have the key {decode_name(repeated[0])}.",
+            "Give each sample its own key.",
+        )
     if unlabeled:
-        sample = decode_name(unlabeled)
-        raise DataError(f"{path}: {sample}: no label\nadd {sample}.cls, or `label` to its .json")
+        sample = decode_name(unlabeled[0])
+        raise DataError(
+            f"{path}: the sample {sample} has no label.",
+            f"Add {sample}.cls, or `label` to its .json.",
+        )
     return labels
 
 
-def _json_label(content: bytes) -> bytes | None:
-    """The label in a .json: a whole number, or a text that UTF-8 can encode; None without one."""
-    try:
-        found = json.loads(content)
-        label = found.get("label", found.get("cls"))
-        is_label = isinstance(label, (int, str)) and not isinstance(label, bool)
-        return str(label).encode() if is_label else None
-    except (ValueError, AttributeError, RecursionError):
+def _read_label(
+    file: int, key: bytes, label_files: Mapping[bytes, tuple[int, int]]
+) -> bytes | None:
+    """The label of a sample; None if it has none. Of a .cls the whole content, without white space
+    around it; of a .json `label`, or else `cls`, if that is a whole number or text.
+    """
+    if key + b".cls" in label_files:
+        offset, size = label_files[key + b".cls"]
+        return os.pread(file, size, offset).strip()
+    if key + b".json" not in label_files:
         return None
+    offset, size = label_files[key + b".json"]
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):  # not such a .json
+        found = json.loads(os.pread(file, size, offset))
+        label = found.get("label", found.get("cls"))
+        if isinstance(label, (int, str)) and not isinstance(label, bool):
+            return str(label).encode()
+    return None
 
 
-def _in_folders(rows: _Rows, folders: Sequence[bytes]) -> _Rows:
-    """The images with a folder before each path."""
-    names = [b"%b/%b" % pair for pair in zip(folders, rows.names.tolist(), strict=True)]
-    groups, group = _unique(name.rpartition(b"/")[0] for name in names)
-    return replace(rows, names=np.array(names or rows.names), group=group, groups=groups)
+def _prefix_of_classes(folders: Sequence[bytes], part_folder: bytes) -> bytes:
+    """The path above the class folders, with `/` at its end; empty if they are at the top.
 
-
-def _order_of_folders(
-    place: Path, folders: list[bytes], group: np.ndarray, names: np.ndarray, inside: bytes
-) -> tuple[list[str], list[int], np.ndarray, int]:
-    """Classes, images in each, the order of `scan_images` as rows, and the length of the path above the classes.
-
-    inside: the folder in the archive that holds the classes, perhaps in another one; empty: the top, or a single
-    folder in it.
+    folders: the folders of the images. part_folder: the folder in the archive that holds the
+    classes, perhaps in another one; empty: they are at the top, or in a single folder.
     """
     tops = {folder.partition(b"/")[0] for folder in folders}
     top = tops.pop() + b"/" if len(tops) == 1 else b""
-    prefix = top if all(b"/" in folder for folder in folders) else b""
-    if inside:
-        prefix = (
-            inside + b"/"
-            if any(folder.startswith(inside + b"/") for folder in folders)
-            else top + inside + b"/"
-        )
-    kept = [
-        i
-        for i, folder in enumerate(folders)
-        if folder.startswith(prefix) and len(folder) > len(prefix)
-    ]
-    class_of = {i: os.fsdecode(folders[i][len(prefix) :].partition(b"/")[0]) for i in kept}
-    if not kept:
+    if part_folder:
+        prefix = part_folder + b"/"
+        is_at_top = any(folder.startswith(prefix) for folder in folders)
+        return prefix if is_at_top else top + prefix
+    return top if all(b"/" in folder for folder in folders) else b""
+
+
+def _order_of_folders(
+    place: Path,
+    prefix: bytes,
+    folders: Sequence[bytes],
+    folder_of_image: np.ndarray,
+    names: np.ndarray,
+) -> tuple[list[str], list[int], np.ndarray]:
+    """The classes below `prefix`, the number of images of each, and the rows of `names` in the
+    order of `index_folder`; images outside of `prefix` are left out.
+
+    folder_of_image: indices into `folders`, (N,).
+    """
+    class_of: dict[int, str] = {}
+    for number, folder in enumerate(folders):
+        name = folder.removeprefix(prefix).partition(b"/")[0]
+        if folder.startswith(prefix) and name:
+            class_of[number] = os.fsdecode(name)
+    if not class_of:
         found = join_names(sorted({decode_name(folder.partition(b"/")[0]) for folder in folders}))
         raise DataError(
-            f"{place}: images without labels or class folders, in {found or 'no folder'}\n{_LAYOUTS}"
+            f"{place}: the images have neither labels nor class folders; they are in "
+            f"{found or 'no folder'}.",
+            _LAYOUTS,
         )
-    kept.sort(key=lambda i: (class_of[i], folders[i]))
-    classes = sorted(set(class_of.values()))
-    position = {name: number for number, name in enumerate(classes)}
-    rank, target = np.full(len(folders), -1, np.int32), np.zeros(len(folders), np.int64)
-    rank[kept], target[kept] = np.arange(len(kept)), [position[class_of[i]] for i in kept]
-    ranks = rank[group]
-    order = np.lexsort((names, ranks))[np.count_nonzero(ranks < 0) :]
-    return (
-        classes,
-        np.bincount(target[group[order]], minlength=len(classes)).tolist(),
-        order,
-        len(prefix),
-    )
-
-
-def check_level(index: ImageIndex) -> None:
-    """As `index.check_not_parts`: raise DataError if the classes are `train` and `val`, or one, and hold no images."""
-    if len(index.classes) > 1 and not SPLIT_NAMES.issuperset(map(str.lower, index.classes)):
-        return
-    if (np.char.count(index.names, b"/") > 1).all():
-        what = f"its folders ({join_names(index.classes)}) hold folders and no images: the classes are a level deeper"
-        remedy = "set data.root to the archive, and data.train and data.val to the folders in it that hold the classes"
-        raise DataError(f"{index.root}: {what}\n{remedy}")
+    in_order = sorted(class_of, key=lambda number: (class_of[number], folders[number]))
+    position_of_folder = np.full(len(folders), -1, np.int32)
+    position_of_folder[in_order] = np.arange(len(in_order))
+    position_of_image = position_of_folder[folder_of_image]
+    order = np.lexsort((names, position_of_image))[np.count_nonzero(position_of_image < 0) :]
+    images = np.bincount(folder_of_image, minlength=len(folders))
+    counts = Counter[str]()
+    for number, class_name in class_of.items():
+        counts[class_name] += int(images[number])
+    classes = sorted(counts)
+    return classes, [counts[class_name] for class_name in classes], order

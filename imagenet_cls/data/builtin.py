@@ -1,6 +1,9 @@
-"""Datasets that need no files: scikit-learn's digits, written once as JPEGs, and random images made on the device.
+"""Datasets that need no files.
 
-With `data.name: synthetic`, `SyntheticLoader` and `synthetic_eval_batches` replace `TrainLoader` and `eval_batches`.
+scikit-learn's digits, written once as JPEGs, and random images made on the device.
+
+With `data.name: synthetic`, `SyntheticLoader` and `synthetic_eval_batches` replace `TrainLoader`
+and `eval_batches`.
 """
 
 import tempfile
@@ -27,7 +30,8 @@ POOL_BATCHES = 4
 
 
 def write_digits(root: Path, part: str) -> None:
-    """Write the 1,797 digits to `root/part/<digit>/<number>.jpg` unless they are there, enlarged from 8 to 32 pixels.
+    """Write the 1,797 digits to `root/part/<digit>/<number>.jpg` unless they are there, enlarged
+    from 8 to 32 pixels.
 
     Several processes may do so at once. Raises DataError for a folder with other contents.
     """
@@ -35,9 +39,9 @@ def write_digits(root: Path, part: str) -> None:
     if folder.exists():
         found = sum(1 for _ in folder.glob("[0-9]/*.jpg"))
         if found != NUM_DIGITS:
-            what = f"{folder}: holds {found} images of digits, not {NUM_DIGITS}"
             raise DataError(
-                f"{what}\ndelete the folder, or set data.root elsewhere; the next start writes it again"
+                f"{folder}: holds {found} images of digits, not {NUM_DIGITS}.",
+                "Delete the folder, or set data.root elsewhere; the next start writes it again.",
             )
         return
     try:
@@ -47,8 +51,10 @@ def write_digits(root: Path, part: str) -> None:
             Path(temporary, part).rename(folder)
     except OSError as error:
         if not folder.is_dir():  # otherwise another process was faster
-            what = f"{folder}: the digits can't be written: {error.strerror}"
-            raise ResourceError(f"{what}\nmake room, or set data.root elsewhere") from None
+            raise ResourceError(
+                f"{folder}: the digits can't be written: {error.strerror}.",
+                "Make room, or set data.root elsewhere.",
+            ) from None
 
 
 def _write(folder: Path) -> None:
@@ -65,7 +71,9 @@ def _write(folder: Path) -> None:
 
 @dataclass(eq=False)
 class SyntheticSource(ImageSource):
-    """`num_images` random images of size_px by size_px with random targets. part: part of the key, as `train`."""
+    """`num_images` random images of size_px by size_px with random targets. part: part of the key,
+    as `train`.
+    """
 
     part: str
     num_images: int
@@ -89,17 +97,18 @@ class SyntheticSource(ImageSource):
         return f"synthetic/{self.part}[{i}]"
 
     def digest(self) -> str:
-        return sha256(
-            repr((self.part, self.num_images, self.size_px, len(self.classes))).encode()
-        ).hexdigest()
+        content = self.part, self.num_images, self.size_px, len(self.classes)
+        return sha256(repr(content).encode()).hexdigest()
 
 
 @dataclass
 class SyntheticLoader:
-    """As `TrainLoader`, but the batches are made on `device`, a few for each epoch, and used again and again.
+    """As `TrainLoader`, but the batches are made on `device`, a few for each epoch, and used again
+    and again.
 
-    The key (seed, epoch, step, micro-batch, rank) chooses the batch, and (seed, rank, number in the pool) decides its
-    content. Size, splits and erasing are as in `augment`; the rest of it would not change noise.
+    The key (seed, epoch, step, micro-batch, rank) chooses the batch, and (seed, rank, number in the
+    pool) decides its content. Size, splits and erasing are as in `augment`; the rest of it would
+    not change noise.
     """
 
     num_classes: int
@@ -110,21 +119,24 @@ class SyntheticLoader:
     channels: int = 3
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
-        """Micro-batches of this rank, images and targets on the device. They share memory: don't change them."""
-        rank, size_px = self.sampler.rank, size_px_at(self.augment, epoch)
-        sizes, places = self.sampler.micro_batch_sizes, range(POOL_BATCHES)
-        pools = {
-            n: [self._batch((self.seed, rank, place), n, size_px) for place in places]
-            for n in set(sizes)
-        }
+        """Micro-batches of this rank, images and targets on the device. They share memory: don't
+        change them.
+        """
+        rank = self.sampler.rank
+        size_px = size_px_at(self.augment, epoch)
+        sizes = self.sampler.micro_batch_sizes
+        pools: dict[int, list[TrainBatch]] = {}
+        for size in set(sizes):
+            keys = [(self.seed, rank, number) for number in range(POOL_BATCHES)]
+            pools[size] = [self._batch(key, size, size_px) for key in keys]
         for step in range(start_step, self.sampler.steps_per_epoch):
             for micro_batch, size in enumerate(sizes):
-                yield pools[size][
-                    hash_key("synthetic", self.seed, epoch, step, micro_batch, rank) % POOL_BATCHES
-                ]
+                key = hash_key("synthetic", self.seed, epoch, step, micro_batch, rank)
+                yield pools[size][key % POOL_BATCHES]
 
     def _batch(self, key: tuple[int, int, int], batch_size: int, size_px: Size) -> TrainBatch:
-        splits, erasing = self.augment.splits, self.augment.erasing
+        splits = self.augment.splits
+        erasing = self.augment.erasing
         shape = batch_size * splits, self.channels, *height_width(size_px)
         images, targets = _random_batch(key, shape, self.num_classes, self.device)
         targets = targets[:batch_size]

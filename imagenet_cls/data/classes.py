@@ -1,140 +1,184 @@
-"""The classes of a dataset and their order: text files; labels and folders matched to classes."""
+"""Which classes a dataset or the outputs of a model have, and in which order.
+
+A target is a position in such an order. The classes of a dataset are listed in a text file or in
+`data.classes`, or follow from its labels, its folders or its attributes. Published weights have
+the classes of ImageNet.
+"""
 
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.errors import DataError, format_value, printable, shorten
+from imagenet_cls.config.schema import Config, DataConfig
+from imagenet_cls.errors import DataError
 from imagenet_cls.files import check_regular
+from imagenet_cls.text import format_value, printable, shorten
 
 NO_VALIDATION = "data.val=null data.val_fraction=0.1"
+IMAGENET_CLASSES = 1000
 # Longer numbers are names of classes.
-NUMBER = re.compile(r"-?[0-9]{1,9}")
+_NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
 def chosen_classes(data: DataConfig) -> tuple[str, ...] | None:
     """The classes that `data.classes` lists or that its file has; None: all. Raises DataError."""
-    if data.classes is None or isinstance(data.classes, list):
-        return None if data.classes is None else tuple(data.classes)
+    if data.classes is None:
+        return None
+    if isinstance(data.classes, list):
+        return tuple(data.classes)
     return tuple(read_classes(Path(data.classes).expanduser(), "data.classes: "))
 
 
 def read_classes(file: Path, key: str = "") -> list[str]:
-    """The lines of a text file, one class each. Raises DataError without a class, or if one is repeated.
+    """The lines of a text file, one class each. Raises DataError without a class, or if one is
+    repeated.
 
-    key: of the config, for the error.
+    key: what the remedy begins with, such as the key of the config that names the file.
     """
-    remedy = f"{key}give a text file with one class a line, each once"
+    remedy = f"{key}Give a text file with one class a line, each once."
     names = [line.strip() for line in read_text(file, remedy).splitlines() if line.strip()]
     if not names:
-        raise DataError(f"{file}: lists no class\n{remedy}")
-    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise DataError(f"{file}: {join_names(repeated)} is listed more than once\n{remedy}")
+        raise DataError(f"{file}: lists no class.", remedy)
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
+    if repeated:
+        raise DataError(f"{file}: {join_names(repeated)} is listed more than once.", remedy)
     return names
 
 
 def read_text(file: Path, remedy: str, length: int = -1) -> str:
-    """The text of a file, or its first `length` characters. Raises DataError with the remedy if it can't be read."""
+    """The text of a file, or its first `length` characters. Raises DataError with the remedy if it
+    can't be read.
+    """
     try:
         check_regular(file)
-        with file.open(encoding="utf-8-sig", errors="surrogateescape") as opened:
-            return opened.read(length)
+        with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
+            return lines.read(length)
     except OSError as error:
-        raise DataError(f"{file}: {error.strerror}\n{remedy}") from None
+        raise DataError(f"{file}: {error.strerror}.", remedy) from None
+
+
+# ---- labels of lists, shards and Parquet files
+
+
+def resolve_labels(
+    labels: Collection[str],
+    training_classes: Sequence[str] | None,
+    place: Path,
+    class_file: Path,
+    numbers_are_lines: bool = False,
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The target of each label that is known, and the names of the classes.
+
+    The labels belong to a part at `place`. Its classes are the lines of `class_file`, if there
+    is one, else the training classes, else they follow from the labels (`label_positions`). The
+    lines of a `class_file` are matched to the training classes by name.
+    numbers_are_lines: numbers are lines of the `class_file`, from 0, even if they are names, too.
+    Raises DataError.
+    """
+    if not class_file.is_file():
+        return label_positions(labels, training_classes, place)
+    own_classes = read_classes(class_file)
+    targets, names = label_positions(labels, own_classes, place, numbers_are_lines)
+    if training_classes is None:
+        return targets, names
+    position = {name: i for i, name in enumerate(training_classes)}
+    used = sorted({names[target] for target in targets.values()})
+    unknown = [name for name in used if name not in position]
+    if unknown:
+        raise DataError(
+            f"{class_file}: {len(unknown)} of {len(used)} classes are not among the "
+            f"{len(training_classes)} training classes: {join_names(unknown)}.",
+            "Use the names of the training classes.",
+        )
+    by_name = {label: position[names[target]] for label, target in targets.items()}
+    return by_name, tuple(training_classes)
 
 
 def label_positions(
-    labels: set[str], classes: Sequence[str] | None, place: Path | str, by_position: bool = False
-) -> tuple[dict[str, int], list[str]]:
-    """The class of each known label of a part, and the names of the classes.
+    labels: Collection[str],
+    classes: Sequence[str] | None,
+    place: Path | str,
+    numbers_are_positions: bool = False,
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The target of each label that is known, and the names of the classes.
 
     Labels are names of `classes` if all of them are. Otherwise, if all are numbers, they are
     positions in `classes`. Without `classes`, labels that are all numbers name the classes 0 to
     K - 1; other labels name their classes, sorted.
 
-    place: of the part, for messages. by_position: numbers are positions in `classes`, even if they
-    are names, too. Raises DataError for numbers that leave out a class, and for numbers of which
-    only some are names, or only some have at most 9 digits.
+    place: names the part in messages. numbers_are_positions: numbers are positions even if they are
+    names, too. Raises DataError for numbers that leave out a class, and for numbers that may be
+    names or positions.
     """
-    numbers = {label for label in labels if NUMBER.fullmatch(label)}
     if classes is None:
-        others = sorted(labels - numbers)
-        if not numbers or not all(other.removeprefix("-").isdecimal() for other in others):
-            names = sorted(labels)
-            return {name: i for i, name in enumerate(names)}, names
-        found = {label: int(label) for label in numbers}
-        if len(set(found.values())) < len(found):
-            double = next(label for label in sorted(found) if str(int(label)) != label)
-            what = f"{format_value(double)} and {format_value(str(int(double)))} are both labels"
-            raise DataError(f"{place}: {what}\nwrite each number in one way")
-        highest = max(found.values())
-        if others or min(found.values()) < 0 or len(set(found.values())) <= highest:
-            what = f"labels must be the numbers 0 to {highest}, each at least once"
-            what += f", and one is {format_value(others[0])}" if others else ""
-            raise DataError(
-                f"{place}: {what}\n"
-                "count classes from 0, or list all of them, one per line, in a classes.txt "
-                "next to this file"
-            )
-        return found, [str(number) for number in range(highest + 1)]
+        return _classes_named_by(labels, place)
     position = {name: i for i, name in enumerate(classes)}
-    if numbers != labels or (labels <= position.keys() and not by_position):
-        return position, list(classes)
-    named = sorted(labels & position.keys())
-    if named and not by_position:
-        number = min(labels - position.keys())
-        raise DataError(
-            f"{place}: its labels are numbers, and only some of them are names of classes: "
-            f"{format_value(named[0])} is one, {format_value(number)} is not\n"
-            "use the names of the classes as labels, or their positions where no name is a number"
-        )
-    numeric = {_number(name): name for name in classes if _number(name) is not None}
-    for label in sorted(labels):
-        name = numeric.get(_number(label), label)
-        if name != label and not by_position:
+    are_numbers = all(_NUMBER.fullmatch(label) for label in labels)
+    are_names = all(label in position for label in labels)
+    if not are_numbers or (are_names and not numbers_are_positions):
+        known = {label: position[label] for label in labels if label in position}
+        return known, tuple(classes)
+    if not numbers_are_positions:
+        _check_not_names(labels, classes, place)
+    known = {label: int(label) for label in labels if 0 <= int(label) < len(classes)}
+    return known, tuple(classes)
+
+
+def _classes_named_by(
+    labels: Collection[str], place: Path | str
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """`label_positions` of labels that name the classes themselves."""
+    are_decimal = all(label.removeprefix("-").isdecimal() for label in labels)
+    short = [label for label in labels if _NUMBER.fullmatch(label)]
+    if not are_decimal or not short:
+        names = sorted(labels)
+        return {name: i for i, name in enumerate(names)}, tuple(names)
+    targets = {label: int(label) for label in short}
+    for label, number in sorted(targets.items()):
+        if label != str(number) and str(number) in targets:
             raise DataError(
-                f"{place}: the label {format_value(label)} may be the class {format_value(name)} or "
-                "the position of a class\nwrite labels as the classes are named"
+                f"{place}: {format_value(label)} and {format_value(str(number))} are both labels.",
+                "Write each number in one way.",
             )
-    found = {label: int(label) for label in labels if 0 <= int(label) < len(classes)}
-    return found, list(classes)
+    highest = max(targets.values())
+    long = [label for label in labels if label not in targets]
+    if long or set(targets.values()) != set(range(highest + 1)):
+        example = f", and one is {format_value(min(long))}" if long else ""
+        raise DataError(
+            f"{place}: labels must be the numbers 0 to {highest}, each at least once{example}.",
+            "Count classes from 0, or list all of them, one per line, in a classes.txt next to "
+            "this file.",
+        )
+    return targets, tuple(str(number) for number in range(highest + 1))
 
 
-def _number(text: str) -> float | None:
-    """The number that a text stands for; None for another text."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def targets_by_name(
-    targets: np.ndarray, names: Sequence[str], classes: Sequence[str], place: Path | str
-) -> np.ndarray:
-    """Targets, int64 (N,), that are positions in `names`, as positions in `classes`.
-
-    place: the file that lists `names`. Raises DataError for a target whose name is no class.
+def _check_not_names(labels: Collection[str], classes: Sequence[str], place: Path | str) -> None:
+    """Raise DataError if a numeric label may be the name of a class, perhaps written in another
+    way: a spreadsheet turns 01 into 1.
     """
-    position = {name: i for i, name in enumerate(classes)}
-    used = [names[i] for i in np.unique(targets)]
-    if unknown := [name for name in used if name not in position]:
-        what = f"{len(unknown)} of {len(used)} classes are not among the {len(classes)} training classes"
-        raise DataError(
-            f"{place}: {what}: {join_names(unknown)}\nuse the names of the training classes"
-        )
-    return np.array([position.get(name, -1) for name in names], np.int64)[targets]
+    named_by_number = {}
+    for name in classes:
+        try:
+            named_by_number[float(name)] = name
+        except ValueError:
+            continue
+    for label in sorted(labels):
+        if float(label) in named_by_number:
+            name = format_value(named_by_number[float(label)])
+            raise DataError(
+                f"{place}: the label {format_value(label)} may be the class {name} "
+                f"or the position of a class, since not all labels are names of classes.",
+                "Write all labels as the classes are named, or name no class by a number.",
+            )
 
 
-def is_numbered(found: Sequence[str], classes: Sequence[str]) -> bool:
-    """Whether the folders of a part are called by the positions of `classes`, all of them, which are not numbers."""
-    return set(found) == set(map(str, range(len(classes)))) and not any(
-        name.isdecimal() for name in classes
-    )
+# ---- folders
 
 
 def match_classes(
@@ -146,34 +190,216 @@ def match_classes(
 ) -> list[int]:
     """Position of each class of a part in `classes`, by name; -1 for one that is ignored.
 
-    Folders that are called 0 to K - 1 are the K classes by their position if these are not numbers, as in ImageNet-V2.
-    place: of the part, for messages. subset: `found` need not have all classes. ignore_others: it may have others, too.
-    Raises DataError.
+    Folders that are called 0 to K - 1 are the K classes by their position if these are not numbers,
+    as in ImageNet-V2.
+    place: names the part in messages. subset: `found` need not have all classes. ignore_others: it
+    may have others, too. Raises DataError.
     """
-    position = {name: i for i, name in enumerate(classes)}
-    if is_numbered(found, classes):
+    are_numbers = any(name.isdecimal() for name in classes)
+    if not are_numbers and set(found) == set(map(str, range(len(classes)))):
         return list(map(int, found))
+    position = {name: i for i, name in enumerate(classes)}
     unknown = [name for name in found if name not in position]
     if unknown and not ignore_others:
-        what = f"{len(unknown)} of {len(found)} class folders are not among the {len(classes)} training classes"
-        remedy = "use the same folder names for training and validation, or correct data.val"
-        for known in classes:
-            if unicodedata.normalize("NFC", known) == unicodedata.normalize("NFC", unknown[0]):
-                remedy = f"rename {unknown[0]!a}: in training it is {known!a}, another Unicode normalization of this name"
-        raise DataError(f"{place}: {what}: {join_names(unknown)}\n{remedy}")
+        raise DataError(
+            f"{place}: {len(unknown)} of {len(found)} class folders are not among the "
+            f"{len(classes)} training classes: {join_names(unknown)}.",
+            _remedy_for_unknown(unknown[0], classes),
+        )
     missing = sorted(set(classes).difference(found))
     if missing and ignore_others and (not subset or len(missing) == len(classes)):
-        what = f"{len(missing)} of {len(classes)} classes of data.classes are not here: {join_names(missing)}"
-        raise DataError(f"{place}: {what}\nit has {join_names(found)}: correct data.classes")
+        raise DataError(
+            f"{place}: {len(missing)} of {len(classes)} classes of data.classes are not here: "
+            f"{join_names(missing)}.",
+            f"It has {join_names(found)}: correct data.classes.",
+        )
     if missing and not subset:
-        what = f"{len(missing)} of {len(classes)} training classes have no folder here: {join_names(missing)}"
-        remedy = "add them; or evaluate those that are here: eval.classes=present; or hold out training images"
-        raise DataError(f"{place}: {what}\n{remedy}: {NO_VALIDATION}")
+        raise DataError(
+            f"{place}: {len(missing)} of {len(classes)} training classes have no folder here: "
+            f"{join_names(missing)}.",
+            "Add them; or evaluate those that are here: eval.classes=present; or hold out training "
+            f"images: {NO_VALIDATION}",
+        )
     return [position.get(name, -1) for name in found]
+
+
+def _remedy_for_unknown(folder: str, classes: Sequence[str]) -> str:
+    for name in classes:
+        if _look_equal(name, folder):
+            return (
+                f"Rename {folder!a}: in training it is {name!a}, another Unicode normalization of "
+                f"this name."
+            )
+    return "Use the same folder names for training and validation, or correct data.val."
+
+
+def _look_equal(first: str, second: str) -> bool:
+    """Whether two names are the same characters: é has two forms in Unicode."""
+    return unicodedata.normalize("NFC", first) == unicodedata.normalize("NFC", second)
+
+
+def class_difference(known: Sequence[str] | None, classes: Sequence[str]) -> str:
+    """The first class in which the weights and the data differ, if both have equally many; else
+    "".
+    """
+    if known is None or len(known) != len(classes):
+        return ""
+    for index, (old, new) in enumerate(zip(known, classes, strict=True)):
+        if old != new:
+            show = ascii if _look_equal(old, new) else repr
+            return f"class {index} was {show(old)} there and is {show(new)} here"
+    return ""
+
+
+# ---- map-style datasets
+
+
+def classes_of_dataset(dataset: Any, name: str) -> tuple[str, ...]:
+    """Class names of a map-style dataset, from `classes`, `class_to_idx`, `num_classes` or targets,
+    else DataError.
+    """
+    classes = getattr(dataset, "classes", None)
+    if classes is not None and len(classes):
+        # torchvision's ImageNet and Imagenette give a tuple of synonyms for each class
+        return tuple(
+            ", ".join(entry) if isinstance(entry, (tuple, list)) else str(entry)
+            for entry in classes
+        )
+    by_name = getattr(dataset, "class_to_idx", None)
+    if by_name:
+        return tuple(sorted(by_name, key=by_name.__getitem__))
+    count = getattr(dataset, "num_classes", None)
+    if count is None:
+        targets = targets_of_dataset(dataset)
+        if targets is None or not len(targets):
+            raise DataError(
+                f"{name}: the number of classes is unknown.",
+                "Give the dataset an attribute `classes` (a list of names), `num_classes` or "
+                "`targets`.",
+            )
+        count = int(targets.max()) + 1
+    return tuple(map(str, range(int(count))))
+
+
+def targets_of_dataset(dataset: Any) -> np.ndarray | None:
+    """All targets of a map-style dataset, int64 (N,), without reading images; None where it doesn't
+    list them.
+    """
+    from imagenet_cls.private_names import TARGETS  # imports torch
+
+    for attribute in ("targets", "labels", TARGETS):
+        try:
+            targets = np.asarray(getattr(dataset, attribute, None), np.int64)
+        except (TypeError, ValueError):
+            continue
+        if targets.shape == (len(dataset),):
+            return targets
+    return None
+
+
+# ---- outputs of weights that do not name their classes
+
+
+def classes_of_outputs(
+    config: Config, found: tuple[str, ...], has_training: bool
+) -> tuple[str, ...]:
+    """The classes of weights that don't name them, in the order of their outputs.
+
+    found: the classes of the data. has_training: whether they come from a training part. There
+    are `model.num_classes` outputs, else as many as classes, or with `eval.classes=present` those
+    of ImageNet-1k. The classes of ImageNet are recognized by their names. Raises DataError where
+    neither these names nor `data.classes` tell which outputs are the classes.
+    """
+    num_classes = config.model.num_classes
+    is_chosen = config.data.classes is not None
+    is_subset = config.eval.classes == "present" and not has_training
+    count = num_classes or (IMAGENET_CLASSES if is_subset else len(found))
+    if is_chosen and len(found) == count:
+        return found
+    names = imagenet_outputs(found, count)
+    if not names and not is_chosen and len(found) < (num_classes or 0):
+        raise DataError(
+            f"model.num_classes={count}: it is unknown which of these outputs are the {len(found)} "
+            f"classes of the images ({join_names(found)}).",
+            "List the classes in the order of the outputs, one a line: data.classes=FILE; "
+            "or name the folders by WordNet ids.",
+        )
+    return names or found
+
+
+def imagenet_order(classes: Sequence[str]) -> list[int]:
+    """For each class its output in weights that were published for ImageNet-1k; then all other
+    outputs.
+
+    The outputs are in the order of the WordNet ids, class folders in the order of their names (`0`,
+    `1`, `10`, ... or `tench`). The classes are named by WordNet ids, torchvision's categories or
+    the first synonym of timm's descriptions; 1,000 classes also by the numbers 0 to 999. Raises
+    DataError for other names.
+    """
+    return _match_imagenet(classes)[0]
+
+
+def imagenet_outputs(classes: Sequence[str], count: int) -> tuple[str, ...]:
+    """The names of `count` outputs, in their order, if `classes` are ImageNet's; else empty.
+
+    The classes are named by WordNet ids, or all by the numbers from 0. Those of ImageNet-1k may
+    also be named as for `imagenet_order`, and keep their names.
+    """
+    from timm.data import ImageNetInfo, infer_imagenet_subset  # imports torch
+
+    subset = infer_imagenet_subset({"num_classes": count})  # the version with so many classes
+    wordnet_ids = tuple(ImageNetInfo(subset).label_names()) if subset else ()
+    if set(classes) <= set(wordnet_ids) or set(classes) == set(map(str, range(count))):
+        return wordnet_ids
+    if count != IMAGENET_CLASSES:
+        return ()
+    try:
+        order, known = _match_imagenet(classes)
+    except DataError:
+        return ()
+    names = list(known)
+    for name, output in zip(classes, order, strict=False):
+        names[output] = name
+    return tuple(names)
+
+
+def _match_imagenet(classes: Sequence[str]) -> tuple[list[int], list[str]]:
+    """`imagenet_order`, and the names of all classes by the kind of name that `classes` have."""
+    names = [name.replace("_", " ").partition(",")[0] for name in classes]
+    names = [str(int(name)) if name.isdecimal() else name for name in names]
+    candidates = _imagenet_names()
+    if len(classes) < IMAGENET_CLASSES:
+        candidates = candidates[1:]  # with fewer than 1,000 classes, numbers are not accepted
+    for known in candidates:
+        if names == known:  # also with a name that two classes share (there are two cranes)
+            return list(range(IMAGENET_CLASSES)), known
+        outputs = {name: output for output, name in enumerate(known) if known.count(name) == 1}
+        if len(set(names)) == len(names) and outputs.keys() >= set(names):
+            order = [outputs[name] for name in names]
+            return order + sorted(set(range(IMAGENET_CLASSES)).difference(order)), known
+    closest = max(candidates, key=lambda known: len(set(names).intersection(known)))
+    unknown = next((name for name in names if name not in closest), "a name that two classes share")
+    raise DataError(
+        f"The published weights have the classes of ImageNet-1k, and the dataset's {unknown!r} is "
+        f"not one of them.",
+        "Name the classes by WordNet ids (n01440764), by torchvision's categories, or all by the "
+        "numbers 0 to 999.",
+    )
+
+
+@cache
+def _imagenet_names() -> tuple[list[str], ...]:
+    """The classes in the order of the outputs, by each kind of name; the numbers come first."""
+    from timm.data import ImageNetInfo  # these import torch
+    from torchvision.models import ResNet18_Weights
+
+    info = ImageNetInfo("imagenet-1k")
+    first_synonyms = [description.partition(",")[0] for description in info.label_descriptions()]
+    numbers = [str(number) for number in range(IMAGENET_CLASSES)]
+    return numbers, info.label_names(), ResNet18_Weights.DEFAULT.meta["categories"], first_synonyms
 
 
 def join_names(names: Sequence[str], count: int = 3) -> str:
     """The first `count` names, each cut to 100 characters, and an ellipsis if there are more."""
-    return ", ".join(shorten(printable(name), 100) for name in names[:count]) + (
-        ", ..." if len(names) > count else ""
-    )
+    listed = ", ".join(shorten(printable(name), 100) for name in names[:count])
+    return f"{listed}, ..." if len(names) > count else listed

@@ -13,38 +13,48 @@ from PIL import Image
 from torchvision.io import ImageReadMode
 
 from imagenet_cls.data.turbojpeg import Box, TurboJpeg
-from imagenet_cls.errors import DataError, first_line
+from imagenet_cls.errors import DataError
+from imagenet_cls.text import first_line
 
 # A function of an image's height and width. Returns the box of the pixels that are needed.
 ChooseBox = Callable[[int, int], Box]
 
-# Pillow's own limit (2 * Image.MAX_IMAGE_PIXELS as it is installed). ImageNet's largest image has about a tenth of it.
+# Pillow's own limit (2 * Image.MAX_IMAGE_PIXELS as it is installed). ImageNet's largest image has
+# about a tenth of it.
 MAX_PIXELS = 178_956_970
 
-# The operator that torchvision.io.decode_jpeg calls; from 0.29 on, that function warns of its move to torchcodec.
+# The operator that torchvision.io.decode_jpeg calls; from 0.29 on, that function warns of its move
+# to torchcodec.
 _DECODE_JPEG = torch.ops.image.decode_jpeg
 
 ORIENTATION = 0x0112  # the EXIF tag
-# How to show an image of each orientation but 1: whether rows and columns are exchanged, then the dimensions to flip.
+# How to show an image of each orientation but 1: whether rows and columns are exchanged, then the
+# dimensions to flip.
 _TURNS: dict[int, tuple[bool, list[int]]] = {
-    2: (False, [2]), 3: (False, [1, 2]), 4: (False, [1]), 5: (True, []), 6: (True, [2]), 7: (True, [1, 2]),
+    2: (False, [2]),
+    3: (False, [1, 2]),
+    4: (False, [1]),
+    5: (True, []),
+    6: (True, [2]),
+    7: (True, [1, 2]),
     8: (True, [1]),
-}  # fmt: skip
+}
 
-# Kinds of a file that begins as those of ISO/IEC 14496-12, for images coded with HEVC (HEIF).
+# Kinds of a file that begins as ISO/IEC 14496-12 says, for images coded with HEVC (HEIF).
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 
-_START_OF_FRAME = frozenset(
-    {0xC0, 0xC1, 0xC2}
-)  # baseline, extended, progressive Huffman: what torchvision decodes
+# baseline, extended, progressive Huffman: what torchvision decodes
+_START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})
 
 
 def decode_rgb(data: bytes) -> torch.Tensor:
-    """Decode an image file into uint8 (3, H, W) on the CPU, the pixels of Pillow's `Image.open(...).convert("RGB")`.
+    """Decode an image file into uint8 (3, H, W) on the CPU, the pixels of Pillow's
+    `Image.open(...).convert("RGB")`.
 
-    Gray images of 16 bits are divided by 256 (Pillow would clip them at 255); an animation gives its first frame. An
-    EXIF orientation is not applied. The memory may be channels-last. Raises DataError with the reason, without the
-    file's name, for broken, truncated and too large images (`MAX_PIXELS`).
+    Gray images of 16 bits are divided by 256 (Pillow would clip them at 255); an animation gives
+    its first frame. An EXIF orientation is not applied. The memory may be channels-last. Raises
+    DataError with the reason, without the file's name, for broken, truncated and too large images
+    (`MAX_PIXELS`).
     """
     height, width, channels = _jpeg_header(data) or (0, 0, 0)
     if channels in (1, 3) and height * width <= MAX_PIXELS:
@@ -77,7 +87,9 @@ def _register_heif() -> None:
 
 
 def decode_upright(data: bytes) -> torch.Tensor:
-    """As `decode_rgb`, but rotated and mirrored as the EXIF orientation says: Pillow's `ImageOps.exif_transpose`."""
+    """As `decode_rgb`, but rotated and mirrored as the EXIF orientation says: Pillow's
+    `ImageOps.exif_transpose`.
+    """
     image = decode_rgb(data)
     is_transposed, flipped = _TURNS.get(exif_orientation(data), (False, []))
     image = image.transpose(1, 2) if is_transposed else image
@@ -85,7 +97,9 @@ def decode_upright(data: bytes) -> torch.Tensor:
 
 
 def exif_orientation(data: bytes) -> int:
-    """The EXIF orientation of an image file, 1 to 8; 1 for TIFF and HEIF, where it is always applied."""
+    """The EXIF orientation of an image file, 1 to 8; 1 for TIFF and HEIF, where it is always
+    applied.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -100,15 +114,14 @@ def decode_region(
     data: bytes,
     choose: ChooseBox,
     turbojpeg: TurboJpeg | None,
-    min_px: int | None = None,
     exif: str = "ignore",
 ) -> tuple[torch.Tensor, Box]:
-    """As `decode_rgb`, but only the pixels in the box that `choose` returns are defined. Also returns the box.
+    """As `decode_rgb`, but only the pixels in the box that `choose` returns are defined. Also
+    returns the box.
 
-    turbojpeg: decodes only the region of most JPEGs, and may not notice an error elsewhere in the file. Other files,
-    those with errors or warnings, and those that exif (`data.exif`) rotates, are decoded whole. min_px: decode at the
-    smallest of 1/2, 1/4 and 1/8 of the size at which both sides of the box have at least `min_px` pixels; the returned
-    image and box are of that size.
+    turbojpeg: decodes only the region of most JPEGs, and may not notice an error elsewhere in the
+    file. Other files, those with errors or warnings, and those that exif (`data.exif`) rotates, are
+    decoded whole.
     """
     if exif == "apply" and exif_orientation(data) != 1:
         image = decode_upright(data)
@@ -118,14 +131,12 @@ def decode_region(
         image = decode_rgb(data)
         return image, choose(*image.shape[1:])
     box = choose(height, width)
-    divisor = next((d for d in (8, 4, 2) if min_px and min(box.height, box.width) >= d * min_px), 1)
-    scaled = box.divided(divisor)
-    region = turbojpeg.decode(data, height, width, scaled, divisor)
+    region = turbojpeg.decode(data, height, width, box)
     if region is not None:
-        return region, scaled
+        return region, box
     image = decode_rgb(data)
     if image.shape[1:] != (height, width):
-        raise DataError("the size in its header is not that of its pixels")
+        raise DataError("the size in its header is not the size of its pixels", "Replace the file.")
     return image, box
 
 
@@ -133,7 +144,8 @@ def rgb_tensor(image: Image.Image) -> torch.Tensor:
     """A Pillow image as uint8 (3, H, W), converted to RGB as in torchvision's loader."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # palettes with transparency
-        # Pillow's RGB images of 16 bits have the high bytes, too. Up to 10, gray PNGs of 16 bits have mode I.
+        # Pillow's RGB images of 16 bits have the high bytes, too. Up to 10, gray PNGs of 16 bits
+        # have mode I.
         if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG"):
             image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
@@ -141,9 +153,8 @@ def rgb_tensor(image: Image.Image) -> torch.Tensor:
 
 def _decode_with_pillow(data: bytes) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # EXIF blocks that cannot be parsed, sizes between Pillow's two limits
+        # EXIF blocks that cannot be parsed, sizes between Pillow's two limits
+        warnings.simplefilter("ignore")
         try:
             with open_image(data) as image:
                 return rgb_tensor(image)
@@ -156,18 +167,19 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
         except (OSError, SyntaxError, ValueError, EOFError, RuntimeError, struct.error) as error:
             # Pillow's decoders and format plug-ins raise all of these for damaged files.
             reason = f"damaged or truncated ({first_line(error)})"
-    raise DataError(reason)
+    raise DataError(reason, "Replace the file.")
 
 
 def _jpeg_header(data: bytes) -> tuple[int, int, int] | None:
     """Height, width and channels of a JPEG that torchvision can decode; None for other files.
 
-    ITU T.81, annex B: segments are 0xFF, marker, length (2 bytes, included), payload. Fill bytes are left to Pillow.
+    ITU T.81, annex B: segments are 0xFF, marker, length (2 bytes, included), payload. Fill bytes
+    are left to Pillow.
     """
     if data[:2] != b"\xff\xd8":
         return None
-    position, end = 2, len(data) - 9
-    while position < end:
+    position = 2
+    while position < len(data) - 9:
         start, marker, length = struct.unpack_from(">BBH", data, position)
         if start != 0xFF or marker == 0xFF:
             return None

@@ -1,9 +1,8 @@
-"""Transfers uint8 batches to the device and normalizes them there; in training also erases and mixes."""
+"""Transfers uint8 batches to the device and normalizes them; in training also erases and mixes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise
-from typing import Literal, TypeVar, cast
+from typing import Literal
 
 import torch
 from timm.data.mixup import Mixup
@@ -13,14 +12,13 @@ from imagenet_cls.config.schema import ErasingConfig, MixConfig
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.seeding import hash_key, seed_generators
 
-S = TypeVar("S")
-T = TypeVar("T")
-
 
 class Preprocess:
-    """Callable: uint8 (B, C, H, W) on any device -> float32 (B, C, H, W) on `device`, (x / 255 - mean) / std.
+    """Callable: uint8 (B, C, H, W) on any device -> float32 (B, C, H, W) on `device`, (x / 255 -
+    mean) / std.
 
-    mean, std: per channel, of values scaled to 0..1. Computed as (x - 255 mean) * (1 / (255 std)), in place.
+    mean, std: per channel, of values scaled to 0..1. Computed as (x - 255 mean) * (1 / (255 std)),
+    in place.
     """
 
     def __init__(
@@ -49,37 +47,39 @@ class Preprocess:
         )
 
 
-def prefetch_to_device(batches: Iterable[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
-    """Yield the batches. On a GPU, images and targets are copied to it while the previous batch is used.
+def prefetch_to_device(batches: Iterator[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
+    """The batches. On a GPU, images and targets are copied to it while the previous batch is used.
 
-    The copies run on a separate CUDA stream, asynchronously from pinned memory. For other devices nothing is copied.
+    The copies run on a separate CUDA stream, asynchronously from pinned memory. For other devices
+    nothing is copied.
     """
-    if device.type != "cuda":
-        yield from batches
-        return
+    return _copy_ahead(batches, device) if device.type == "cuda" else batches
+
+
+def _copy_ahead(batches: Iterator[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
     stream = torch.cuda.Stream(device)
 
     def start_copy(batch: TrainBatch) -> tuple[TrainBatch, torch.cuda.Event]:
         with torch.cuda.stream(stream):
-            images, targets = (
-                tensor.to(device, non_blocking=True) for tensor in (batch.images, batch.targets)
-            )
+            images = batch.images.to(device, non_blocking=True)
+            targets = batch.targets.to(device, non_blocking=True)
             return batch._replace(images=images, targets=targets), stream.record_event()
 
-    for batch, copied in start_ahead(batches, start_copy):
+    def wait_for_copy(batch: TrainBatch, copied: torch.cuda.Event) -> TrainBatch:
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
         for tensor in (batch.images, batch.targets):
-            tensor.record_stream(
-                current
-            )  # its memory is not reused before the work queued on `current` is done
-        yield batch
+            # its memory is not reused before the work queued on `current` is done
+            tensor.record_stream(current)
+        return batch
 
-
-def start_ahead(items: Iterable[T], start: Callable[[T], S]) -> Iterator[S]:
-    """Yield `start(item)` for each item. It is called one item ahead: before the previous result is yielded."""
-    for result, _ in pairwise(chain(map(start, items), [None])):
-        yield cast(S, result)
+    started = None
+    for batch in batches:
+        previous, started = started, start_copy(batch)
+        if previous is not None:
+            yield wait_for_copy(*previous)
+    if started is not None:
+        yield wait_for_copy(*started)
 
 
 def erase(
@@ -87,8 +87,9 @@ def erase(
 ) -> Tensor:
     """Fill the boxes of `images`, in place, and return them.
 
-    images: float (N, C, H, W) on any device, normalized, so that zero is the mean color. boxes: int32 (N, n, 4) of
-    `draw_boxes`, and keys: int64 (N,) of the samples, both on the CPU, so that nothing waits for a GPU. mode, as in
+    images: float (N, C, H, W) on any device, normalized, so that zero is the mean color. boxes:
+    int32 (N, n, 4) of `draw_boxes`, and keys: int64 (N,) of the samples, both on the CPU, so that
+    nothing waits for a GPU. mode, as in
     timm: zeros (`const`), one normal color for each box (`rand`) or for each pixel (`pixel`).
     """
     assert boxes.device.type == keys.device.type == "cpu" and len(images) == len(boxes) == len(keys)
@@ -96,9 +97,8 @@ def erase(
     for image, image_boxes, key in zip(images, boxes.tolist(), keys.tolist(), strict=True):
         boxes_to_fill = [box for box in image_boxes if box[2] and box[3]]
         if boxes_to_fill and mode != "const":
-            generator.manual_seed(
-                hash_key("erase", key)
-            )  # hashed again: the worker drew from the key itself
+            # hashed again: the worker drew from the key itself
+            generator.manual_seed(hash_key("erase", key))
         for top, left, height, width in boxes_to_fill:
             region = image[:, top : top + height, left : left + width]
             if mode == "const":
@@ -116,9 +116,10 @@ def erase(
 def build_mixing(mix: MixConfig, num_classes: int) -> Mixup | None:
     """timm's mixup and cutmix, which pairs image i with image B - 1 - i; None where neither is on.
 
-    It takes images, float (B, C, H, W) with an even B, which are **changed in place**, and targets, int64 (B,); it
-    returns images and float32 targets (B, num_classes). It draws from numpy's default generator, on the host. With mode
-    `batch` nothing waits for a GPU. Label smoothing is left to the loss (`optim.losses`), with the same result.
+    It takes images, float (B, C, H, W) with an even B, which are **changed in place**, and targets,
+    int64 (B,); it returns images and float32 targets (B, num_classes). It draws from numpy's
+    default generator, on the host. With mode `batch` nothing waits for a GPU. Label smoothing is
+    left to the loss (`optim.losses`), with the same result.
     """
     if not mix.is_on:
         return None
@@ -128,7 +129,9 @@ def build_mixing(mix: MixConfig, num_classes: int) -> Mixup | None:
 
 
 def mix_batch(mixing: Mixup, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Mix a batch of any size; timm's Mixup requires an even one. An image in the middle is paired with itself."""
+    """Mix a batch of any size; timm's Mixup requires an even one. An image in the middle is paired
+    with itself.
+    """
     middle, is_odd = divmod(len(images), 2)
     if is_odd:
         images, targets = (
@@ -144,10 +147,11 @@ def mix_batch(mixing: Mixup, images: Tensor, targets: Tensor) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class TrainPreprocess:
-    """Callable: a training batch -> (float32 images (B, C, H, W), targets) on the device: normalized, erased, mixed.
+    """Callable: a training batch -> (float32 images (B, C, H, W), targets) on the device:
+    normalized, erased, mixed.
 
-    targets: int64 (B,), or float (B, classes) with mixing, which ends before `off_epoch`. Mixing draws from the key
-    (seed, step, micro-batch, rank), erasing from the keys of the samples.
+    targets: int64 (B,), or float (B, classes) with mixing, which ends before `off_epoch`. Mixing
+    draws from the key (seed, step, micro-batch, rank), erasing from the keys of the samples.
     """
 
     preprocess: Preprocess

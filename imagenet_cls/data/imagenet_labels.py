@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from imagenet_cls.errors import DataError, first_line
+from imagenet_cls.errors import DataError
+from imagenet_cls.text import first_line
 
 DEVKIT = "ILSVRC2012_devkit_t12"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
@@ -20,8 +21,8 @@ def validation_labels(file: Path | None) -> dict[str, str]:
     """WordNet ID of each validation image, by its name without suffix. Raises DataError."""
     if file is None or not (file.is_file() or file.is_dir()):
         raise DataError(
-            f"the classes of the validation images are unknown: no {file or 'labels in SOURCE'}\n"
-            f"put {DEVKIT}.tar.gz or {SOLUTION} into SOURCE, or give one of them with --labels FILE"
+            f"The classes of the validation images are unknown: no {file or 'labels in SOURCE'}.",
+            f"Put {DEVKIT}.tar.gz or {SOLUTION} into SOURCE, or give one with --labels FILE.",
         )
     try:
         if file.suffix == ".csv":  # ImageId, and a PredictionString that starts with the WordNet ID
@@ -41,11 +42,15 @@ def validation_labels(file: Path | None) -> dict[str, str]:
         TypeError,
         AttributeError,
     ) as error:
-        raise DataError(f"{file}: broken labels ({first_line(error)})\ndownload it again") from None
+        raise DataError(
+            f"{file}: broken labels ({first_line(error)}).", "Download it again."
+        ) from None
 
 
 def _devkit_labels(devkit: Path) -> dict[str, str]:
-    """Line i of the ground truth is the ILSVRC2012_ID of image i; `meta.mat` has the WordNet ID of each."""
+    """Line i of the ground truth is the ILSVRC2012_ID of image i; `meta.mat` has the WordNet ID of
+    each.
+    """
     from scipy.io import loadmat
 
     def content(name: str) -> bytes:
@@ -68,13 +73,15 @@ def labels_beside(archive: Path) -> Path:
         if archive.with_name(name).exists():
             return archive.with_name(name)
     raise DataError(
-        f"{archive}: its labels are not beside it\nput {DEVKIT}.tar.gz or {SOLUTION} there"
+        f"{archive}: its labels are not beside it.", f"Put {DEVKIT}.tar.gz or {SOLUTION} there."
     )
 
 
 def wnid_of(wnids: dict[str, str], name: str) -> str:
+    """The WordNet ID of a validation image. Raises DataError."""
     if Path(name).stem not in wnids:
         raise DataError(
-            f"{name}: not one of the {len(wnids)} labeled images\ngive its labels with --labels FILE"
+            f"{name}: not one of the {len(wnids)} labeled images.",
+            "Give its labels with --labels FILE.",
         )
     return wnids[Path(name).stem]

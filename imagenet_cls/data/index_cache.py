@@ -1,7 +1,8 @@
 """Scans of large datasets in a cache folder, so that a run need not list a million files again.
 
-A scan is used only if every listed folder has the same inode, mtime and ctime as before. The kernel sets both times
-when a name is added, removed or replaced; a program can set only mtime. Without a usable scan the folders are listed.
+A scan is used only if every listed folder has the same inode, mtime and ctime as before. The kernel
+sets both times when a name is added, removed or replaced; a program can set only mtime. Without a
+usable scan the folders are listed.
 """
 
 import contextlib
@@ -21,33 +22,39 @@ from imagenet_cls.files import TEMPORARY, check_regular
 
 CACHE_VARIABLE = "IMAGENET_CLS_CACHE"
 MIN_IMAGES = 10_000  # fewer are listed in milliseconds
-# File systems that set both times of a folder at each change. Others may not (FUSE, object storage, SMB), or show the
-# times and inodes of a disk image, which may be replaced by another one (squashfs, overlay).
+# File systems that set both times of a folder at each change. Others may not (FUSE, object storage,
+# SMB), or show the times and inodes of a disk image, which may be replaced by another one
+# (squashfs, overlay).
 FILE_SYSTEMS = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "zfs", "f2fs", "tmpfs", "nfs", "nfs4", "lustre", "ceph"}
 )
-# Two changes within the resolution of the times, up to 2 seconds, have equal times. The rest allows for a file server
-# whose clock is slow.
+# Two changes within the resolution of the times, up to 2 seconds, have equal times. The rest allows
+# for a file server whose clock is slow.
 MIN_AGE_SEC = 60
-_TEMPORARY_SEC = 3600  # a temporary file that is older was left by a killed process
 _DIGEST_BYTES = 32  # at the end of a cache file
-_OF_A_FOLDER = ("version", "folders", "times", "classes", "counts", "names")
+# What is stored of every scan. Those of archives have further arrays.
+_KEYS = ("version", "folders", "times", "classes", "counts", "names", "suffixes", "num_unread")
 
 
 @dataclass(frozen=True)
 class Scan:
     """The images in the class folders of a dataset.
 
-    classes: names of the folders, sorted. counts: images in each, at any depth. names: (N,) paths relative to the
-    dataset, of dtype S. folders: the listed folders, relative to the dataset, with their status before the listing;
-    None for one that can't be cached (`index.list_folder`). started: Unix time. For archives, `folders` are their
-    absolute paths, and `arrays` has further arrays (N,), by name; of shards, `counts` is empty.
+    classes: names of the folders, sorted. counts: images in each, at any depth. names: (N,) paths
+    relative to the dataset, of dtype S. unread: the number of other files, by suffix. folders: the
+    listed folders, relative to the dataset, with their status before the listing; None for one that
+    can't be cached (`index.FolderContent`). started: Unix time.
+
+    For archives, `folders` are their absolute paths, and `arrays` has further arrays (N,), by name.
+    Of shards, the classes are the labels in the order in which they appear, `counts` is empty, and
+    the array `labels` has indices into the classes.
     """
 
     classes: list[str]
     counts: list[int]
     names: np.ndarray
-    folders: dict[bytes, os.stat_result | None]
+    unread: Mapping[bytes, int]
+    folders: Mapping[bytes, os.stat_result | None]
     started: float
     arrays: Mapping[str, Any] = field(default_factory=dict)
 
@@ -62,7 +69,9 @@ def open_status(path: bytes) -> os.stat_result:
 
 
 def read_scan(root: Path, archives: Sequence[Path] = ()) -> Scan | None:
-    """The cached scan of this folder, or of archives. None without one, if it is damaged, or something has changed."""
+    """The cached scan of this folder, or of archives. None without one, if it is damaged, or
+    something has changed.
+    """
     started = time.time()
     try:
         with np.load(io.BytesIO(_read_verified(_cache_file(root))), allow_pickle=False) as stored:
@@ -75,10 +84,15 @@ def read_scan(root: Path, archives: Sequence[Path] = ()) -> Scan | None:
                 folders[path] = open_status(os.path.join(os.fsencode(root), path))  # noqa: PTH118
             if not np.array_equal(stored["times"], _times(folders.values())):
                 return None
-            classes = list(map(os.fsdecode, stored["classes"].tolist()))
-            arrays = {name: stored[name] for name in stored.files if name not in _OF_A_FOLDER}
+            unread = zip(stored["suffixes"].tolist(), stored["num_unread"].tolist(), strict=True)
             return Scan(
-                classes, stored["counts"].tolist(), stored["names"], folders, started, arrays
+                list(map(os.fsdecode, stored["classes"].tolist())),
+                stored["counts"].tolist(),
+                stored["names"],
+                dict(unread),
+                folders,
+                started,
+                {name: stored[name] for name in stored.files if name not in _KEYS},
             )
     except Exception:  # zipfile and numpy raise anything for damaged files
         return None
@@ -91,9 +105,6 @@ def write_scan(root: Path, scan: Scan) -> None:
             return
         target = _cache_file(root)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in target.parent.glob(f"{TEMPORARY}*"):  # of killed processes
-            if time.time() - path.stat().st_mtime > _TEMPORARY_SEC:
-                path.unlink()
         # Several processes may write at once: each has a temporary file of its own.
         with tempfile.NamedTemporaryFile(prefix=TEMPORARY, dir=target.parent, delete=False) as file:
             try:
@@ -106,6 +117,8 @@ def write_scan(root: Path, scan: Scan) -> None:
                     classes=np.array(list(map(os.fsencode, scan.classes))),
                     counts=np.array(scan.counts),
                     names=scan.names,
+                    suffixes=np.array(list(scan.unread), bytes),
+                    num_unread=np.array(list(scan.unread.values()), np.int64),
                     **scan.arrays,
                 )
                 file.write(content.getbuffer())
@@ -117,7 +130,8 @@ def write_scan(root: Path, scan: Scan) -> None:
 
 
 def _read_verified(path: Path) -> bytes:
-    """The content of a cache file. Raises OSError or ValueError for no regular file or a damaged one.
+    """The content of a cache file. Raises OSError or ValueError for no regular file or a damaged
+    one.
 
     numpy compares the checksum of an array only when it reads to its end. With a damaged header it
     may not.
@@ -125,8 +139,8 @@ def _read_verified(path: Path) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
         check_regular(file.fileno())
         stored = file.read()
-    content, digest = stored[:-_DIGEST_BYTES], stored[-_DIGEST_BYTES:]
-    if digest != _digest(content):
+    content = stored[:-_DIGEST_BYTES]
+    if stored[-_DIGEST_BYTES:] != _digest(content):
         raise ValueError(f"{path}: wrong checksum")
     return content
 
@@ -136,15 +150,17 @@ def _digest(content: bytes | memoryview) -> bytes:
 
 
 def _is_cacheable(scan: Scan) -> bool:
-    """Whether any later change of a listed folder will change its times, so that `read_scan` detects it."""
+    """Whether any later change of a listed folder will change its times, so that `read_scan`
+    detects it.
+    """
     folders = [status for status in scan.folders.values() if status is not None]
-    newest = max((max(status.st_mtime, status.st_ctime) for status in folders), default=0)
-    if len(folders) < len(scan.folders) or newest > scan.started - MIN_AGE_SEC:
+    if len(folders) < len(scan.folders):
+        return False
+    if any(max(s.st_mtime, s.st_ctime) > scan.started - MIN_AGE_SEC for s in folders):
         return False
     file_systems = {}
-    for line in (
-        Path("/proc/self/mountinfo").read_text().splitlines()
-    ):  # only Linux has it: see proc(5)
+    # only Linux has it: see proc(5)
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount, _, file_system = line.partition(" - ")
         major, minor = mount.split()[2].split(":")
         file_systems[os.makedev(int(major), int(minor))] = file_system.split()[0]
@@ -153,25 +169,25 @@ def _is_cacheable(scan: Scan) -> bool:
 
 def _times(statuses: Iterable[os.stat_result | None]) -> np.ndarray:
     """Inode number and times in nanoseconds, as text, since an inode number may exceed int64."""
-    return np.array(
-        [b"%d %d %d" % (s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in statuses if s is not None]
-    )
+    known = [status for status in statuses if status is not None]
+    return np.array([b"%d %d %d" % (s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in known])
 
 
 def _cache_file(root: Path) -> Path:
     """The file for the dataset in `root`. Raises RuntimeError if there is no home folder."""
     folder = os.environ.get(CACHE_VARIABLE)
     if not folder:
-        xdg = Path(
-            os.environ.get("XDG_CACHE_HOME", "")
-        )  # ignored unless it is absolute, as the XDG specification says
+        # ignored unless it is absolute, as the XDG specification says
+        xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
         folder = os.fspath((xdg if xdg.is_absolute() else Path.home() / ".cache") / "imagenet-cls")
     absolute = os.path.abspath(os.fsencode(root))  # noqa: PTH100
     return Path(folder, f"index-{blake2b(absolute, digest_size=8).hexdigest()}.npz")
 
 
 def _version() -> bytes:
-    """A hash, in hex, of the modules that list and store, so that a scan of another version is not used."""
+    """A hash, in hex, of the modules that list and store, so that a scan of another version is not
+    used.
+    """
     names = ("index.py", "index_cache.py", "archives.py", "archive_files.py", "imagenet_labels.py")
     sources = [Path(__file__).with_name(name).read_bytes() for name in names]
     return blake2b(b"".join(sources)).hexdigest().encode()

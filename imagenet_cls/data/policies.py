@@ -1,6 +1,7 @@
 """Augmentation policies: timm's by their strings, torchvision's by name, or a user's own.
 
-A policy draws from the default generators of torch, `random` and numpy, which are seeded for each sample.
+A policy draws from the default generators of torch, `random` and numpy, which are seeded for each
+sample.
 """
 
 import re
@@ -16,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
 from imagenet_cls.config.schema import RATIO, AugmentConfig, Range, height_width
-from imagenet_cls.errors import Problem, shorten
+from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import (
     did_you_mean,
     import_factory,
@@ -25,6 +26,7 @@ from imagenet_cls.lookup import (
     number_problem,
 )
 from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
+from imagenet_cls.text import shorten
 
 Policy = Callable[[Tensor], Tensor]
 
@@ -42,7 +44,8 @@ FROM_TIMM: dict[str, tuple[str, ...]] = {
     "augmix": ("m", "w", "d", "a", "b", "mstd"),
     **dict.fromkeys(("original", "originalr", "v0", "v0r", "3a"), ("mstd",)),
 }
-# The values of each setting. Operations, chains and their lengths cost time for each image, hence the limits of 100.
+# The values of each setting. Operations, chains and their lengths cost time for each image, hence
+# the limits of 100.
 _1_TO_100 = "[1-9][0-9]?|100"
 _SETTINGS = {
     "m": "[0-9]|[12][0-9]|30",
@@ -58,8 +61,9 @@ _SETTINGS = {
     "b": "[01]",
 }
 _TIMM_MAX_MAGNITUDE = 10  # unless `mmax` changes it
-# Values of torchvision's arguments where it doesn't check them: a magnitude of -3 is the third from the end.
-# Posterize divides by bins - 1; a chain depth below 1 is drawn for each image; from tiny alphas come NaNs.
+# Values of torchvision's arguments where it doesn't check them: a magnitude of -3 is the third from
+# the end. Posterize divides by bins - 1; a chain depth below 1 is drawn for each image; from tiny
+# alphas come NaNs.
 _TORCHVISION_RANGES = {
     "magnitude": Range(0, 999),
     "num_ops": Range(1, 100),
@@ -78,11 +82,13 @@ _TRIALS, _TRIAL_PX = 16, 224
 def build_policy(
     augment: AugmentConfig, size_px: int, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN
 ) -> Policy | None:
-    """The policy of `augment` for images whose short side is size_px: uint8 (C, H, W) -> the same; None without one.
+    """The policy of `augment` for images whose short side is size_px: uint8 (C, H, W) -> the same;
+    None without one.
 
-    mean: per channel (C: 3 or 1), of values scaled to 0..1; timm fills empty corners with it. The policy interpolates
-    as the crop does; for `random` timm draws for each operation, and torchvision takes bilinear. timm's translations
-    are at most 0.45 of the side (`timm.data.transforms_factory`). Expects a config without `policy_problems`.
+    mean: per channel (C: 3 or 1), of values scaled to 0..1; timm fills empty corners with it. The
+    policy interpolates as the crop does; for `random` timm draws for each operation, and
+    torchvision takes bilinear. timm's translations are at most 0.45 of the side
+    (`timm.data.transforms_factory`). Expects a config without `policy_problems`.
     """
     name = augment.policy
     if name is None:
@@ -138,12 +144,12 @@ def timm_operations(policy: Any) -> Iterator[timm_policies.AugmentOp]:
 
 
 def posterize(image: Image.Image, bits_to_keep: int, **others: Any) -> Image.Image:
-    """timm's posterize, which sometimes draws 0 bits: black, as in Pillow up to 12; from 13 on, Pillow raises."""
-    return (
-        Image.new(image.mode, image.size)
-        if bits_to_keep < 1
-        else timm_policies.posterize(image, bits_to_keep)
-    )
+    """timm's posterize, which sometimes draws 0 bits: black, as in Pillow up to 12; from 13 on,
+    Pillow raises.
+    """
+    if bits_to_keep < 1:
+        return Image.new(image.mode, image.size)
+    return timm_policies.posterize(image, bits_to_keep)
 
 
 def _torchvision_policy(augment: AugmentConfig) -> Any:
@@ -152,9 +158,8 @@ def _torchvision_policy(augment: AugmentConfig) -> Any:
     by_crop = "bilinear" if augment.interpolation == "random" else augment.interpolation
     kwargs["interpolation"] = InterpolationMode(kwargs.get("interpolation", by_crop))
     if isinstance(kwargs.get("alpha"), int):
-        kwargs["alpha"] = float(
-            kwargs["alpha"]
-        )  # AugMix draws from a Dirichlet distribution, which needs a float
+        # AugMix draws from a Dirichlet distribution, which needs a float
+        kwargs["alpha"] = float(kwargs["alpha"])
     if "policy" in kwargs:
         kwargs["policy"] = AutoAugmentPolicy(kwargs["policy"])
     return FROM_TORCHVISION[augment.policy.removeprefix(TORCHVISION)](**kwargs)
@@ -163,14 +168,15 @@ def _torchvision_policy(augment: AugmentConfig) -> Any:
 def policy_problems(augment: AugmentConfig, channels: int = 3) -> list[Problem]:
     """All problems of `augment.policy` and `augment.policy_kwargs` that show without data.
 
-    If there is none, the policy is tried on a few images: it must return uint8 images of the same size.
+    If there is none, the policy is tried on a few images: it must return uint8 images of the same
+    size.
     """
     name = augment.policy
     if name is None or (":" not in name and augment.policy_kwargs):
         text = "is an argument of torchvision's policies and your own only"
         return [Problem(f"augment.policy_kwargs.{kwarg}", text) for kwarg in augment.policy_kwargs]
     if name.startswith(TORCHVISION):
-        problems = _torchvision_problems(name, augment.policy_kwargs)
+        problems = _torchvision_policy_problems(name, augment.policy_kwargs)
     elif is_factory_name(name):
         try:
             problems = kwargs_problems(
@@ -179,37 +185,39 @@ def policy_problems(augment: AugmentConfig, channels: int = 3) -> list[Problem]:
         except LookupError as error:
             problems = [Problem("augment.policy", str(error))]
     else:
-        problems = _timm_problems(name)
+        problems = _timm_policy_problems(name)
     return problems or _trial_problems(augment, channels)
 
 
-def _torchvision_problems(name: str, kwargs: Mapping[str, Any]) -> list[Problem]:
-    """Unknown names and values out of range. Other values that torchvision can't use are found by the trial."""
+def _torchvision_policy_problems(name: str, kwargs: Mapping[str, Any]) -> list[Problem]:
+    """Unknown names and values out of range. Other values that torchvision can't use are found by
+    the trial.
+    """
     factory = FROM_TORCHVISION.get(name.removeprefix(TORCHVISION))
     if factory is None:
         return [_unknown(name)]
-    if problems := kwargs_problems("augment.policy_kwargs", factory, kwargs):
+    problems = kwargs_problems("augment.policy_kwargs", factory, kwargs)
+    if problems:
         return problems
     for kwarg, value in kwargs.items():
         allowed = _TORCHVISION_RANGES.get(kwarg)
         if allowed is None or (kwarg == "fill" and value is None):
             continue
         numbers = value if kwarg == "fill" and isinstance(value, list) else [value]
-        reasons = [
-            number_problem(number, allowed, whole=kwarg not in ("alpha", "fill"))
-            for number in numbers
-        ]
-        problems += [
-            Problem(f"augment.policy_kwargs.{kwarg}", reason) for reason in reasons if reason
-        ][:1]
+        for number in numbers:
+            reason = number_problem(number, allowed, whole=kwarg not in ("alpha", "fill"))
+            if reason is not None:
+                problems.append(Problem(f"augment.policy_kwargs.{kwarg}", reason))
+                break
     return problems
 
 
-def _timm_problems(name: str) -> list[Problem]:
+def _timm_policy_problems(name: str) -> list[Problem]:
     family, *parts = name.split("-")
     if family not in FROM_TIMM:
         return [_unknown(name)]
-    given, problems = dict[str, str](), list[Problem]()
+    given: dict[str, str] = {}
+    problems: list[Problem] = []
     for part in parts:
         setting = next(
             (key for key in FROM_TIMM[family] if re.fullmatch(f"{key}({_SETTINGS[key]})", part)),
@@ -217,16 +225,16 @@ def _timm_problems(name: str) -> list[Problem]:
         )
         if setting is None:
             allowed = ", ".join(f"{key}({_SETTINGS[key]})" for key in FROM_TIMM[family])
-            text = f"{part[:40]!r} is not a setting of timm's {family!r} (allowed, as patterns: {allowed})"
-            problems.append(Problem("augment.policy", text))
+            text = f"{part[:40]!r} is not a setting of timm's {family!r}"
+            problems.append(Problem("augment.policy", f"{text} (allowed, as patterns: {allowed})"))
         else:
             given[setting] = part.removeprefix(setting)
     highest = int(given.get("mmax", _TIMM_MAX_MAGNITUDE))
     if int(given.get("m", 0)) > highest:
         text = f"{name!r}: timm reduces magnitude {given['m']} to {highest}; use m{highest}"
-        problems.append(
-            Problem("augment.policy", text + (", or raise mmax" if family == "rand" else ""))
-        )
+        if family == "rand":
+            text += ", or raise mmax"
+        problems.append(Problem("augment.policy", text))
     return problems
 
 
@@ -239,30 +247,22 @@ def _unknown(name: str) -> Problem:
 
 def _trial_problems(augment: AugmentConfig, channels: int) -> list[Problem]:
     height, width = (min(side, _TRIAL_PX) for side in height_width(augment.size_px))
-    shape = channels, height, width
-    image = torch.from_numpy(
-        np.arange(channels * height * width, dtype=np.uint32).astype(np.uint8).reshape(shape)
-    )
+    pixels = np.arange(channels * height * width, dtype=np.uint32).astype(np.uint8)
+    image = torch.from_numpy(pixels.reshape(channels, height, width))
     try:
         with preserve_rng_state():
             policy = build_policy(augment, min(height, width), IMAGENET_DEFAULT_MEAN[:channels])
             for number in range(_TRIALS):
                 seed_generators(hash_key("policy trial", number))
                 result: Any = policy(image.clone()) if callable(policy) else policy
-                if (
-                    not isinstance(result, Tensor)
-                    or result.dtype != torch.uint8
-                    or result.shape != image.shape
-                ):
-                    kind = (
-                        f"{result.dtype} {tuple(result.shape)}"
-                        if isinstance(result, Tensor)
-                        else type(result)
-                    )
-                    remedy = f"return a function from uint8 images to uint8 images of {tuple(image.shape)}, as given"
-                    return [
-                        Problem("augment.policy", f"{augment.policy!r} returned {kind}; {remedy}")
-                    ]
+                kind = str(type(result))
+                if isinstance(result, Tensor):
+                    if result.dtype == torch.uint8 and result.shape == image.shape:
+                        continue
+                    kind = f"{result.dtype} {tuple(result.shape)}"
+                text = f"{augment.policy!r} returned {kind}; return a function from uint8 images "
+                text += f"to uint8 images of {tuple(image.shape)}, as given"
+                return [Problem("augment.policy", text)]
     except Exception as error:
         reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
         return [Problem("augment.policy", f"{augment.policy!r} fails on an image: {reason}")]

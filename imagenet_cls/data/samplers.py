@@ -17,21 +17,24 @@ SampleKey = tuple[int, int, int]  # epoch, index, view
 class EpochSampler(DistributedSampler[SampleKey]):
     """This rank's samples of an epoch, from any step on.
 
-    G: global batch size. N: devices of all ranks. k: accumulation steps, the micro-batches of a device in one step. G
-    is at least N k.
+    G: global batch size. N: devices of all ranks. k: accumulation steps, the micro-batches of a
+    device in one step. G is at least N k.
 
-    The samples of an epoch are a permutation of the images, with every image `repeats` times in a row, as views 0 to
-    repeats - 1, truncated to `samples_per_epoch`. With `balance`, it is a permutation of `balanced_samples`. The global
-    batch of step s consists of samples s G to (s + 1) G - 1. The incomplete last batch is dropped.
+    The samples of an epoch are a permutation of the images, with every image `repeats` times in a
+    row, as views 0 to repeats - 1, truncated to `samples_per_epoch`. With `balance`, it is a
+    permutation of `balanced_samples`. The global batch of step s consists of samples s G to (s + 1)
+    G - 1. The incomplete last batch is dropped.
 
-    Micro-batch m of global device index d consists of every (N k)-th sample of the global batch, from number d k + m
-    on. If N k does not divide G, some micro-batches have one sample more than the others. So the images of one forward
-    pass depend on the product N k only, and the images that SyncBN normalizes together on k only. A rank has one
-    device, or several with DataParallel, which splits the batch; then N k must divide G.
+    Micro-batch m of global device index d consists of every (N k)-th sample of the global batch,
+    from number d k + m on. If N k does not divide G, some micro-batches have one sample more than
+    the others. So the images of one forward pass depend on the product N k only, and the images
+    that SyncBN normalizes together on k only. A rank has one device, or several with DataParallel,
+    which splits the batch; then N k must divide G.
 
-    Repeated augmentation: Hoffer et al., "Augment your batch", 2020; Berman et al., "MultiGrain", 2019. As in RASampler
-    of DeiT's `samplers.py` and of torchvision's references, sample p of an epoch is on device p mod N, if k is 1 and N
-    divides G. Its number of samples is that of `repeats_multiple=256`.
+    Repeated augmentation: Hoffer et al., "Augment your batch", 2020; Berman et al., "MultiGrain",
+    2019. As in RASampler of DeiT's `samplers.py` and of torchvision's references, sample p of an
+    epoch is on device p mod N, if k is 1 and N divides G. Its number of samples is that of
+    `repeats_multiple=256`.
     """
 
     def __init__(
@@ -48,8 +51,9 @@ class EpochSampler(DistributedSampler[SampleKey]):
         balance: float = 0.0,
         targets: np.ndarray | None = None,
     ):
-        """accumulation: k above. devices: of this rank; N above is world_size * devices. balance: see `class_quotas`;
-        above 0 it needs the targets of the images, int64. Raises DataError for an epoch without a whole global batch.
+        """accumulation: k above. devices: the devices of this rank; N above is world_size *
+        devices. balance: see `class_quotas`; above 0 it needs the targets of the images, int64.
+        Raises DataError for an epoch without a whole global batch.
         """
         passes = world_size * devices * accumulation  # forward passes of a step
         assert global_batch_size >= passes and (devices == 1 or global_batch_size % passes == 0), (
@@ -60,8 +64,9 @@ class EpochSampler(DistributedSampler[SampleKey]):
         if num_samples < global_batch_size:
             multiple = "" if repeats_multiple is None else " (see data.repeats_multiple)"
             raise DataError(
-                f"an epoch of {num_samples} training images{multiple} is smaller than one global batch of "
-                f"{global_batch_size}\nset train.global_batch_size to at most {num_samples}"
+                f"An epoch of {num_samples} training images{multiple} is smaller than one global "
+                f"batch of {global_batch_size}.",
+                f"Set train.global_batch_size to at most {num_samples}.",
             )
         images: Any = range(num_images)  # torch only asks for its length
         super().__init__(images, world_size, rank, shuffle=True, seed=seed, drop_last=True)
@@ -78,16 +83,16 @@ class EpochSampler(DistributedSampler[SampleKey]):
                 torch.from_numpy(np.argsort(targets, kind="stable")).split(counts.tolist())
             )
         own_devices = range(rank * devices, (rank + 1) * devices)
-        # For each micro-batch of this rank, the positions of its samples in a global batch, device by device.
+        # For each micro-batch of this rank, the positions of its samples in a global batch, device
+        # by device.
         self.positions = [
             torch.cat(
                 [torch.arange(d * accumulation + m, global_batch_size, passes) for d in own_devices]
             )
             for m in range(accumulation)
         ]
-        self.micro_batch_sizes = [
-            len(positions) for positions in self.positions
-        ]  # of all devices of this rank
+        # of all devices of this rank
+        self.micro_batch_sizes = [len(positions) for positions in self.positions]
         self.steps_per_epoch = num_samples // global_batch_size
         self.start_step = 0
 
@@ -105,17 +110,18 @@ class EpochSampler(DistributedSampler[SampleKey]):
         positions = (
             steps.view(-1, 1) * self.global_batch_size + torch.cat(self.positions)
         ).flatten()
-        indices, views = order[positions // self.repeats], positions % self.repeats
+        indices = order[positions // self.repeats]
+        views = positions % self.repeats
         del order, positions
         if self.images_by_class:
             samples, occurrences = balanced_samples(
                 self.images_by_class, self.quotas, self.seed, self.epoch
             )
-            indices, views = samples[indices], occurrences[indices] * self.repeats + views
+            views = occurrences[indices] * self.repeats + views
+            indices = samples[indices]
         epoch = self.epoch
-        for start in range(
-            0, len(indices), 1024
-        ):  # a Python list of a whole epoch would take 50 MB
+        # a Python list of a whole epoch would take 50 MB
+        for start in range(0, len(indices), 1024):
             chunk = slice(start, start + 1024)
             for index, view in zip(indices[chunk].tolist(), views[chunk].tolist(), strict=True):
                 yield epoch, index, view
@@ -125,10 +131,14 @@ class EpochSampler(DistributedSampler[SampleKey]):
 
 
 class MicroBatchSampler(Sampler[list[SampleKey]]):
-    """The samples of an `EpochSampler`, one list per micro-batch: of its epoch, and of those that follow."""
+    """The samples of an `EpochSampler`, one list per micro-batch: of its epoch, and of those that
+    follow.
+    """
 
     def __init__(self, sampler: EpochSampler, num_epochs: int = 0):
-        """num_epochs: of the run; an iteration ends with the last one. 0: it ends with its epoch."""
+        """num_epochs: the number of epochs of the run; an iteration ends with the last one. 0: it
+        ends with its epoch.
+        """
         self.sampler = sampler
         self.num_epochs = num_epochs
 
@@ -136,7 +146,8 @@ class MicroBatchSampler(Sampler[list[SampleKey]]):
         while True:
             samples = iter(self.sampler)
             for size in cycle(self.sampler.micro_batch_sizes):
-                if not (micro_batch := list(islice(samples, size))):
+                micro_batch = list(islice(samples, size))
+                if not micro_batch:
                     break
                 yield micro_batch
             if self.sampler.epoch + 1 >= self.num_epochs:
@@ -145,26 +156,29 @@ class MicroBatchSampler(Sampler[list[SampleKey]]):
 
 
 def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> int:
-    """The number of images, rounded down to a multiple of `repeats_multiple`. Raises DataError if that is 0."""
+    """The number of images, rounded down to a multiple of `repeats_multiple`. Raises DataError if
+    that is 0.
+    """
     if repeats_multiple is None:
         return num_images
     if num_images < repeats_multiple:
-        what = (
-            f"{num_images} training images are fewer than data.repeats_multiple, {repeats_multiple}"
+        raise DataError(
+            f"{num_images} training images are fewer than data.repeats_multiple, "
+            f"{repeats_multiple}.",
+            "Set it to null.",
         )
-        raise DataError(f"{what}\nset it to null")
     return num_images // repeats_multiple * repeats_multiple
 
 
 def class_quotas(counts: np.ndarray, balance: float, num_samples: int) -> np.ndarray:
     """The samples of each class in an epoch, int64 (classes,), `num_samples` together.
 
-    Proportional to n^(1 - balance), where n is the class's number in `counts`; rounded by the largest remainder.
+    Proportional to n^(1 - balance), where n is the class's number in `counts`; rounded by the
+    largest remainder.
     """
     shares = np.where(counts > 0, np.maximum(counts, 1.0) ** (1 - balance), 0)
-    exact = np.round(
-        num_samples * shares / shares.sum(), 6
-    )  # the last bits may differ between processors
+    # the last bits may differ between processors
+    exact = np.round(num_samples * shares / shares.sum(), 6)
     quotas = np.floor(exact).astype(np.int64)
     largest = np.argsort(quotas - exact, kind="stable")
     quotas[largest[: num_samples - quotas.sum()]] += 1
@@ -176,10 +190,12 @@ def balanced_samples(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The samples of an epoch, class by class: (images, occurrences), each int64 (samples,).
 
-    Of a class with n images and quota q, each image has floor(q / n) samples; the others come first in a permutation
-    with the key (seed, epoch, class). occurrences: which sample of its image in this epoch it is, from 0.
+    Of a class with n images and quota q, each image has floor(q / n) samples; the others come first
+    in a permutation with the key (seed, epoch, class). occurrences: which sample of its image in
+    this epoch it is, from 0.
     """
-    samples, occurrences = [], []
+    samples = []
+    occurrences = []
     for number, (images, quota) in enumerate(zip(images_by_class, quotas, strict=True)):
         if quota > 0:
             times, rest = divmod(quota, len(images))
@@ -192,5 +208,7 @@ def balanced_samples(
 
 
 def shard_for_eval(num_images: int, rank: int, world_size: int) -> range:
-    """This rank's share of an evaluation: unpadded, each image on exactly one rank, sizes differ by at most one."""
+    """This rank's share of an evaluation: unpadded, each image on exactly one rank, sizes differ by
+    at most one.
+    """
     return range(rank, num_images, world_size)

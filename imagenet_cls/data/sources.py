@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -17,7 +16,7 @@ import torch
 from PIL import Image
 
 from imagenet_cls.data.archive_files import ArchiveChangedError
-from imagenet_cls.data.classes import match_classes
+from imagenet_cls.data.classes import match_classes, targets_of_dataset
 from imagenet_cls.data.decode import (
     ChooseBox,
     decode_region,
@@ -45,12 +44,13 @@ class ImageSource(Protocol):
     def __len__(self) -> int: ...
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        """Image `i` as uint8 (3, H, W) on the CPU, and its target. Raises DataError if it cannot be read."""
+        """Image `i` as uint8 (3, H, W) on the CPU, and its target. Raises DataError if it cannot be
+        read.
+        """
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
-        """As `load`, but only the pixels in the box that `choose` returns need to be defined. Also returns the box.
-
-        The image may be smaller (`data.min_decoded_px`); then the box is that of the smaller image.
+        """As `load`, but only the pixels in the box that `choose` returns need to be defined. Also
+        returns the box.
         """
         image, target = self.load(i)
         return image, choose(*image.shape[1:]), target
@@ -67,13 +67,12 @@ class FolderSource(ImageSource):
     """Image files of an `ImageIndex`, in folders or in archives.
 
     exclude: the command and the key that leave bad images out, for the error about one. decode,
-    min_decoded_px, exif: keys of `data`.
+    exif: keys of `data`.
     """
 
     index: ImageIndex
     exclude: str | None = None
     decode: str = "auto"
-    min_decoded_px: int | None = None
     exif: str = "ignore"
     left_out: int = 0
 
@@ -86,15 +85,14 @@ class FolderSource(ImageSource):
         return len(self.index)
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
-        return self._decode(i, decode_upright if self.exif == "apply" else decode_rgb), int(
-            self.index.targets[i]
-        )
+        decode = decode_upright if self.exif == "apply" else decode_rgb
+        return self._decode(i, decode), int(self.index.targets[i])
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
-        decode = partial(
-            decode_region, choose=choose, turbojpeg=self.turbojpeg, min_px=self.min_decoded_px
-        )
-        image, box = self._decode(i, partial(decode, exif=self.exif))
+        def decode(data: bytes) -> tuple[torch.Tensor, Box]:
+            return decode_region(data, choose, self.turbojpeg, self.exif)
+
+        image, box = self._decode(i, decode)
         return image, box, int(self.index.targets[i])
 
     def _decode(self, i: int, decode: Callable[[bytes], T]) -> T:
@@ -103,26 +101,30 @@ class FolderSource(ImageSource):
         except ArchiveChangedError:  # about the archive, and not about this image
             raise
         except (OSError, DataError) as error:
-            reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{self.index.describe(i)}: {reason}\n{self._remedy(i)}")
+            reason = error.strerror if isinstance(error, OSError) else error.problem
+        raise DataError(f"{self.index.describe(i)}: {reason}.", self._remedy(i))
 
     def _remedy(self, i: int) -> str:
         """What to do about image `i`, which can't be read, in at most two lines."""
-        if self.index.spans is None:
+        if self.index.byte_ranges is None:
             path = shlex.quote(str(self.index.path(i)))
-            remedy = f"replace it (cp GOOD_FILE {path}), or delete it (rm {path}"
-            remedy += ", and its line in a list)"
+            remedy = (
+                f"Replace it (cp GOOD_FILE {path}), or delete it (rm {path}, and its line in a "
+                f"list)."
+            )
         else:
-            path = self.index.spans.archive(i)
+            path = self.index.byte_ranges.archive(i)
             command = "zip -d" if path.lower().endswith(".zip") else "tar --delete -f"
-            delete = f"{command} {shlex.quote(path)} IMAGE"
-            remedy = f"replace the archive, or delete the image in it ({delete})"
-        return remedy if self.exclude is None else f"{remedy},\nor leave it out: {self.exclude}"
+            remedy = (
+                f"Replace the archive, or delete the image in it ({command} {shlex.quote(path)} "
+                f"IMAGE)."
+            )
+        return remedy if self.exclude is None else f"{remedy}\nOr leave it out: {self.exclude}"
 
     def read(self, i: int) -> bytes:
         """The file of image `i`. Raises OSError, and DataError with the reason, without names."""
-        if self.index.spans is not None:
-            return self.index.spans.read(i)
+        if self.index.byte_ranges is not None:
+            return self.index.byte_ranges.read(i)
         path = os.path.join(self._root, self.index.names[i])  # noqa: PTH118 (pathlib is slower)
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123
             check_regular(file.fileno())
@@ -135,36 +137,38 @@ class FolderSource(ImageSource):
         return self.index.digest
 
 
-def describe_sizes(source: ImageSource) -> str | None:
-    """The sizes of at most 1,000 evenly spaced files, as number, sum and digest; None if the images are not files.
+def size_fingerprint(source: ImageSource) -> str | None:
+    """The sizes of at most 1,000 evenly spaced files, as number, sum and digest; None if the images
+    are not files.
 
-    Sizes reveal that a file was replaced under the same name. Reading the sizes of all files would take
-    minutes on a network disk.
+    Sizes reveal that a file was replaced under the same name. Reading the sizes of all files would
+    take minutes on a network disk.
     """
     if not isinstance(source, FolderSource):
         return None
     rows = np.linspace(0, len(source) - 1, min(len(source), _MAX_SIZES)).astype(int)
-    if source.index.spans is not None:
-        sizes = source.index.spans.size[rows].tolist()
+    if source.index.byte_ranges is not None:
+        sizes = source.index.byte_ranges.size[rows].tolist()
     else:
-        sizes = [
-            path.stat().st_size if path.is_file() else -1 for path in map(source.index.path, rows)
-        ]
-    return (
-        f"{len(sizes)} files of {sum(sizes)} bytes ({sha256(str(sizes).encode()).hexdigest()[:16]})"
-    )
+        paths = map(source.index.path, rows)
+        sizes = [path.stat().st_size if path.is_file() else -1 for path in paths]
+    digest = sha256(str(sizes).encode()).hexdigest()[:16]
+    return f"{len(sizes)} files of {sum(sizes)} bytes ({digest})"
 
 
 def exif_warning(source: ImageSource) -> str | None:
-    """A warning if 5 % or more of at most 200 evenly spaced files have an EXIF orientation that `data.exif` ignores.
+    """A warning if 5 % or more of at most 200 evenly spaced files have an EXIF orientation that
+    `data.exif` ignores.
 
-    Reads the files for at most a few seconds, in an order in which the first ones are spread, too, and in a thread, so
-    that a disk that hangs does not stop the run here. A file that can't be read is an error only when it is used.
+    Reads the files for at most a few seconds, in an order in which the first ones are spread, too,
+    and in a thread, so that a disk that hangs does not stop the run here. A file that can't be read
+    is an error only when it is used.
     """
     if not isinstance(source, FolderSource) or source.exif == "apply":
         return None
     rows = np.linspace(0, len(source) - 1, min(len(source), _MAX_ORIENTATIONS)).astype(int)
-    end, found = time.monotonic() + _ORIENTATIONS_SEC, list[int]()
+    end = time.monotonic() + _ORIENTATIONS_SEC
+    found: list[int] = []
 
     def examine() -> None:
         for row in np.random.default_rng(0).permutation(rows).tolist():
@@ -182,8 +186,8 @@ def exif_warning(source: ImageSource) -> str | None:
     if rotated == 0 or rotated < 0.05 * len(orientations):
         return None
     return (
-        f"warning: {rotated} of {len(orientations)} training images that were examined have an EXIF orientation, "
-        "which is ignored; set data.exif=apply to rotate them"
+        f"warning: {rotated} of {len(orientations)} training images that were examined have an "
+        f"EXIF orientation, which is ignored; set data.exif=apply to rotate them"
     )
 
 
@@ -191,7 +195,8 @@ def exif_warning(source: ImageSource) -> str | None:
 class MapSource(ImageSource):
     """A map-style dataset of (image, target): torchvision's, or a user's own.
 
-    Images are Pillow images of any mode, or uint8 tensors (3, H, W) or (1, H, W). Raises DataError for anything else.
+    Images are Pillow images of any mode, or uint8 tensors (3, H, W) or (1, H, W). Raises DataError
+    for anything else.
     """
 
     dataset: Any
@@ -205,7 +210,7 @@ class MapSource(ImageSource):
         item = self.dataset[i]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise DataError(
-                f"{self.name(i)}: {_describe(item)}; a dataset must return (image, target) pairs"
+                f"{self.name(i)} is {_describe(item)}.", "Return (image, target) from the dataset."
             )
         image, target = item
         if isinstance(image, Image.Image):
@@ -214,17 +219,20 @@ class MapSource(ImageSource):
             isinstance(image, torch.Tensor) and image.dtype == torch.uint8 and image.ndim == 3
         )
         if not is_image or image.shape[0] not in (1, 3):
-            remedy = (
-                "return a Pillow image or a uint8 tensor (3, H, W), without a transform to floats"
+            raise DataError(
+                f"{self.name(i)}: its image is {_describe(image)}.",
+                "Return a Pillow image or a uint8 tensor (3, H, W), without a transform to floats.",
             )
-            raise DataError(f"{self.name(i)}: its image is {_describe(image)}; {remedy}")
         try:
             number = int(target)
         except (TypeError, ValueError):
             number = -1
         if not 0 <= number < len(self.classes):
-            remedy = f"return an integer from 0 to {len(self.classes) - 1}, the dataset has {len(self.classes)} classes"
-            raise DataError(f"{self.name(i)}: its target is {target!r}; {remedy}")
+            raise DataError(
+                f"{self.name(i)}: its target is {target!r}, and the dataset has "
+                f"{len(self.classes)} classes.",
+                f"Return an integer from 0 to {len(self.classes) - 1}.",
+            )
         return image.expand(3, -1, -1), number
 
     def name(self, i: int) -> str:
@@ -233,7 +241,7 @@ class MapSource(ImageSource):
     def digest(self) -> str:
         """Over name, length, classes, and the targets where the dataset lists them."""
         digest = sha256("\0".join([self.dataset_name, str(len(self)), *self.classes]).encode())
-        targets = known_targets(self.dataset)
+        targets = targets_of_dataset(self.dataset)
         if targets is not None:
             digest.update(targets.astype("<i8").tobytes())
         return digest.hexdigest()
@@ -242,7 +250,8 @@ class MapSource(ImageSource):
 class SubsetSource(ImageSource):
     """Some images of another source, in the order of `rows`, int64 (N,).
 
-    numbers: the new target of each target, int64 (classes of the source,), and `classes` their names.
+    numbers: the new target of each target, int64 (classes of the source,), and `classes` their
+    names.
     """
 
     def __init__(
@@ -285,12 +294,13 @@ def with_classes(
     subset: bool = False,
     ignore_others: bool = False,
 ) -> ImageSource:
-    """The source with targets in the order of `classes`, matched as in `match_classes`, without ignored classes."""
+    """The source with targets in the order of `classes`, matched as in `match_classes`, without
+    ignored classes.
+    """
     if source.classes == tuple(classes):
         return source
-    numbers = np.array(
-        match_classes(source.classes, classes, place, subset, ignore_others), np.int64
-    )
+    positions = match_classes(source.classes, classes, place, subset, ignore_others)
+    numbers = np.array(positions, np.int64)
     rows = np.arange(len(source))
     if (numbers < 0).any():
         rows = rows[numbers[required_targets(source, "data.classes")] >= 0]
@@ -303,13 +313,17 @@ def with_classes(
 
 
 def targets_of(source: ImageSource) -> np.ndarray | None:
-    """All targets of a source, int64 (N,), without reading images; None where they are not known."""
+    """All targets of a source, int64 (N,), without reading images; None where they are not
+    known.
+    """
     if isinstance(source, SubsetSource):
         whole = targets_of(source.source)
         return None if whole is None else source.numbers[whole[source.rows]]
     if isinstance(source, FolderSource):
         return source.index.targets
-    return known_targets(source.dataset) if isinstance(source, MapSource) else None
+    if isinstance(source, MapSource):
+        return targets_of_dataset(source.dataset)
+    return None
 
 
 def required_targets(source: ImageSource, key: str) -> np.ndarray:
@@ -317,53 +331,21 @@ def required_targets(source: ImageSource, key: str) -> np.ndarray:
     targets = targets_of(source)
     if targets is None:
         raise DataError(
-            f"{key}: needs the class of each image, which is not known without reading the images ({source.name(0)})\n"
-            f"give the dataset an attribute `targets` (a list of integers), or don't set {key}"
+            f"{key}: needs the class of each image, which is not known without reading the images "
+            f"({source.name(0)}).",
+            f"Give the dataset an attribute `targets` (a list of integers), or don't set {key}.",
         )
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= len(source.classes):
         raise DataError(
             f"{key}: the targets of {source.name(0)} and others are {low} to {high}, and there are "
-            f"{len(source.classes)} classes\ngive integers from 0 to {len(source.classes) - 1}"
+            f"{len(source.classes)} classes.",
+            f"Give integers from 0 to {len(source.classes) - 1}.",
         )
     return targets
-
-
-def known_targets(dataset: Any) -> np.ndarray | None:
-    """All targets of a map-style dataset, int64 (N,), without reading images; None where it doesn't list them."""
-    for attribute in ("targets", "labels", "_labels", "_targets"):
-        try:
-            targets = np.asarray(getattr(dataset, attribute, None), np.int64)
-        except (TypeError, ValueError):
-            continue
-        if targets.shape == (len(dataset),):
-            return targets
-    return None
-
-
-def known_classes(dataset: Any, name: str) -> tuple[str, ...]:
-    """Class names of a map-style dataset, from `classes`, `class_to_idx`, `num_classes` or targets, else DataError."""
-    classes = getattr(dataset, "classes", None)
-    if classes is not None and len(classes):
-        # torchvision's ImageNet and Imagenette give a tuple of synonyms for each class
-        return tuple(
-            ", ".join(entry) if isinstance(entry, (tuple, list)) else str(entry)
-            for entry in classes
-        )
-    by_name = getattr(dataset, "class_to_idx", None)
-    if by_name:
-        return tuple(sorted(by_name, key=by_name.__getitem__))
-    count = getattr(dataset, "num_classes", None)
-    if count is None:
-        targets = known_targets(dataset)
-        if targets is None or not len(targets):
-            remedy = "give the dataset an attribute `classes` (a list of names), `num_classes` or `targets`"
-            raise DataError(f"{name}: the number of classes is unknown\n{remedy}")
-        count = int(targets.max()) + 1
-    return tuple(map(str, range(int(count))))
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"of type {type(value).__name__}"
+    return f"a {type(value).__name__}"

@@ -1,6 +1,9 @@
-"""Which images of a part are held out for validation, and which are trained on: by hashes of their names.
+"""Which images of a part are held out for validation, and which are trained on.
 
-A hash depends on the name alone, so the choice is the same on every machine, and added files move few others.
+Decided by hashes of their names.
+
+A hash depends on the name alone, so the choice is the same on every machine, and added files move
+few others.
 """
 
 import os
@@ -11,7 +14,8 @@ from hashlib import blake2b
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.errors import DataError, format_value
+from imagenet_cls.errors import DataError
+from imagenet_cls.text import format_value
 
 Names = Sequence[bytes] | np.ndarray
 """Paths below the part's folder as bytes, or what stands for them."""
@@ -20,7 +24,8 @@ Names = Sequence[bytes] | np.ndarray
 def split_by_config(
     data: DataConfig, names: Names, targets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of the training part that are trained on, and those that are held out: int64, ascending.
+    """The rows of the training part that are trained on, and those that are held out: int64,
+    ascending.
 
     Raises DataError if the config holds out none, and for a name that `data.group` does not match.
     """
@@ -31,7 +36,8 @@ def split_by_config(
         mask = held_out_mask(names, targets, data.val_fraction, groups)
     else:
         raise DataError(
-            "no validation images: data.val and data.val_fraction are null\nset data.val_fraction=0.1"
+            "No validation images: data.val and data.val_fraction are null.",
+            "Set data.val_fraction=0.1.",
         )
     return np.flatnonzero(~mask), np.flatnonzero(mask)
 
@@ -43,7 +49,9 @@ def name_hashes(names: Names) -> np.ndarray:
 
 
 def fold_mask(names: Names, fold: Sequence[int]) -> np.ndarray:
-    """Which images are of fold i of k, where fold is [i, k]: bool (N,). Those whose hash modulo k is i."""
+    """Which images are of fold i of k, where fold is [i, k]: bool (N,). Those whose hash modulo k
+    is i.
+    """
     number, folds = fold
     mask: np.ndarray = name_hashes(names) % np.uint64(folds) == np.uint64(number)
     return mask
@@ -54,11 +62,13 @@ def held_out_mask(
 ) -> np.ndarray:
     """Which images are held out for validation: bool (N,).
 
-    Of each class with n images, those round(n * fraction) (half to even) with the smallest hash of their name; at least
-    one, and not all, where the class has two or more images. A single image stays in training.
+    Of each class with n images, those round(n * fraction) (half to even) with the smallest hash of
+    their name; at least one, and not all, where the class has two or more images. A single image
+    stays in training.
 
-    groups: of each image. Then groups are held out instead of images, until the number of their images is nearest to
-    the fraction; class by class if no group has images of several classes, else of all.
+    groups: the group of each image. Then groups are held out instead of images, until the number of
+    their images is nearest to the fraction; class by class if no group has images of several
+    classes, else of all.
     """
     if groups is None:
         return _smallest_hashes(
@@ -69,16 +79,16 @@ def held_out_mask(
     if (classes[group_of] != targets).any():
         classes = np.zeros_like(classes)
     hashes = name_hashes(unique)
-    held_out: np.ndarray = _smallest_hashes(hashes, classes, np.bincount(group_of), fraction)[
-        group_of
-    ]
-    return held_out
+    held_out: np.ndarray = _smallest_hashes(hashes, classes, np.bincount(group_of), fraction)
+    return held_out[group_of]
 
 
 def _smallest_hashes(
     hashes: np.ndarray, classes: np.ndarray, sizes: np.ndarray, fraction: float
 ) -> np.ndarray:
-    """Which units (images, or groups of `sizes` images) are held out of each class: bool (units,)."""
+    """Which units (images, or groups of `sizes` images) are held out of each class: bool
+    (units,).
+    """
     mask = np.zeros(len(hashes), bool)
     for rows in _by_class(hashes, classes):
         if len(rows) >= 2:
@@ -106,7 +116,8 @@ def _by_class(hashes: np.ndarray, classes: np.ndarray) -> list[np.ndarray]:
 
 
 def group_names(names: Names, pattern: str) -> list[bytes]:
-    """The group of each image: group 1 of the first match of `pattern` in its name, or the whole match without one.
+    """The group of each image: group 1 of the first match of `pattern` in its name, or the whole
+    match without one.
 
     Raises DataError for a name without a match.
     """
@@ -114,13 +125,12 @@ def group_names(names: Names, pattern: str) -> list[bytes]:
     groups = []
     for name in map(os.fsdecode, names):
         match = compiled.search(name)
-        group = match and match[min(compiled.groups, 1)]
+        group = None if match is None else match[min(compiled.groups, 1)]
         if group is None:
-            what = (
-                f"data.group: {format_value(pattern)} does not match the path {format_value(name)}"
-            )
             raise DataError(
-                f"{what}\ngive a regular expression that matches the path of every training image"
+                f"data.group: {format_value(pattern)} does not match the path "
+                f"{format_value(name)}.",
+                "Give a regular expression that matches the path of every training image.",
             )
         groups.append(os.fsencode(group))
     return groups

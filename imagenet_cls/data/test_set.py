@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import numpy as np
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.classes import chosen_classes, join_names
-from imagenet_cls.data.datasets import check_heif, index_part
-from imagenet_cls.data.index import SPLIT_NAMES
-from imagenet_cls.data.lists import exclude_images
+from imagenet_cls.data.datasets import index_part, open_files
+from imagenet_cls.data.index import SPLIT_NAMES, list_folder
 from imagenet_cls.data.sources import FolderSource, ImageSource, targets_of, with_classes
 from imagenet_cls.errors import DataError
 
@@ -25,22 +23,41 @@ def locate_test_set(path: Path, data: DataConfig, list_root: str | None = None) 
     pattern of their names, or a folder in an archive; or a list, whose paths are relative to
     `list_root` (None: to the folder of the list). Raises DataError.
     """
-    path, name = path.expanduser(), "folder"
+    path = path.expanduser()
+    name = "folder"
     archives = [p for p in path.parents if is_archive(p.name) and os.path.isfile(p)]  # noqa: PTH113
     if os.path.isdir(path):  # noqa: PTH112 (pathlib raises for names that no file can have)
-        root, part = path, _validation_part(path)
+        root = path
+        part = _validation_part(path)
     elif archives:
-        root, part = archives[0], str(path.relative_to(archives[0]))
+        root = archives[0]
+        part = str(path.relative_to(root))
     elif os.path.isfile(path) and not is_archive(path.name):  # noqa: PTH113
-        name, root, part = "list", path.parent, path.name
+        check_text(path)
+        name = "list"
+        root = path.parent
+        part = path.name
         if list_root is not None:
-            root, part = Path(list_root), os.path.abspath(path)  # noqa: PTH100 (keeps links)
+            root = Path(list_root)
+            part = os.path.abspath(path)  # noqa: PTH100 (keeps links)
     elif find_archives(path.parent, path.name):
-        root, part = path.parent, path.name
+        root = path.parent
+        part = path.name
     else:
-        raise DataError(f"{path}: neither a folder nor a file.\nCorrect the path after --data.")
+        raise DataError(f"{path}: neither a folder nor a file.", "Correct the path after --data.")
     data = replace(data, name=name, root=str(root), val=part, kwargs={}, exclude=None)
     return replace(data, val_fraction=None, fold=None, group=None)
+
+
+def check_text(path: Path) -> None:
+    """Raise DataError for a file that is no list of images, such as a compressed archive."""
+    with path.open("rb") as file:
+        if b"\0" not in file.read(1024):
+            return
+    raise DataError(
+        f"{path}: not a text file, and only a .tar or .zip file is read as an archive.",
+        "Give a folder of classes, a .tar or .zip archive, or a list of images after --data.",
+    )
 
 
 def _validation_part(folder: Path) -> str:
@@ -48,9 +65,10 @@ def _validation_part(folder: Path) -> str:
     for part in ("val", "val.tar", "val.zip"):
         if (folder / part).is_dir() or find_archives(folder, part):
             return part
-    found: list[str] = []
-    with suppress(OSError), os.scandir(folder) as entries:  # `index_folder` raises an error for it
-        found = sorted(entry.name for entry in entries if entry.is_dir() and entry.name[0] != ".")
+    try:
+        found = sorted(map(os.fsdecode, list_folder(os.fsencode(folder)).folders))
+    except OSError:  # `index_folder` raises an error that explains it
+        return "."
     if found:
         check_no_parts(folder, found)
     return "."
@@ -59,9 +77,11 @@ def _validation_part(folder: Path) -> str:
 def check_no_parts(place: Path, found: Sequence[str]) -> None:
     """Raise DataError if all folders in `place` are called as the parts of a dataset."""
     if SPLIT_NAMES.issuperset(map(str.lower, found)):
-        what = f"holds the parts of a dataset ({join_names(found)}), not classes"
         part = next((name for name in found if not name.lower().startswith("train")), found[0])
-        raise DataError(f"{place}: {what}.\nName the part to evaluate: --data {place / part}")
+        raise DataError(
+            f"{place}: holds the parts of a dataset ({join_names(found)}), not classes.",
+            f"Name the part to evaluate: --data {place / part}",
+        )
 
 
 def open_test_set(
@@ -71,22 +91,32 @@ def open_test_set(
 ) -> ImageSource:
     """The validation part of `folder` or `list`, whatever the training part is.
 
-    classes: of the weights to evaluate, to which the images are matched. None: those of the images.
+    classes: the classes of the weights to evaluate, to which the images are matched. None: the
+    images'.
     subset: the images need not have all classes. Raises DataError.
     """
     assert data.val is not None
-    place, chosen = Path(data.root).expanduser() / data.val, chosen_classes(data)
+    place = Path(data.root).expanduser() / data.val
+    chosen = chosen_classes(data)
     index = index_part(data, data.val, None if chosen else classes, must_match=False)
-    if index.spans is not None and (np.char.count(index.names, b"/") > 1).all():
+    if index.byte_ranges is not None and (np.char.count(index.names, b"/") > 1).all():
         check_no_parts(place, index.classes)
-    count = len(index)
-    if data.exclude is not None:
-        root, bad_images = Path(data.root).expanduser(), Path(data.exclude).expanduser()
-        index, _ = exclude_images(index, root, bad_images, "validation")
-    check_heif(index)
-    source = FolderSource(index, None, data.decode, exif=data.exif, left_out=count - len(index))
+    source, _ = open_files(data, index, is_training=False)
+    # The remedy for a bad image would name keys of the training data, and not --data.
+    source = replace(source, exclude=None)
     names = chosen or classes
-    return source if names is None else with_classes(source, names, place, subset, bool(chosen))
+    if names is None:
+        return source
+    try:
+        return with_classes(source, names, place, subset, ignore_others=chosen is not None)
+    except DataError as error:
+        if "data.val" not in error.remedy:
+            raise
+        # This remedy is for training, and the images may be given by --data.
+        raise DataError(
+            error.problem,
+            "Name the classes as in training. To evaluate only some of them: eval.classes=present",
+        ) from error
 
 
 def describe_images(data: DataConfig, source: ImageSource) -> str:
@@ -94,10 +124,13 @@ def describe_images(data: DataConfig, source: ImageSource) -> str:
     targets = targets_of(source)
     classes = len(source.classes) if targets is None else len(np.unique(targets))
     part = data.train if data.val is None else data.val
-    has_files = data.name != "synthetic" and ":" not in data.name
-    place = str(Path(data.root) / part) if has_files else f"{data.name}, part {part!r}"
+    place = f"{data.name}, part {part!r}"
+    if isinstance(source, FolderSource):
+        place = str(Path(data.root) / part)
     where = f"in {place}"
     if data.val is None:
-        fold = "" if data.fold is None else f"data.fold={data.fold}"
-        where = f"held out of {place} by {fold or f'data.val_fraction={data.val_fraction}'}"
+        split = f"data.val_fraction={data.val_fraction}"
+        if data.fold is not None:
+            split = f"data.fold={data.fold}"
+        where = f"held out of {place} by {split}"
     return f"{len(source)} images of {classes} classes, {where}"

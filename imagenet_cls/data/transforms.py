@@ -1,6 +1,9 @@
-"""Transforms on uint8 tensors, in the workers: crop, flips, policy, color jitter, grayscale; resize for evaluation.
+"""Transforms on uint8 tensors, in the workers.
 
-Cast and normalization happen on the device (`device`), and so does erasing: only its boxes are drawn here.
+Crop, flips, policy, color jitter, grayscale; resize for evaluation.
+
+Cast and normalization happen on the device (`device`), and so does erasing: only its boxes are
+drawn here.
 """
 
 import math
@@ -27,7 +30,8 @@ from imagenet_cls.data.policies import OnPillow, build_policy, to_pil_image
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.seeding import seed_generators
 
-# "nearest" is Pillow's, which torch calls nearest-exact (ties aside); torch's own `nearest` is off by half a pixel.
+# "nearest" is Pillow's, which torch calls nearest-exact (ties aside); torch's own `nearest` is off
+# by half a pixel.
 INTERPOLATIONS = {
     "nearest": InterpolationMode.NEAREST_EXACT,
     "bilinear": InterpolationMode.BILINEAR,
@@ -37,19 +41,20 @@ RANDOM_INTERPOLATIONS = ("bilinear", "bicubic")
 # Half the width of an antialiasing filter, in pixels of the smaller of the two images, or more.
 _SUPPORTS = {"nearest": 1.0, "bilinear": 1.0, "bicubic": 2.0}
 HAS_AVX2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-# A box as long as the image, or longer, is drawn again; after this many draws there is none (timm: 10 as well).
+# A box as long as the image, or longer, is drawn again; after this many draws there is none (timm:
+# 10 as well).
 BOX_ATTEMPTS = 10
 
 
 def size_px_at(augment: AugmentConfig, epoch: int) -> Size:
-    """Size of the training images of epoch `epoch` (from 0): `augment.size_px`, or with progressive resizing a side.
+    """Size of the training images of epoch `epoch` (from 0): `augment.size_px`, or with progressive
+    resizing a side.
 
     Interpolated and rounded to a multiple of `multiple_px` as in FFCV's `rn50_train.py`.
     """
-    points = augment.progressive
-    return (
-        augment.size_px if points.epochs is None else int(_sides_at(points, np.array([epoch]))[0])
-    )
+    if augment.progressive.epochs is None:
+        return augment.size_px
+    return int(_sides_at(augment.progressive, np.array([epoch]))[0])
 
 
 def sizes_px(augment: AugmentConfig) -> list[Size]:
@@ -67,30 +72,35 @@ def _sides_at(points: ProgressiveConfig, epochs: NDArray[np.integer]) -> NDArray
 
 
 class TrainTransform:
-    """From a decoded image, uint8 (3, H, W), to its views, each uint8 (C, *size). size: `size_px_at` the epoch. C: 3,
-    or 1 if `mean` has one number: gray.
+    """From a decoded image, uint8 (3, H, W), to its views, each uint8 (C, *size). size:
+    `size_px_at` the epoch. C: 3, or 1 if `mean` has one number: gray.
 
-    Order: crop and resize as `augment.crop` says, horizontal flip, vertical flip, policy, color jitter, grayscale, as
-    in torchvision and timm (which omits color jitter beside most policies). The draws are those of torchvision's v2, in
-    the same order, from torch's default CPU generator. Resizing is antialiased.
+    Order: crop and resize as `augment.crop` says, horizontal flip, vertical flip, policy, color
+    jitter, grayscale, as in torchvision and timm (which omits color jitter beside most policies).
+    Draws the same numbers as torchvision's v2, in the same order, from torch's default CPU
+    generator. Resizing is antialiased.
 
-    With `splits`, as in timm's AugMixDataset, all views share one crop and its flips; the first has no other transform.
+    With `splits`, as in timm's AugMixDataset, all views share one crop and its flips; the first has
+    no other transform.
     """
 
     def __init__(self, augment: AugmentConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
-        """mean: per channel, of values scaled to 0..1; timm's policies fill empty corners with it."""
-        self.augment, self.channels = augment, len(mean)
+        """mean: per channel, of values scaled to 0..1; timm's policies fill empty corners with
+        it.
+        """
+        self.augment = augment
+        self.channels = len(mean)
         self.splits = augment.splits
-        # Built for all sizes at once: a policy that draws in its constructor must not draw from a sample's generators.
+        # Built for all sizes at once: a policy that draws in its constructor must not draw from a
+        # sample's generators.
         sizes = [height_width(size_px) for size_px in sizes_px(augment)]
         self.policies = {size: build_policy(augment, min(size), mean) for size in sizes}
         pad = {"padding": augment.pad_px, "padding_mode": augment.pad_mode}
         self.pad_crops = {
             size: v2.RandomCrop(size, **pad) for size in sizes if augment.crop == "pad_crop"
         }
-        self.log_ratio: list[float] = (
-            torch.tensor(augment.ratio).log().tolist()
-        )  # float32, as in torchvision
+        # float32, as in torchvision
+        self.log_ratio: list[float] = torch.tensor(augment.ratio).log().tolist()
         jitter = augment.color_jitter
         amounts = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
         self.jitter = v2.ColorJitter(*amounts) if any(amounts) and jitter.prob > 0 else None
@@ -98,30 +108,34 @@ class TrainTransform:
     def __call__(
         self, image: torch.Tensor, epoch: int, keys: Sequence[int], crop: Box | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """`splits` views, each with the boxes to erase: int32 (n, 4), or None. crop: None to draw it.
+        """`splits` views, each with the boxes to erase: int32 (n, 4), or None. crop: None to draw
+        it.
 
         keys: one for each view. The caller has seeded the default generators with the first one.
         """
         assert len(keys) == self.splits, (keys, self.splits)
-        erasing = self.augment.erasing
         base = self.crop_and_flip(image, epoch, crop)
-        views: list[tuple[torch.Tensor, torch.Tensor | None]] = (
-            [(base, None)] if self.splits > 1 else []
-        )
-        for key in keys[len(views) :]:
-            if views:
-                seed_generators(key)
-            view = self.color_transforms(base)
-            views.append(
-                (view, draw_boxes(erasing, list(view.shape[1:])) if erasing.prob > 0 else None)
-            )
+        if self.splits == 1:
+            return [self.color_and_boxes(base)]
+        views: list[tuple[torch.Tensor, torch.Tensor | None]] = [(base, None)]
+        for key in keys[1:]:
+            seed_generators(key)
+            views.append(self.color_and_boxes(base))
         return views
+
+    def color_and_boxes(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The image after `color_transforms`, and its boxes to erase, if any are drawn."""
+        image = self.color_transforms(image)
+        erasing = self.augment.erasing
+        boxes = draw_boxes(erasing, list(image.shape[1:])) if erasing.prob > 0 else None
+        return image, boxes
 
     def crop_and_flip(
         self, image: torch.Tensor, epoch: int, crop: Box | None = None
     ) -> torch.Tensor:
         """uint8 (3, H, W) -> uint8 (C, *size)"""
-        augment, size = self.augment, height_width(size_px_at(self.augment, epoch))
+        augment = self.augment
+        size = height_width(size_px_at(augment, epoch))
         top, left, height, width = crop or self.draw_crop(*image.shape[1:])
         interpolation: str = augment.interpolation
         if interpolation == "random":
@@ -137,7 +151,8 @@ class TrainTransform:
         return image
 
     def draw_crop(self, height: int, width: int) -> Box:
-        """A random crop, from the draws of `v2.RandomResizedCrop`, in less time; else the whole image, without draws.
+        """A random crop, from the draws of `v2.RandomResizedCrop`, in less time; else the whole
+        image, without draws.
 
         If ten crops do not fit, it is the largest centered crop with a ratio within the bounds.
         """
@@ -146,53 +161,51 @@ class TrainTransform:
         for _ in range(10):
             area = height * width * torch.empty(()).uniform_(*self.augment.scale).item()
             ratio = torch.empty(()).uniform_(*self.log_ratio).exp_().item()
-            crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            crop_width = round(math.sqrt(area * ratio))
+            crop_height = round(math.sqrt(area / ratio))
             if 0 < crop_width <= width and 0 < crop_height <= height:
-                top, left = (
-                    torch.randint(height - crop_height + 1, ()),
-                    torch.randint(width - crop_width + 1, ()),
-                )
-                return Box(int(top), int(left), crop_height, crop_width)
+                top = int(torch.randint(height - crop_height + 1, ()))
+                left = int(torch.randint(width - crop_width + 1, ()))
+                return Box(top, left, crop_height, crop_width)
         low, high = self.augment.ratio
         ratio = min(max(width / height, low), high)
-        crop_width, crop_height = (
-            min(width, round(height * ratio)),
-            min(height, round(width / ratio)),
-        )
-        box = (
-            (height - crop_height) // 2,
-            (width - crop_width) // 2,
-            max(crop_height, 1),
-            max(crop_width, 1),
-        )
-        return Box(*box)
+        crop_width = min(width, round(height * ratio))
+        crop_height = min(height, round(width / ratio))
+        top = (height - crop_height) // 2
+        left = (width - crop_width) // 2
+        return Box(top, left, max(crop_height, 1), max(crop_width, 1))
 
     def color_transforms(self, image: torch.Tensor) -> torch.Tensor:
-        """Policy (which may also shear and translate), color jitter, grayscale: uint8 (C, *size) -> the same."""
+        """Policy (which may also shear and translate), color jitter, grayscale: uint8 (C, *size) ->
+        the same.
+        """
         policy = self.policies[image.shape[1], image.shape[2]]
         if policy is not None:
             image = policy(image if isinstance(policy, OnPillow) else image.contiguous())
         jitter_prob = self.augment.color_jitter.prob
         if self.jitter is not None and (jitter_prob == 1 or draw_bernoulli(jitter_prob)):
-            image = self.jitter(
-                image.contiguous()
-            )  # with channels-last memory, some sums round differently
+            # with channels-last memory, some sums round differently
+            image = self.jitter(image.contiguous())
         if draw_bernoulli(self.augment.grayscale_prob):
             image = F.rgb_to_grayscale(image, num_output_channels=self.channels)
         return image
 
 
 def to_channels(image: torch.Tensor, channels: int) -> torch.Tensor:
-    """uint8 (3, H, W) -> uint8 (channels, H, W): unchanged for 3; for 1 gray, as by Pillow's `convert("L")`."""
+    """uint8 (3, H, W) -> uint8 (channels, H, W): unchanged for 3; for 1 gray, as by Pillow's
+    `convert("L")`.
+    """
     if channels == 3:
         return image
     return torch.from_numpy(np.array(to_pil_image(image).convert("L")))[None]
 
 
 def resize(image: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
-    """uint8 (C, H, W) -> uint8 (C, *size): torchvision's `F.resize` with antialiasing, the same bits, in less time.
+    """uint8 (C, H, W) -> uint8 (C, *size): torchvision's `F.resize` with antialiasing, the same
+    bits, in less time.
 
-    torch's AVX2 kernel is fastest on channels-last memory without gaps; it converts any other crop to planes first.
+    torch's AVX2 kernel is fastest on channels-last memory without gaps; it converts any other crop
+    to planes first.
     """
     is_channels_last = image.stride(0) == 1  # as decoders return it
     if (
@@ -212,10 +225,12 @@ def draw_bernoulli(prob: float) -> bool:
 
 
 def draw_boxes(erasing: ErasingConfig, size_px: Size) -> torch.Tensor:
-    """Boxes for one image: int32 (max_count, 4) of top, left, height, width in pixels; zeros where none.
+    """Boxes for one image: int32 (max_count, 4) of top, left, height, width in pixels; zeros where
+    none.
 
-    The draws are those of timm's RandomErasing, in its order, from `random`'s default generator. Zhong et al., "Random
-    Erasing Data Augmentation", 2017, algorithm 1, which draws the aspect ratio uniformly and not its logarithm.
+    Draws the same numbers as timm's RandomErasing, in its order, from `random`'s default generator.
+    Zhong et al., "Random Erasing Data Augmentation", 2017, algorithm 1, which draws the aspect
+    ratio uniformly and not its logarithm.
     """
     boxes = torch.zeros(erasing.max_count, 4, dtype=torch.int32)
     if random.random() > erasing.prob:
@@ -227,9 +242,11 @@ def draw_boxes(erasing: ErasingConfig, size_px: Size) -> torch.Tensor:
         for _ in range(BOX_ATTEMPTS):
             area = random.uniform(*erasing.scale) * rows * columns / count
             ratio = math.exp(random.uniform(*log_ratio))
-            height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            height = round(math.sqrt(area * ratio))
+            width = round(math.sqrt(area / ratio))
             if height < rows and width < columns:
-                top, left = random.randint(0, rows - height), random.randint(0, columns - width)
+                top = random.randint(0, rows - height)
+                left = random.randint(0, columns - width)
                 boxes[number] = torch.tensor([top, left, height, width])
                 break
     return boxes
@@ -238,13 +255,15 @@ def draw_boxes(erasing: ErasingConfig, size_px: Size) -> torch.Tensor:
 class EvalTransform:
     """Resize as `eval.mode` says, then crop the center: uint8 (3, H, W) -> uint8 (C, *crop_px).
 
-    The short side, with `squash` both sides, and with `pad` the long side becomes resize_px, or floor(crop_px /
-    crop_pct), as in timm's `transforms_imagenet_eval`. For [height, width] the image just covers both, with `pad` it
-    fits into both. mean: per channel, of values scaled to 0..1; the fill of `pad`. C: 3, or 1 if it has one number.
+    The short side, with `squash` both sides, and with `pad` the long side becomes resize_px, or
+    floor(crop_px / crop_pct), as in timm's `transforms_imagenet_eval`. For [height, width] the
+    image just covers both, with `pad` it fits into both. mean: per channel, of values scaled to
+    0..1; the fill of `pad`. C: 3, or 1 if it has one number.
     """
 
     def __init__(self, config: EvalConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
-        self.mode, self.channels = config.mode, len(mean)
+        self.mode = config.mode
+        self.channels = len(mean)
         self.fill = [round(255 * value) for value in mean]
         self.crop = height_width(config.crop_px)
         height, width = (
@@ -258,14 +277,10 @@ class EvalTransform:
         image = to_channels(image, self.channels)
         image = resize(image, list(self.resized_size(*image.shape[1:])), self.interpolation)
         if self.mode == "pad":
-            rows, columns = (
-                max(crop - side, 0) for crop, side in zip(self.crop, image.shape[1:], strict=True)
-            )
-            image = F.pad(
-                image,
-                [columns // 2, rows // 2, (columns + 1) // 2, (rows + 1) // 2],
-                fill=self.fill,
-            )
+            rows = max(self.crop[0] - image.shape[1], 0)
+            columns = max(self.crop[1] - image.shape[2], 0)
+            borders = [columns // 2, rows // 2, (columns + 1) // 2, (rows + 1) // 2]
+            image = F.pad(image, borders, fill=self.fill)
         return F.center_crop(image, list(self.crop))
 
     def resized_size(self, height: int, width: int) -> tuple[int, int]:
@@ -274,16 +289,19 @@ class EvalTransform:
         if self.mode == "squash":
             return rows, columns
         if self.mode == "pad" or rows != columns:
-            scale = (max if self.mode == "pad" else min)(height / rows, width / columns)
+            scales = height / rows, width / columns
+            scale = max(scales) if self.mode == "pad" else min(scales)
             return max(round(height / scale), 1), max(round(width / scale), 1)
         if height <= width:  # torchvision's resize of the short side
             return rows, int(rows * width / height)
         return int(rows * height / width), rows
 
     def needed_region(self, height: int, width: int) -> Box:
-        """A box that contains all pixels of an image of this size that the resized center crop depends on.
+        """A box that contains all pixels of an image of this size that the resized center crop
+        depends on.
 
-        The whole image is resized, undefined pixels included: resizing only the box would use other filter weights.
+        The whole image is resized, undefined pixels included: resizing only the box would use other
+        filter weights.
         """
         resized_height, resized_width = self.resized_size(height, width)
         top, bottom = self._needed_range(height, resized_height, self.crop[0])
@@ -293,9 +311,9 @@ class EvalTransform:
     def _needed_range(self, side: int, resized: int, crop: int) -> tuple[int, int]:
         """The rows or columns that the crop depends on: first, and last plus one."""
         scale = side / resized
-        support = (
-            _SUPPORTS[self.interpolation] * max(scale, 1.0) + 1.0
-        )  # one more pixel for rounding
+        # one more pixel for rounding
+        support = _SUPPORTS[self.interpolation] * max(scale, 1.0) + 1.0
         first = round((resized - crop) / 2.0)  # as `F.center_crop` rounds; negative where it pads
-        begin, end = scale * (first + 0.5) - support, scale * (first + crop - 0.5) + support
+        begin = scale * (first + 0.5) - support
+        end = scale * (first + crop - 0.5) + support
         return max(math.floor(begin), 0), min(math.ceil(end), side)

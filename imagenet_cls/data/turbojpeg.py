@@ -1,6 +1,7 @@
 """Decoding a region of a JPEG with libjpeg-turbo 3's TurboJPEG library, by ctypes.
 
-`tj3SetCroppingRegion` decodes only the rows and the blocks of a region, to the same pixels as the whole image.
+`tj3SetCroppingRegion` decodes only the rows and the blocks of a region, to the same pixels as the
+whole image.
 """
 
 import contextlib
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Environment variable with the path of the library, which is tried before the system's and the wheel `turbojpeg`.
+# Environment variable with the path of the library, which is tried before the system's and the
+# wheel `turbojpeg`.
 LIBRARY_VARIABLE = "IMAGENET_CLS_TURBOJPEG"
 _NAMES = (
     "libturbojpeg.so.0",
@@ -23,17 +25,17 @@ _NAMES = (
 # Constants of turbojpeg.h.
 _INIT_DECOMPRESS = 1
 _PIXEL_FORMAT_RGB = 0
-_STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT, _PRECISION, _COLORSPACE, _LOSSLESS = (
-    0,
-    4,
-    5,
-    6,
-    7,
-    8,
-    15,
-)
-_YCBCR, _GRAY = 1, 2
-# Width of an MCU (block of coded pixels) by TJSAMP: 4:4:4, 4:2:2, 4:2:0, gray. Others are rare, and were not tested.
+_STOP_ON_WARNING = 0
+_SUBSAMPLING = 4
+_WIDTH = 5
+_HEIGHT = 6
+_PRECISION = 7
+_COLORSPACE = 8
+_LOSSLESS = 15
+_YCBCR = 1
+_GRAY = 2
+# Width of an MCU (block of coded pixels) by TJSAMP: 4:4:4, 4:2:2, 4:2:0, gray. Others are rare, and
+# were not tested.
 _MCU_WIDTH = {0: 8, 1: 16, 2: 16, 3: 8}
 
 
@@ -45,28 +47,25 @@ class Box(NamedTuple):
     height: int
     width: int
 
-    def divided(self, divisor: int) -> "Box":
-        """The same region of an image of 1/divisor of the size, rounded down."""
-        return Box(*(number // divisor for number in self))
-
 
 class _Region(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "w", "h")]
 
 
-class _Scale(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("numerator", "denominator")]
-
-
 class TurboJpeg:
-    """The TurboJPEG library, loaded. path: of its file, or a name that the dynamic linker finds."""
+    """The TurboJPEG library, loaded. path: the path of its file, or a name that the dynamic linker
+    finds.
+    """
 
     def __init__(self, path: str):
-        """Raises OSError if it can't be loaded, AttributeError if it is older than libjpeg-turbo 3."""
+        """Raises OSError if it can't be loaded, AttributeError if it is older than libjpeg-turbo
+        3.
+        """
         self.path = path
         library = ctypes.CDLL(path)
-        handle, data, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
-        self._set_scale = _declare(library.tj3SetScalingFactor, handle, _Scale)
+        handle = ctypes.c_void_p
+        data = ctypes.c_char_p
+        size = ctypes.c_size_t
         self._set_region = _declare(library.tj3SetCroppingRegion, handle, _Region)
         self._set = _declare(library.tj3Set, handle, ctypes.c_int, ctypes.c_int)
         self._get = _declare(library.tj3Get, handle, ctypes.c_int)
@@ -79,19 +78,16 @@ class TurboJpeg:
         self._close = _declare(library.tj3Destroy, handle)
         self._close.restype = None
 
-    def __reduce__(
-        self,
-    ) -> tuple[type, tuple[str]]:  # to be sent to data workers that are not forked (macOS)
+    # to be sent to data workers that are not forked (macOS)
+    def __reduce__(self) -> tuple[type, tuple[str]]:
         return type(self), (self.path,)
 
-    def decode(
-        self, data: bytes, height: int, width: int, box: Box, divisor: int = 1
-    ) -> torch.Tensor | None:
-        """Decode a JPEG into uint8 (3, height / divisor, width / divisor), rounded up, channels-last.
+    def decode(self, data: bytes, height: int, width: int, box: Box) -> torch.Tensor | None:
+        """Decode a JPEG into uint8 (3, height, width), channels-last.
 
-        height, width: of its header. divisor: 1, 2, 4 or 8 (DCT scaling). box: in the resulting image; only the pixels
-        in it are defined. Returns None for files with errors or warnings, and for formats whose pixels were not tested
-        to be the same. Each call creates a handle, because a handle keeps tables and errors of earlier files.
+        height, width: as its header says. box: only the pixels in it are defined. Returns None for
+        files with errors or warnings, and for formats whose pixels were not tested to be the same.
+        Each call creates a handle, because a handle keeps tables and errors of earlier files.
         """
         handle = self._open(_INIT_DECOMPRESS)
         if not handle:
@@ -103,25 +99,19 @@ class TurboJpeg:
             mcu_width = _MCU_WIDTH.get(get(_SUBSAMPLING))
             if mcu_width is None or get(_COLORSPACE) not in (_YCBCR, _GRAY):
                 return None
-            if (get(_HEIGHT), get(_WIDTH), get(_PRECISION), get(_LOSSLESS)) != (
-                height,
-                width,
-                8,
-                0,
-            ):
+            found = get(_HEIGHT), get(_WIDTH), get(_PRECISION), get(_LOSSLESS)
+            if found != (height, width, 8, 0):
                 return None
-            if self._set_scale(handle, _Scale(1, divisor)):
-                return None
-            height, width = -(-height // divisor), -(-width // divisor)
-            # The left edge must be that of an MCU. Upsampling of chroma reads the neighboring columns.
-            margin = mcu_width // divisor if mcu_width > 8 else 0
-            mcu_width //= divisor
+            # The left edge must be the edge of an MCU. Upsampling of chroma reads the neighboring
+            # columns.
+            margin = mcu_width if mcu_width > 8 else 0
             left = max(box.left - margin, 0) // mcu_width * mcu_width
             right = min(box.left + box.width + margin, width)
             if self._set_region(handle, _Region(left, box.top, right - left, box.height)):
                 return None
             pixels = torch.empty(height, width, 3, dtype=torch.uint8)
-            start, pitch = pixels.data_ptr() + 3 * (box.top * width + left), 3 * width
+            pitch = 3 * width  # bytes of a row
+            start = pixels.data_ptr() + pitch * box.top + 3 * left
             if self._decode(handle, data, len(data), start, pitch, _PIXEL_FORMAT_RGB):
                 return None
             return pixels.permute(2, 0, 1)
@@ -137,7 +127,9 @@ def _declare(function: Any, *argument_types: type) -> Any:
 
 @functools.cache
 def find_turbojpeg() -> TurboJpeg | None:
-    """The library that `IMAGENET_CLS_TURBOJPEG` names, the system's, or the wheel's; None without libjpeg-turbo 3."""
+    """The library that `IMAGENET_CLS_TURBOJPEG` names, the system's, or the wheel's; None without
+    libjpeg-turbo 3.
+    """
     for path in filter(None, [os.environ.get(LIBRARY_VARIABLE), *_NAMES, *_paths_in_wheel()]):
         with contextlib.suppress(OSError, AttributeError):
             return TurboJpeg(path)

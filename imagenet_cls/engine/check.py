@@ -1,4 +1,7 @@
-"""Stage 2 of the checks: names, signatures and the arithmetic of batches, before any data is read."""
+"""Stage 2 of the checks: names, signatures and the arithmetic of batches, before any data is read.
+
+Stage 1 (files, keys, types, ranges) is `config.load`, which needs no torch.
+"""
 
 from imagenet_cls.config.load import LoadedConfig, format_problems
 from imagenet_cls.config.schema import Config
@@ -21,16 +24,20 @@ from imagenet_cls.report.writers import writer_problems
 
 
 def check_agreement(loaded: LoadedConfig, group: Group, training: bool) -> None:
-    """Raise a UserError on every rank unless all have the same code and config, and stage 2 of the checks passes.
+    """Raise a UserError on every rank unless all have the same code and config, and stage 2 of the
+    checks passes.
 
-    The launching process has made most of the checks, but not of the number of ranks in an elastic job.
+    If a launching process has made the other checks, only the number of ranks is left to check: it
+    does not know it in an elastic job.
     """
     check_same_code(loaded.config, group)
     check_same_config(loaded.config, group)
-    stage_2 = rank_problems if group.rank_info.launched else config_problems
-    run_on_main(
-        group, lambda: raise_problems(stage_2(loaded.config, group.world_size, training), loaded)
-    )
+    find_problems = rank_problems if group.rank_info.launched else config_problems
+
+    def check() -> None:
+        raise_problems(find_problems(loaded.config, group.world_size, training), loaded)
+
+    run_on_main(group, check)
 
 
 def raise_problems(problems: list[Problem], loaded: LoadedConfig) -> None:
@@ -42,7 +49,8 @@ def raise_problems(problems: list[Problem], loaded: LoadedConfig) -> None:
 def config_problems(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
     """All problems of a config, or only the first module in `imports` that cannot be imported.
 
-    world_size: None where it is not known yet. training: false for an evaluation.
+    world_size: None where it is not known yet. training: false for an evaluation, whose batch is
+    not checked.
     """
     for name in config.imports:
         try:
@@ -51,29 +59,37 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
             return [Problem("imports", str(error))]
     channels = config.data.channels
     problems = model_problems(config.model, training and config.train.grad_checkpointing, channels)
-    problems += data_problems(config.data) + policy_problems(config.augment, channels)
-    problems += loss_problems(config.loss) + distillation_problems(config.distill)
+    problems += data_problems(config.data)
+    problems += policy_problems(config.augment, channels)
+    problems += loss_problems(config.loss)
+    problems += distillation_problems(config.distill)
     problems += metric_problems(config.eval.metrics)
     lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
     problems += schedule_problems(config.schedule, config.train.epochs, lr)
     problems += optimizer_problems(config.optimizer) or momentum_problems(config)
-    problems += writer_problems(config.log) if training else []
+    if training:
+        problems += writer_problems(config.log)
     if world_size is not None:
         problems += rank_problems(config, world_size, training)
     return problems
 
 
 def momentum_problems(config: Config) -> list[Problem]:
-    """The problem of a `one_cycle` schedule for an optimizer without momentum, whose section has no problems."""
-    names = [name for name in ("min_momentum", "max_momentum") if name in config.schedule.kwargs]
-    if (
-        config.schedule.name != "one_cycle"
-        or not names
-        or initial_momentum(config.optimizer) is not None
-    ):
+    """The problem of `one_cycle` with min_momentum or max_momentum for an optimizer without
+    momentum, if any. The section `optimizer` must have no problems.
+    """
+    if config.schedule.name != "one_cycle":
         return []
-    text = f"{config.optimizer.name!r} has no momentum to schedule; leave it out, or choose another optimizer"
-    return [Problem(f"schedule.kwargs.{names[0]}", text)]
+    names = [name for name in ("min_momentum", "max_momentum") if name in config.schedule.kwargs]
+    if not names or initial_momentum(config.optimizer) is not None:
+        return []
+    return [
+        Problem(
+            f"schedule.kwargs.{names[0]}",
+            f"{config.optimizer.name!r} has no momentum to schedule; leave it out, or choose "
+            f"another optimizer",
+        )
+    ]
 
 
 def rank_problems(config: Config, world_size: int, training: bool = True) -> list[Problem]:
@@ -89,8 +105,6 @@ def rank_problems(config: Config, world_size: int, training: bool = True) -> lis
         ]
     if not training:
         return []
-    uneven = (
-        config.parallel.uneven == "allow" and mode != "dp"
-    )  # DataParallel divides a batch in its own way
-    problem = batch_problem(config.train, num_devices(config, world_size), uneven)
+    # DataParallel divides a batch in its own way, so that it needs equal shares.
+    problem = batch_problem(config.train, num_devices(config, world_size), uneven=mode != "dp")
     return [] if problem is None else [problem]

@@ -1,116 +1,120 @@
 """Loss and accuracy of every step, speed, and the share of time spent waiting for data."""
 
 import time
-from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from imagenet_cls.guards.memory import peak_memory_bytes
 from imagenet_cls.optim.losses import Outputs
 from imagenet_cls.parallel.collectives import all_reduce_mean
+from imagenet_cls.parallel.memory import peak_memory_bytes
 from imagenet_cls.parallel.process_group import Group
 
-T = TypeVar("T")
+
+class StepResult(NamedTuple):
+    """A step of the training loop; the tensors are on the device.
+
+    step: counted from 1. lr: the learning rate, before the factor `lr_scale` of each parameter
+    group. loss_and_top1: what `forward_backward` returned, (2,). grad_norm: scalar, before
+    clipping. skipped: bool scalar, whether the update was skipped.
+    """
+
+    step: int
+    epoch: int
+    lr: float
+    loss_and_top1: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
 
 
 class Meter:
-    """Collects steps and turns them into records for metrics.jsonl. Tensors stay on the device until `flush`."""
+    """Collects steps and turns them into records for metrics.jsonl. Tensors stay on the device
+    until `flush`.
+    """
 
     def __init__(self, group: Group, global_batch: int):
-        self.group, self.global_batch = group, global_batch
-        self.own_losses: Tensor | None = (
-            None  # of the steps of the last `flush`, this rank's own: (steps,)
-        )
-        self.rows: list[tuple[int, int, float]] = []
-        self.values: list[tuple[Tensor, Tensor | None, Tensor]] = []
-        self.created = time.perf_counter()
+        self.group = group
+        self.global_batch = global_batch
+        # This rank's losses in the steps of the last `flush`: (steps,)
+        self.own_losses: Tensor | None = None
+        self.results: list[StepResult] = []  # since the last `flush`
+        self.created_at = time.perf_counter()
         self.total_steps = 0
-        self.total_timed_steps, self.total_seconds = 0, 0.0
+        self.total_seconds = 0.0
         self.last_interval = (0, 0.0)  # steps and seconds of the last `flush`
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Exclude what came before (an evaluation, a checkpoint) from the speed."""
-        self.started = time.perf_counter()
-        self.waited = 0.0
-        self.timed_steps = 0
+        """Start timing again after a `flush`, so that what came in between (an evaluation, a save)
+        does not count.
+        """
+        self.started_at = time.perf_counter()
+        self.waited_sec = 0.0  # for data
 
-    def time_waiting(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield the batches and add up the time that the loop waits for them."""
-        before = time.perf_counter()
-        for batch in batches:
-            self.waited += time.perf_counter() - before
-            yield batch
-            before = time.perf_counter()
+    def add(self, result: StepResult) -> None:
+        self.results.append(result)
 
-    def add(
-        self,
-        step: int,
-        epoch: int,
-        lr: float,
-        loss_and_top1: Tensor,
-        norm: Tensor | None,
-        skipped: Tensor,
-    ) -> None:
-        """One step. loss_and_top1: of `forward_backward`; norm: of the reduced gradient (scalar); all on the device."""
-        self.rows.append((step, epoch, lr))
-        self.values.append((loss_and_top1, norm, skipped))
-        self.timed_steps += 1
+    def add_wait(self, seconds: float) -> None:
+        """Add the time that the loop waited for a batch."""
+        self.waited_sec += seconds
 
     def flush(self) -> list[dict[str, Any]]:
-        """The records of all steps since the last call, loss and accuracy averaged over the ranks. A collective."""
-        if not self.rows:
+        """The records of all steps since the last call, loss and accuracy averaged over the ranks.
+        A collective.
+        """
+        results, self.results = self.results, []
+        if not results:
             return []
-        losses_and_top1, norms, skips = zip(*self.values, strict=True)
-        own = torch.stack(losses_and_top1)
+        own = torch.stack([result.loss_and_top1 for result in results])
         self.own_losses = own[:, 0]
-        known_norms = torch.stack([own.new_zeros(()) if norm is None else norm for norm in norms])
-        columns = torch.column_stack([own, known_norms, torch.stack(skips)])
-        values = all_reduce_mean(columns, self.group).tolist()
-        records = [
-            {
+        norms = [result.grad_norm for result in results]
+        skips = [result.skipped for result in results]
+        columns = torch.column_stack([own, torch.stack(norms), torch.stack(skips)])
+        means = all_reduce_mean(columns, self.group).tolist()
+        records = []
+        for result, (loss, top1, norm, skipped) in zip(results, means, strict=True):
+            record: dict[str, Any] = {
                 "kind": "train",
-                "step": step,
-                "epoch": epoch,
+                "step": result.step,
+                "epoch": result.epoch,
                 "loss": loss,
                 "top1_pct": 100 * top1,
-                "lr": lr,
+                "lr": result.lr,
+                "grad_norm": norm,
             }
-            | ({} if norms[row] is None else {"grad_norm": norm})
-            | ({"skipped": True} if skipped else {})
-            for row, ((step, epoch, lr), (loss, top1, norm, skipped)) in enumerate(
-                zip(self.rows, values, strict=True)
-            )
-        ]
-        self.rows, self.values = [], []
-        seconds = time.perf_counter() - self.started
-        self.last_interval = (self.timed_steps, seconds)
+            if skipped:
+                record["skipped"] = True
+            records.append(record)
+        seconds = time.perf_counter() - self.started_at
+        self.last_interval = (len(records), seconds)
         self.total_steps += len(records)
-        self.total_timed_steps += self.timed_steps
         self.total_seconds += seconds
         records[-1] |= {
-            "images_per_sec": self.timed_steps * self.global_batch / seconds,
-            "data_wait_pct": 100 * self.waited / seconds,
+            "images_per_sec": len(records) * self.global_batch / seconds,
+            "data_wait_pct": 100 * self.waited_sec / seconds,
             "memory_mib": peak_memory_bytes() / 2**20,
         }
         self.restart_clock()
         return records
 
     def describe_total(self) -> str:
-        """`66 steps in 0:01:23, 512 img/s` of this process: the duration includes evaluations, the speed does not."""
-        duration = timedelta(seconds=round(time.perf_counter() - self.created))
-        speed = self.total_timed_steps * self.global_batch / max(self.total_seconds, 1e-9)
+        """`66 steps in 0:01:23, 512 img/s` of this process: the duration includes evaluations, the
+        speed does not.
+        """
+        duration = timedelta(seconds=round(time.perf_counter() - self.created_at))
+        speed = self.total_steps * self.global_batch / max(self.total_seconds, 1e-9)
         return f"{self.total_steps} steps in {duration}, {speed:.0f} img/s"
 
 
-def top1_share(outputs: Outputs, targets: Tensor) -> Tensor:
-    """The share of images (0 to 1) whose highest logit is that of the target: a float32 scalar on the device.
+def top1_accuracy(outputs: Outputs, targets: Tensor) -> Tensor:
+    """The share of images (0 to 1) whose highest logit is the target's: a float32 scalar on
+    the device.
 
-    outputs, targets: as the criterion takes them. A mixed target counts as the class with the largest share, as in
-    torchvision's reference scripts. With `augment.splits` the first views count.
+    outputs, targets: as the criterion takes them. A mixed target counts as the class with the
+    largest share, as in torchvision's reference scripts. With `augment.splits` only the first
+    view of each image counts.
     """
     logits = (outputs if isinstance(outputs, Tensor) else outputs[0])[: len(targets)]
     classes = targets.argmax(1) if targets.is_floating_point() else targets

@@ -1,4 +1,7 @@
-"""User-defined metrics of an evaluation, `eval.metrics`."""
+"""User-defined metrics of an evaluation: `eval.metrics`.
+
+From torchmetrics, or modules with the same methods.
+"""
 
 import inspect
 import sys
@@ -12,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.errors import ConfigError, Problem, first_line, printable
+from imagenet_cls.errors import ConfigError, Problem, UserError
 from imagenet_cls.lookup import import_factory
 from imagenet_cls.parallel.collectives import (
     all_reduce_sum,
@@ -22,11 +25,13 @@ from imagenet_cls.parallel.collectives import (
 )
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.jsonl import EVAL_FIELDS
+from imagenet_cls.text import first_line, printable
 
 Metrics = dict[str, Any]
 """Metrics of one set of weights, by the names of their factories."""
 
 _TRIAL_IMAGES = 8
+_DOCS = "docs/extending.md, A metric"
 
 
 def metric_problems(names: Sequence[str]) -> list[Problem]:
@@ -35,11 +40,8 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
     for name in names:
         try:
             inspect.signature(import_factory(name)).bind(num_classes=1)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-        ) as error:  # ValueError: a function without a signature
+        # ValueError: a function without a signature
+        except (LookupError, TypeError, ValueError) as error:
             problems.append(Problem("eval.metrics", f"{name!r}: {error}"))
     return problems
 
@@ -47,9 +49,11 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
 def build_metrics(
     names: Sequence[str], num_classes: int, weights: Sequence[str], group: Group
 ) -> dict[str, Metrics]:
-    """The metrics of each set of weights. Raises ConfigError for an object that can't be used. A collective.
+    """The metrics of each set of weights. Raises ConfigError for an object that can't be used. A
+    collective.
 
-    They are tried on a few images. Exceptions of `compute` are ignored: the metric may need more.
+    They are tried on a few images, so that a mistake ends the run at its start. Exceptions of
+    `compute` are ignored: the metric may need more images.
     """
     metrics = {
         kind: {name: build_metric(name, num_classes, group) for name in names} for kind in weights
@@ -62,55 +66,64 @@ def build_metrics(
             try:
                 metric.update(logits, targets)
             except Exception as error:
-                text = f"{name!r}: update(logits, targets) raised {first_line(error)}; see docs/extending.md, A metric"
-                raise mark_printed_by_main(ConfigError([f"eval.metrics: {text}"]), group) from error
+                problem = f"update(logits, targets) raised {first_line(error)}; see {_DOCS}"
+                raise metric_error(name, problem, group) from error
             with suppress(Exception):
                 results[name] = metric.compute()
     values_by_field(results, group)
     return metrics
 
 
+def metric_error(name: str, problem: str, group: Group) -> UserError:
+    """The error of a metric, which all ranks have, and which rank 0 prints."""
+    return mark_printed_by_main(ConfigError([f"eval.metrics: {name!r}: {problem}"]), group)
+
+
 def build_metric(name: str, num_classes: int, group: Group) -> Any:
     """A `torch.nn.Module` with the methods of a metric. Raises ConfigError."""
     metric = import_factory(name)(num_classes=num_classes)
-    missing = [
-        method
-        for method in ("update", "compute", "reset")
-        if not callable(getattr(metric, method, None))
-    ]
-    if missing or not isinstance(metric, nn.Module):
-        fault = f"has no method {missing[0]!r}" if missing else "is not a torch.nn.Module"
-        text = f"{name!r} returned a {type(metric).__name__}, which {fault}; see docs/extending.md, A metric"
-        raise mark_printed_by_main(ConfigError([f"eval.metrics: {text}"]), group)
+    fault = "" if isinstance(metric, nn.Module) else "is not a torch.nn.Module"
+    for method in ("compute", "reset", "update"):
+        if not callable(getattr(metric, method, None)):
+            fault = f"has no method {method!r}"
+    if fault:
+        problem = f"the factory returned a {type(metric).__name__}, which {fault}; see {_DOCS}"
+        raise metric_error(name, problem, group)
     return metric.to(group.device)
 
 
 def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
     """The values over the images of all ranks, by field. A collective.
 
-    The tensors in each `state_dict()` are summed over the ranks, but not those of a `torchmetrics.Metric`, which
-    gathers its state in `compute`. Raises ConfigError if a value is not a number or differs between ranks by more
-    than 0.1 %.
+    The tensors in each `state_dict()` are summed over the ranks, but not the tensors of a
+    `torchmetrics.Metric`, which gathers its state in `compute`. Raises ConfigError if a value is
+    not a number or differs between ranks by more than 0.1 %.
     """
     if not metrics:
         return {}
-    gathers = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+    torchmetrics = sys.modules.get("torchmetrics")  # imported if a metric is from it
+    gathering_types = () if torchmetrics is None else (torchmetrics.Metric,)
     for metric in metrics.values():
-        names = (name for name, module in metric.named_modules() if isinstance(module, gathers))
-        gathered = tuple(name and f"{name}." for name in names)
+        prefixes = []  # of the names of tensors that torchmetrics gathers
+        for name, module in metric.named_modules():
+            if isinstance(module, gathering_types):
+                prefixes.append(f"{name}." if name else "")
         for name, tensor in metric.state_dict().items():
-            if not name.startswith(gathered):
+            if not name.startswith(tuple(prefixes)):
                 all_reduce_sum(tensor, group)
     values = values_by_field({name: metric.compute() for name, metric in metrics.items()}, group)
-    of_ranks = gather_to_main([values], group)
+    values_of_ranks = gather_to_main([values], group)
 
     def check_equal() -> None:
         for field, value in values.items():
-            if not np.allclose(
-                [found.get(field, np.inf) for found in of_ranks], value, rtol=1e-3, equal_nan=True
-            ):
-                text = f"{field!r} differs between ranks; keep its counts in buffers, which are summed over the ranks"
-                raise ConfigError([f"eval.metrics: {text}"])
+            found = [other.get(field, np.inf) for other in values_of_ranks]
+            if not np.allclose(found, value, rtol=1e-3, equal_nan=True):
+                raise ConfigError(
+                    [
+                        f"eval.metrics: {field!r} differs between ranks; keep its counts in "
+                        f"buffers, which are summed over the ranks"
+                    ]
+                )
 
     run_on_main(group, check_equal)
     return values
@@ -120,30 +133,22 @@ def values_by_field(results: Mapping[str, Any], group: Group) -> dict[str, float
     """The fields of a record. results: what `compute` returned, by factory. Raises ConfigError."""
     values: dict[str, float] = {}
     for name, result in results.items():
-        fields = (
-            result
-            if isinstance(result, Mapping)
-            else {name.rpartition(":")[2].rpartition(".")[2]: result}
-        )
+        own_name = name.rpartition(":")[2].rpartition(".")[2]
+        fields = result if isinstance(result, Mapping) else {own_name: result}
         for field, value in fields.items():
+            is_name = isinstance(field, str) and printable(field) == field
+            if not is_name or field in EVAL_FIELDS or field in values:
+                problem = f"the name {field!r} is already used or is not a printable string"
+                raise metric_error(name, f"{problem}; rename it", group)
             number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-            is_too_large = isinstance(number, int) and number.bit_length() > 1023  # for a float
-            if not isinstance(number, Real) or isinstance(number, bool) or is_too_large:
-                shape = (
-                    f" of shape {tuple(value.shape)}, {value.dtype}"
-                    if isinstance(value, Tensor)
-                    else ""
-                )
-                text = f"{field!r} is a {type(value).__name__}{shape}, not a number; return one from compute()"
-            elif (
-                not isinstance(field, str)
-                or printable(field) != field
-                or field in EVAL_FIELDS
-                or field in values
-            ):
-                text = f"the name {field!r} is already used or is not a printable string; rename it"
-            else:
+            try:
+                if not isinstance(number, Real) or isinstance(number, bool):
+                    raise TypeError
                 values[field] = float(number)
-                continue
-            raise mark_printed_by_main(ConfigError([f"eval.metrics: {name!r}: {text}"]), group)
+            except (TypeError, OverflowError) as error:
+                kind = type(value).__name__
+                if isinstance(value, Tensor):
+                    kind += f" of shape {tuple(value.shape)}, {value.dtype}"
+                problem = f"{field!r} is a {kind}, not a number; return one from compute()"
+                raise metric_error(name, problem, group) from error
     return values

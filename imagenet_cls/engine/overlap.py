@@ -16,7 +16,7 @@ from imagenet_cls.data.sources import (
     FolderSource,
     ImageSource,
     SubsetSource,
-    describe_sizes,
+    size_fingerprint,
     targets_of,
 )
 from imagenet_cls.errors import UserError
@@ -30,15 +30,17 @@ _PART_KEYS = ("train", "val", "val_fraction", "fold", "group", "classes", "fract
 def same_parts_warning(data: DataConfig, opened: DataSets) -> str | None:
     """A warning if the training and the validation part seem to be the same images.
 
-    Of files, names, classes and sizes are compared. Of a factory's datasets only number, classes
-    and known targets: reading images here may open files that worker processes must not share.
+    Of image files the names, classes and sizes are compared. Of the datasets of a factory only the
+    number of images, the classes and the targets, if known: reading images here may open files that
+    worker processes must not share.
     """
     train, val = opened.train, opened.val
     assert train is not None and val is not None
-    if train.digest() == val.digest() and describe_sizes(train) == describe_sizes(val):
-        what = f"the validation part has the {len(train)} images of the training part"
-        remedy = "name another data.val, or hold out some: data.val=null data.val_fraction=0.1"
-        return f"{what}; {remedy}"
+    if train.digest() == val.digest() and size_fingerprint(train) == size_fingerprint(val):
+        return (
+            f"the validation part has the {len(train)} images of the training part; name another "
+            f"data.val, or hold out some: data.val=null data.val_fraction=0.1"
+        )
     if not _is_own_factory(data) or data.val is None:
         return None
     if (len(train), train.classes) != (len(val), val.classes):
@@ -63,14 +65,15 @@ def initial_weights_warning(config: Config, opened: DataSets) -> str | None:
     that run is opened again below this run's data.root, and counts if it has this digest. Runs
     before that run are not known.
     """
-    checkpoint, data, train, val = config.model.checkpoint, config.data, opened.train, opened.val
+    checkpoint, data = config.model.checkpoint, config.data
+    train, val = opened.train, opened.val
     assert train is not None and val is not None
     if checkpoint is None or is_url(checkpoint):
         return None
     with suppress(UserError), invalid_content_errors(checkpoint):
         state = state_of_newest(Path(checkpoint))
         if state is None or state["data_digest"] == train.digest():
-            return None
+            return None  # the same training images: none of them is held out now
         before = config_from_state(state, checkpoint).data
         keys = {name: getattr(before, name) for name in _PART_KEYS}
         common = len(val) if state["data_digest"] == val.digest() else 0
@@ -103,12 +106,17 @@ def _is_own_factory(data: DataConfig) -> bool:
 
 def _images_in_common(first: ImageSource, second: ImageSource) -> int:
     """The number of images of `second` that `first` has, too."""
-    (place, names), (other_place, other_names) = map(_place_and_names, (first, second))
-    return int(np.isin(other_names, names).sum()) if place == other_place else 0
+    collection, names = _collection_and_names(first)
+    other_collection, other_names = _collection_and_names(second)
+    if collection != other_collection:
+        return 0
+    return int(np.isin(other_names, names).sum())
 
 
-def _place_and_names(source: ImageSource) -> tuple[str, np.ndarray]:
-    """Where the images are, and their names or numbers there: (N,)."""
+def _collection_and_names(source: ImageSource) -> tuple[str, np.ndarray]:
+    """A text that identifies the collection of the images, and their names or numbers in it:
+    (N,).
+    """
     if isinstance(source, FolderSource):
         return str(source.index.root), source.index.names
     if isinstance(source, SubsetSource):

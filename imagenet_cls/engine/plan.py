@@ -1,8 +1,8 @@
-"""Batch sizes and steps of a run: global batch -> micro-batches, epochs -> steps."""
+"""Batch sizes and steps of a run, and what is due at a step: pure functions of the config."""
 
 from dataclasses import dataclass
 
-from imagenet_cls.config.schema import TrainConfig
+from imagenet_cls.config.schema import Config, TrainConfig, format_size
 from imagenet_cls.errors import DataError, Problem
 
 
@@ -10,7 +10,8 @@ from imagenet_cls.errors import DataError, Problem
 class Plan:
     """Batch sizes and numbers of optimizer updates (steps).
 
-    devices: of one rank. micro_batch: the largest number of images per device in one forward pass.
+    devices: the devices of one rank. micro_batch: the largest number of images per device in one
+    forward pass.
     """
 
     world_size: int
@@ -24,57 +25,70 @@ class Plan:
 
     @property
     def forward_passes(self) -> int:
-        """The number of forward passes of one step, on all devices."""
+        """The number of forward passes of one step, on all devices.
+
+        One device with eight micro-batches computes the same forward passes as eight devices with
+        one.
+        """
         return self.world_size * self.devices * self.accumulation
 
 
 def micro_batch_for(global_batch: int, num_devices: int, limit: int | None) -> int:
     """The largest number of images of one device in one forward pass, at most `limit`.
 
-    If the batch is divisible by the number of devices (of all ranks), the largest divisor of a device's share, so that
-    all micro-batches are equal. Otherwise their sizes differ by one, and there are as few as possible.
+    If the devices of all ranks divide the batch, this is the largest divisor of a device's share
+    that does not exceed `limit`, so all micro-batches are equal. Otherwise there are as few
+    micro-batches as possible, and their sizes differ by at most one.
     """
-    share, rest = divmod(global_batch, num_devices)
-    if rest == 0:
-        return next(size for size in range(min(limit or share, share), 0, -1) if share % size == 0)
-    return _ceil(
-        global_batch, num_devices * _ceil(global_batch, num_devices * (limit or global_batch))
-    )
+    share, remainder = divmod(global_batch, num_devices)
+    if remainder == 0:
+        largest = min(limit or share, share)
+        return next(size for size in range(largest, 0, -1) if share % size == 0)
+    accumulation = ceil_div(global_batch, num_devices * (limit or global_batch))
+    return ceil_div(global_batch, num_devices * accumulation)
 
 
 def part_sizes(images: int, parts: int) -> list[int]:
     """The sizes of the parts of a batch, each once: one number, or two that differ by one."""
-    return sorted({images // parts, _ceil(images, parts)})
+    return sorted({images // parts, ceil_div(images, parts)})
 
 
-def _ceil(dividend: int, divisor: int) -> int:
-    return -(-dividend // divisor)
+def ceil_div(dividend: int, divisor: int) -> int:
+    """The quotient of two integers, rounded up."""
+    return (dividend + divisor - 1) // divisor
 
 
-def batch_problem(train: TrainConfig, num_devices: int, uneven: bool = False) -> Problem | None:
-    """The problem of a global batch that can't be divided among the devices, with the nearest sizes that can.
+def batch_problem(train: TrainConfig, num_devices: int, uneven: bool = True) -> Problem | None:
+    """The problem of a global batch that can't be divided among the devices, with the nearest sizes
+    that can.
 
     uneven: whether the sizes of micro-batches may differ.
     """
     size = train.global_batch_size
     if size % num_devices == 0 or (uneven and size > num_devices and train.micro_batch_size != 1):
         return None
-    below, above = size // num_devices * num_devices, _ceil(size, num_devices) * num_devices
+    below = size // num_devices * num_devices
+    above = ceil_div(size, num_devices) * num_devices
     nearest = " or ".join(str(n) for n in (below, above) if n > 0)
     how = " in micro-batches of one image" if uneven and size > num_devices else ""
     message = (
-        f"{size} images do not divide among {num_devices} devices{how}; nearest that do: {nearest}"
+        f"{size} images do not divide among {num_devices} devices{how}; the nearest numbers that "
+        f"do: {nearest}"
     )
     return Problem("train.global_batch_size", message)
 
 
-def plan_run(train: TrainConfig, num_images: int, world_size: int, devices: int = 1) -> Plan:
-    """The plan of a run with `num_images` samples in an epoch. Raises DataError where they do not fill one batch."""
-    steps_per_epoch = num_images // train.global_batch_size
+def plan_run(train: TrainConfig, num_samples: int, world_size: int, devices: int = 1) -> Plan:
+    """The plan of a run with `num_samples` samples in an epoch. Raises DataError where they do not
+    fill one batch.
+    """
+    steps_per_epoch = num_samples // train.global_batch_size
     if steps_per_epoch == 0:
         raise DataError(
-            f"the training set has {num_images} images an epoch, fewer than one batch (train.global_batch_size="
-            f"{train.global_batch_size}).\nGive a train.global_batch_size of at most {num_images}, or more images."
+            f"The training set has {num_samples} images an epoch, fewer than one batch "
+            f"(train.global_batch_size="
+            f"{train.global_batch_size}).",
+            f"Give a train.global_batch_size of at most {num_samples}, or more images.",
         )
     micro_batch = micro_batch_for(
         train.global_batch_size, world_size * devices, train.micro_batch_size
@@ -83,10 +97,58 @@ def plan_run(train: TrainConfig, num_images: int, world_size: int, devices: int 
     return Plan(
         world_size=world_size,
         global_batch=train.global_batch_size,
-        accumulation=_ceil(train.global_batch_size, world_size * devices * micro_batch),
+        accumulation=ceil_div(train.global_batch_size, world_size * devices * micro_batch),
         micro_batch=micro_batch,
         steps_per_epoch=steps_per_epoch,
         epochs=train.epochs,
         total_steps=min(total, train.max_steps or total),
         devices=devices,
+    )
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is due after a step.
+
+    end: it is the last step of the run. regular_evaluation: it ends `eval.every_epochs` epochs;
+    `evaluation` is also due at the end of the run.
+    """
+
+    end: bool
+    end_of_epoch: bool
+    log: bool
+    regular_evaluation: bool
+    evaluation: bool
+    save: bool
+
+
+def due_after(step: int, plan: Plan, config: Config, stopped_early: bool = False) -> Due:
+    """What is due after `step` steps. stopped_early: whether `train.early_stop` ends the run."""
+    end = stopped_early or step >= plan.total_steps
+    epochs, rest = divmod(step, plan.steps_per_epoch)
+    end_of_epoch = rest == 0
+    regular_evaluation = end_of_epoch and epochs % config.eval.every_epochs == 0
+    save_steps, save_epochs = config.checkpoint.every_steps, config.checkpoint.every_epochs
+    save = end
+    if save_steps is not None:
+        save = save or step % save_steps == 0
+    if save_epochs is not None:
+        save = save or (end_of_epoch and epochs % save_epochs == 0)
+    return Due(
+        end=end,
+        end_of_epoch=end_of_epoch,
+        log=step % config.log.every_steps == 0,
+        regular_evaluation=regular_evaluation,
+        evaluation=end or regular_evaluation,
+        save=save,
+    )
+
+
+def describe_batch_sizes(config: Config, num_devices: int) -> str:
+    """Batch and image size of a device as text, for the message of an out-of-memory error."""
+    train = config.train
+    micro_batch = micro_batch_for(train.global_batch_size, num_devices, train.micro_batch_size)
+    return (
+        f"{micro_batch} images at once of {format_size(config.augment.size_px)} "
+        f"({config.eval.batch_size} of {format_size(config.eval.crop_px)} in evaluation)"
     )

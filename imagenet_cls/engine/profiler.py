@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from imagenet_cls.errors import first_line
+from imagenet_cls.text import first_line
 
 _SHOWN_OPERATORS = 10
 
@@ -14,29 +14,31 @@ class StepProfiler:
     """Profiles steps by `torch.profiler`. steps: first and last, counted from 1; None: disabled."""
 
     def __init__(self, steps: Sequence[int] | None, folder: Path, device_type: str):
-        self._steps, self._folder, self._device_type = steps, folder, device_type
+        self._steps = steps
+        self._folder = folder
+        self._device_type = device_type
         self._profile: Any = None
         self._first = 0
 
-    def update(self, step: int, ends: bool = False) -> str | None:
-        """Start or end the profile if it is due after `step` steps; with `ends`, end it in any case.
+    def update(self, step: int, force_end: bool = False) -> str | None:
+        """Start or end the profile if it is due after `step` steps. force_end: end it in any case.
 
         Returns a message after its trace and its table of operators were written, or could not be.
         """
         if self._steps is None:
             return None
         first, last = self._steps
-        if self._profile is None and first - 1 <= step < last and not ends:
-            os.environ.setdefault(
-                "KINETO_LOG_LEVEL", "99"
-            )  # its messages on stderr are not for users
+        if self._profile is None and first - 1 <= step < last and not force_end:
+            # its messages on stderr are not for users
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             from torch.profiler import ProfilerActivity, profile
 
             activities = [ProfilerActivity.CPU]
             activities += [ProfilerActivity.CUDA] if self._device_type == "cuda" else []
-            self._profile, self._first = profile(activities=activities), step + 1
+            self._profile = profile(activities=activities)
+            self._first = step + 1
             self._profile.start()
-        elif self._profile is not None and (ends or step >= last):
+        elif self._profile is not None and (force_end or step >= last):
             ended, self._profile = self._profile, None
             ended.stop()
             return self._write(ended, step) if step >= self._first else None

@@ -1,6 +1,10 @@
-"""The run folder: its paths, its lock, and the protection of an existing run. Only rank 0 uses it.
+"""The run folder: its paths, its lock, and the protection of an existing run.
 
-Does not import torch before a run opens it.
+Only rank 0 uses it, except for the logs of the ranks. Does not import torch.
+
+work_dirs/<config name>/
+    config.yaml  env.json  metrics.jsonl  logs/  checkpoints/  plots/  profile/  .lock  .job
+    and folders of writers: tensorboard/  wandb/  mlflow/  writers/
 """
 
 import contextlib
@@ -11,43 +15,68 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from imagenet_cls.checkpoint.folders import finish_interrupted_writes, list_checkpoints, step_of
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.errors import ResourceError, Stopped, UsageError
 from imagenet_cls.files import REMOVED, explain_write_errors, remove, take_lock, write_file
 
 if TYPE_CHECKING:
-    from imagenet_cls.parallel.process_group import Group
+    from imagenet_cls.checkpoint.progress import Progress
 
-# A folder that has one of these holds a run, and they are all that --overwrite removes, in this order. Not the logs:
-# they are appended to, and exist before a run has begun.
+# A folder that has one of these holds a run, and they are all that --overwrite removes, in this
+# order. Not the logs: they are appended to, and exist before a run has begun.
 _WRITTEN = (
-    "checkpoints", "config.yaml", "env.json", "metrics.jsonl", "tensorboard", "wandb", "mlflow", "writers", "plots",
+    "checkpoints",
+    "config.yaml",
+    "env.json",
+    "metrics.jsonl",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "writers",
+    "plots",
     "profile",
-)  # fmt: skip
+)
 
-_REMEDY = "Free space, or give another folder with --work-dir."
+_REMEDY = "Free space, give this user access, or name another folder with --work-dir."
 
 # Environment variables that are recorded: none of them ever holds a secret.
 _SAFE_NAMES = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-    "NCCL_DEBUG", "NCCL_IB_DISABLE", "SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NODELIST", "PYTHONHASHSEED",
-)  # fmt: skip
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "SLURM_JOB_ID",
+    "SLURM_NTASKS",
+    "SLURM_NODELIST",
+    "PYTHONHASHSEED",
+)
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """The options of `tools/train.py`.
 
-    new_folder: write into a new folder in `work_dir`, named by the time. launchers: names of the torchrun process and
-    of the SLURM job, which may restart this command; restarted_by: those that did.
+    resume: continue from the newest checkpoint in `work_dir`. resume_from: from this one.
+    overwrite: remove the old run. new_folder: write into a new folder in `work_dir`, named by the
+    time. allow_change: dotted keys of the config that may differ from the checkpoint's. launchers:
+    the names of the torchrun process and of the SLURM job that this command runs in; either may
+    restart it. restarted_by: the launchers that have restarted it.
     """
 
     work_dir: Path
@@ -62,69 +91,89 @@ class RunOptions:
 
 
 class RunFolder:
-    """The paths of one run folder, and its lock."""
+    """The paths of one run folder, and its lock.
+
+    As a context manager it unlocks the folder that `open` has locked. If the run has not started,
+    it removes what `open` created.
+    """
 
     def __init__(self, path: Path):
-        self.path, self.checkpoints = path, path / "checkpoints"
-        self._lock: IO[str] | None = None
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._lock: IO[str] | None = None  # of rank 0
         self._created: list[Path] = []  # by `open`, the innermost first
+        self._progress: Progress | None = None  # of the run, once it has started
+        self._resumed = False
 
     def check_usable(self, config: Config, options: RunOptions) -> None:
         """Raise UsageError where the folder can't be used with these options. Writes nothing."""
         if options.resume and options.overwrite:
-            raise UsageError("--resume continues a run, --overwrite removes it.\nGive one of them.")
+            raise UsageError(
+                "--resume continues a run, --overwrite removes it.", "Give one of them."
+            )
         try:
-            if self.path.exists() and not self.path.is_dir():
+            if os.path.lexists(self.path) and not self.path.is_dir():
                 raise UsageError(
-                    f"{self.path} is a file, not a folder.\nGive another folder with --work-dir."
+                    f"{self.path} is a file or a dangling link, not a folder.",
+                    "Give another folder with --work-dir.",
                 )
             if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():
                 raise UsageError(
-                    f"{self.checkpoints} is not a folder, or a dangling link (is its disk mounted?).\n"
-                    "Restore it, or move it away."
+                    f"{self.checkpoints} is not a folder, or a dangling link (is its disk "
+                    f"mounted?).",
+                    "Restore it, or move it away.",
                 )
             holds_run = any((self.path / name).exists() for name in _WRITTEN)
         except OSError as error:
             raise UsageError(
-                f"{self.path} can't be the run folder: {error.strerror}\nGive another one with --work-dir."
+                f"{self.path} can't be the run folder: {error.strerror}.",
+                "Give another one with --work-dir.",
             ) from error
         if holds_run and not options.resume and not options.overwrite:
             done = list_checkpoints(self.checkpoints)
             got = f"saved up to step {step_of(done[0])}" if done else "no checkpoint yet"
             raise UsageError(
-                f"{self.path} already holds a run ({got}).\n"
-                "--resume continues it, --overwrite removes it and starts again, --work-dir DIR uses another folder."
+                f"{self.path} already holds a run ({got}).",
+                "--resume continues it, --overwrite removes it and starts again, --work-dir DIR "
+                "uses another folder.",
             )
+        if options.overwrite:
+            self._check_overwrites_no_weights(config, options)
+
+    def _check_overwrites_no_weights(self, config: Config, options: RunOptions) -> None:
+        """Raise UsageError if --overwrite would remove weights that the new run starts from."""
         sources = {
             "model.checkpoint": config.model.checkpoint,
             "distill.teacher.checkpoint": config.distill.teacher.checkpoint,
             "--resume-from": options.resume_from,
         }
         removed = [(self.path / name).resolve() for name in _WRITTEN]
-        for key, source in sources.items() if options.overwrite else ():
-            path = None if source is None else Path(source).resolve()
-            if path and (
-                path == self.path.resolve()
-                or any(path.is_relative_to(folder) for folder in removed)
-            ):
+        for key, source in sources.items():
+            if source is None:
+                continue
+            path = Path(source).resolve()
+            is_removed = any(path.is_relative_to(folder) for folder in removed)
+            # The run folder itself stands for its best checkpoint.
+            if is_removed or path == self.path.resolve():
                 raise UsageError(
-                    f"{key}: {source} is in {self.path}, which --overwrite would remove.\n"
-                    "Use another folder with --work-dir, or copy the weights elsewhere first."
+                    f"{key}: {source} is in {self.path}, which --overwrite would remove.",
+                    "Use another folder with --work-dir, or copy the weights elsewhere first.",
                 )
 
     def open(self, config: Config, options: RunOptions) -> None:
-        """Create the folder and lock it until `close` or the end of the process; a dry run checks whether it could.
+        """Create the folder and lock it until the end of the `with` block or of the process.
+        Removes no run: that is `clear`. A dry run only checks whether it could.
 
         Raises UsageError if `check_usable` does or another process has the lock, or ResourceError.
         """
         self.check_usable(config, options)
         with explain_write_errors(self.path, _REMEDY):
-            paths = (self.path / ".lock", self.path, *self.path.parents)
-            self._created = [path for path in paths if not path.exists()]
+            folders = [self.path, *self.path.parents]
             if options.dry_run:
-                existing = next(path for path in paths[1:] if path.exists())
+                existing = next(folder for folder in folders if folder.exists())
                 tempfile.TemporaryFile(dir=existing).close()
                 return
+            self._created = [path for path in [self.path / ".lock", *folders] if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(
                 self.path, "Wait for that run, or use another folder with --work-dir."
@@ -137,16 +186,21 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the run in the folder, and nothing else. Raises ResourceError."""
         with explain_write_errors(self.path, _REMEDY):
-            for path in (self.path / name for name in _WRITTEN):
-                # A link to a folder stays; what is in that folder is removed, the newest checkpoint first.
-                linked = path.is_symlink() and path.is_dir()
-                for entry in sorted(path.iterdir(), reverse=True) if linked else [path]:
-                    remove(entry)
+            for name in _WRITTEN:
+                path = self.path / name
+                if path.is_symlink() and path.is_dir():
+                    # The link stays. What is in the folder is removed, the newest checkpoint first.
+                    for entry in sorted(path.iterdir(), reverse=True):
+                        remove(entry)
+                else:
+                    remove(path)
 
     def write_metadata(
         self, launchers: Collection[str], config_yaml: str, versions: Mapping[str, str]
     ) -> None:
-        """Write `.job` (for `was_started_by`), `config.yaml` and `env.json`. Raises ResourceError."""
+        """Write `.job` (for `was_started_by`), `config.yaml` and `env.json`. Raises
+        ResourceError.
+        """
         env = {
             "code": code_version(),
             "versions": dict(versions) | {"python": platform.python_version()},
@@ -161,91 +215,88 @@ class RunFolder:
             write_file(self.path / "env.json", json.dumps(env, indent=1) + "\n")
 
     def was_started_by(self, launchers: Collection[str]) -> bool:
-        """Whether one of these launchers started the run in the folder, so that this command is a restart."""
+        """Whether one of these launchers started the run in the folder, so that this command is a
+        restart.
+        """
         try:
             return not set(launchers).isdisjoint((self.path / ".job").read_text().splitlines())
         except (OSError, UnicodeDecodeError):
             return False
 
     def check_present(self) -> None:
-        """Raise ResourceError where the folder was removed, moved or unmounted: it must not be created again."""
+        """Raise ResourceError where the folder was removed, moved or unmounted: it must not be
+        created again.
+        """
         if not (self.path / ".lock").exists():
             raise ResourceError(
-                f"could not write {self.checkpoints}: the run folder is gone (removed, moved or not mounted)\n"
-                "Restore it, then resume with --resume."
+                f"Could not write {self.checkpoints}: the run folder is gone (removed, moved or "
+                f"not mounted).",
+                "Restore it, then resume with --resume.",
             )
 
-    def discard(self) -> None:
-        """Remove what `open` has created, up to the first folder that is not empty, and `close`."""
+    def start_run(self, progress: "Progress", resumed: bool) -> None:
+        """From here on the folder holds the run. progress: the progress of the run. resumed:
+        whether the command has --resume.
+        """
+        self._progress = progress
+        self._resumed = resumed
+
+    @property
+    def has_started(self) -> bool:
+        return self._progress is not None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._lock is None:
+            return
+        if self._progress is None:
+            self._remove_created()
+        elif self._progress.step == 0 and not self._resumed and _is_failure(error):
+            with contextlib.suppress(ResourceError):  # `error` is the one to show
+                self.clear()  # so that the corrected command needs no --overwrite
+        self._lock.close()
+        self._lock = None
+
+    def _remove_created(self) -> None:
+        """Remove what `open` has created, up to the first folder that is not empty."""
         with contextlib.suppress(OSError):
             for path in self._created:
                 path.unlink() if path.name == ".lock" else path.rmdir()
-        self.close()
 
-    def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+
+def _is_failure(error: BaseException | None) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, Stopped)
 
 
 def code_version() -> dict[str, Any] | None:
-    """The commit of the package's checkout, and whether the package differs from it; None without one or git."""
+    """The commit of the package's checkout, and whether the package differs from it; None without
+    one or git.
+    """
     folder = Path(__file__).parents[1]
-    # Variables such as GIT_DIR, which git sets for hooks, name another repository. `status` must not write an index.
+    # Variables such as GIT_DIR, which git sets for hooks, name another repository. `status` must
+    # not write an index.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env["GIT_OPTIONAL_LOCKS"] = "0"
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        options: dict[str, Any] = {
-            "stdin": subprocess.DEVNULL,
-            "capture_output": True,
-            "check": True,
-            "timeout": 10,
-        }
-        return subprocess.run(command, env=env, **options).stdout.decode(errors="replace").strip()
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+            timeout=10,
+        )
+        return done.stdout.decode(errors="replace").strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", "__init__.py"
-        )  # fails for an installed package in another repository
+        # fails for an installed package in another repository
+        git("ls-files", "--error-unmatch", "__init__.py")
         return {
             "commit": git("rev-parse", "HEAD"),
             "uncommitted_changes": bool(git("status", "--porcelain", ".")),
         }
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def open_run_folder(
-    config: Config, options: RunOptions, group: "Group"
-) -> tuple[RunFolder, RunOptions, bool]:
-    """Lock the folder, on rank 0. Returns it, each rank's options, and whether the run resumes from a checkpoint.
-
-    A command that torchrun or SLURM restarted, on any machine, resumes the run that it started before.
-    """
-    from imagenet_cls.parallel.collectives import gather_to_main, run_on_main
-
-    restarted_by = gather_to_main(list(options.restarted_by), group)
-
-    def name_on_main() -> str:
-        earlier = [
-            path.name
-            for path in options.work_dir.glob("*/")
-            if RunFolder(path).was_started_by(restarted_by)
-        ]
-        return max(earlier, default=time.strftime("%Y%m%d_%H%M%S"))
-
-    if options.new_folder:
-        options = replace(options, work_dir=options.work_dir / run_on_main(group, name_on_main))
-    resumed = replace(options, resume=True, overwrite=False)
-    folder = RunFolder(options.work_dir)
-
-    def open_on_main() -> tuple[bool, bool]:
-        restarted = folder.was_started_by(restarted_by)
-        folder.open(config, resumed if restarted else options)
-        return restarted, bool(list_checkpoints(folder.checkpoints))
-
-    restarted, has_checkpoints = run_on_main(group, open_on_main)
-    options = resumed if restarted else options
-    return folder, options, options.resume_from is not None or (options.resume and has_checkpoints)

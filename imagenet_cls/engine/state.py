@@ -1,6 +1,5 @@
 """The state of a run: what a checkpoint contains of it, and how a run resumes from a checkpoint."""
 
-import os
 import shutil
 from collections.abc import Collection
 from copy import deepcopy
@@ -13,11 +12,9 @@ from torch import Tensor, nn
 
 from imagenet_cls.checkpoint.folders import list_checkpoints
 from imagenet_cls.checkpoint.format import (
-    Progress,
     Snapshot,
     config_from_state,
     invalid_content_errors,
-    read_progress,
     size_bytes,
 )
 from imagenet_cls.checkpoint.optimizer_state import (
@@ -25,36 +22,40 @@ from imagenet_cls.checkpoint.optimizer_state import (
     load_optimizer,
     optimizer_to_tensors,
 )
+from imagenet_cls.checkpoint.progress import Progress, read_progress
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.checkpoint.select import load_newest, newest_intact
 from imagenet_cls.config.check import ineffective_keys
 from imagenet_cls.config.keys import keys_with
 from imagenet_cls.config.load import comparable_values, removed_key_warnings
 from imagenet_cls.config.schema import OptimizerConfig
-from imagenet_cls.data.index import FIRST_SUFFIXES, IMAGE_SUFFIXES, suffix_of
-from imagenet_cls.data.sources import FolderSource, describe_sizes
+from imagenet_cls.data.sources import size_fingerprint
 from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
-from imagenet_cls.errors import CheckpointError, format_value
-from imagenet_cls.guards.agreement import versions
+from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import state_dict_mismatch
 from imagenet_cls.optim.build import build_optimizer, state_copies
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.report.reporter import Reporter
+from imagenet_cls.text import format_value
+from imagenet_cls.versions import library_versions
 
-# Changes with which no run resumes, and changes besides those of the config that are reported only.
-_FIXED = {"optimizer.name", "training images", "classes"}
-_ROUNDING = {"ranks", "CPU threads", "versions"}
-_ENVIRONMENT = {"validation images", "validation files", "steps per epoch", *_ROUNDING}
-# Changes that an error lists.
-_SHOWN = 4
+# A run can't resume if one of these changed.
+_MUST_NOT_CHANGE = {"optimizer.name", "training images", "classes"}
+# Conditions outside of the config, whose changes are reported and allowed.
+_AFFECTS_ROUNDING = {"ranks", "CPU threads", "versions"}
+_MAY_CHANGE = {"validation images", "validation files", "steps per epoch", *_AFFECTS_ROUNDING}
+# The changes that the message of an error lists.
+_MAX_LISTED = 4
 
 
 def take_snapshot(
     parts: TrainingParts, progress: Progress, description: dict[str, Any]
 ) -> Snapshot:
-    """A copy of the run's state in host memory. description: of `describe_run`."""
+    """A copy of the run's state in host memory. description: what `describe_run`
+    returned.
+    """
     optimizer, numbers = optimizer_to_tensors(parts.model, parts.optimizer)
     return Snapshot(
         model=copy_to_host(parts.model.state_dict()),
@@ -71,7 +72,9 @@ def take_snapshot(
 
 
 def describe_run(parts: TrainingParts) -> dict[str, Any]:
-    """The part of `state.json` that is the same at every step."""
+    """The part of `state.json` that is the same at every step: enough to predict with nothing but
+    the checkpoint.
+    """
     assert parts.data.train is not None and parts.data.val is not None
     return {
         "plan": {
@@ -82,34 +85,40 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
         "num_classes": parts.num_classes,
         "data_digest": parts.data.train.digest(),
         "val_digest": parts.data.val.digest(),
-        "image_suffixes": sorted(map(os.fsdecode, IMAGE_SUFFIXES)),
-        "data_sizes": describe_sizes(parts.data.train),
-        "val_sizes": describe_sizes(parts.data.val),
+        "data_sizes": size_fingerprint(parts.data.train),
+        "val_sizes": size_fingerprint(parts.data.val),
         "teacher_digest": parts.teacher_digest,
-        "preprocessing": {"mean": parts.evaluation.mean, "std": parts.evaluation.std},
+        "preprocessing": {"mean": parts.mean, "std": parts.std},
         "config": asdict(parts.config),
         "world_size": parts.group.world_size,
         "cpu_threads": torch.get_num_threads(),
-        "versions": versions(),
+        "versions": library_versions(),
     }
 
 
 def disk_space_warning(parts: TrainingParts, checkpoints: Path) -> str | None:
-    """A warning where the disk can't hold three checkpoints: the last two, and the one being written."""
-    trained = sum(
+    """A warning where the disk can't hold the checkpoints that the run keeps
+    (`checkpoint.keep_last`, and the best one) and the one being written.
+    """
+    trained_bytes = sum(
         parameter.nbytes for parameter in parts.model.parameters() if parameter.requires_grad
     )
-    weights = size_bytes(parts.model.state_dict()) * (1 if parts.ema.module is None else 2)
-    needed = 3 * (weights + trained * state_copies(parts.config.optimizer))
-    present = sum(
-        file.stat().st_size for path in list_checkpoints(checkpoints) for file in path.glob("*")
-    )
+    needed = size_bytes(parts.model.state_dict())
+    if parts.ema.module is not None:
+        needed *= 2
+    needed += trained_bytes * state_copies(parts.config.optimizer)
+    keep_last = parts.config.checkpoint.keep_last
+    if keep_last is not None:
+        present = sum(
+            file.stat().st_size for path in list_checkpoints(checkpoints) for file in path.glob("*")
+        )
+        needed = (keep_last + 2) * needed - present
     free = shutil.disk_usage(checkpoints.parent).free
-    if needed <= free + present:
+    if needed <= free:
         return None
     return (
-        f"{checkpoints.parent} has {free:,} bytes free, but three checkpoints of this run need {needed - present:,} "
-        "more: saving may fail"
+        f"warning: {checkpoints.parent} has {free:,} bytes free, and the checkpoints of this run "
+        f"need {needed:,}: saving may fail"
     )
 
 
@@ -136,54 +145,37 @@ def open_saver(
 def restore(
     parts: TrainingParts, folder: RunFolder, options: RunOptions
 ) -> tuple[Progress, list[str]]:
-    """Load weights, EMA, optimizer and loss scale from the checkpoint to resume from, if any. A collective.
+    """Load weights, EMA, optimizer and loss scale from the checkpoint to resume from, if any. A
+    collective.
 
-    Rank 0 reads the checkpoint and broadcasts its tensors. Returns the progress and messages. Raises CheckpointError.
+    Rank 0 reads the checkpoint and broadcasts its tensors. Returns the progress and messages.
+    Raises CheckpointError.
     """
     group = parts.group
-    snapshot: Snapshot | None = None
+    # On rank 0 only. `run_on_main` pickles what `read` returns, which has no tensors.
+    with_tensors: Snapshot | None = None
 
     def read() -> tuple[Snapshot, list[str]] | None:
-        """On rank 0: the checkpoint without its tensors, and messages about it."""
-        nonlocal snapshot
-        snapshot, damaged = newest_intact(folder.checkpoints) if options.resume else (None, [])
-        notes = []
-        if snapshot is None and options.resume_from is not None:
-            snapshot, damaged = load_newest(options.resume_from)
-        elif options.resume_from is not None:
-            notes = [
-                f"--resume-from {options.resume_from} is not used: the run folder has checkpoints"
-            ]
-        if snapshot is None:
+        nonlocal with_tensors
+        with_tensors, messages = find_checkpoint(folder, options)
+        if with_tensors is None:
             return None
-        messages = [f"{line}; using an older checkpoint" for line in damaged]
-        messages += [
-            f"resumed from {snapshot.path} at step {snapshot.state['progress']['step']}",
-            *notes,
-        ]
-        with invalid_content_errors(snapshot.path):
-            if snapshot.state["config"]["model"]["name"] != parts.config.model.name:
-                check_same_model(parts.model, snapshot.model, snapshot.path)
-            messages += check_resumable(snapshot.state, parts, options.allow_change, snapshot.path)
-            check_same_model(parts.model, snapshot.model, snapshot.path)
-            check_optimizer_state(snapshot, parts.config.optimizer, group.device)
-        return replace(
-            snapshot, model={}, optimizer={}, ema=None if snapshot.ema is None else {}
-        ), messages
+        with invalid_content_errors(with_tensors.path):
+            messages += check_checkpoint(with_tensors, parts, options.allow_change)
+        ema: dict[str, Tensor] | None = None if with_tensors.ema is None else {}
+        return replace(with_tensors, model={}, optimizer={}, ema=ema), messages
 
-    received = run_on_main(group, read)
-    if received is None:
-        missing = (
-            [f"no checkpoint to resume from in {folder.path}: starting from scratch"]
-            if options.resume
-            else []
-        )
-        return Progress(), missing
-    snapshot = snapshot or received[0]
+    found = run_on_main(group, read)
+    if found is None:
+        messages = []
+        if options.resume:
+            messages = [f"no checkpoint to resume from in {folder.path}: starting from scratch"]
+        return Progress(), messages
+    without_tensors, messages = found
+    snapshot = with_tensors or without_tensors
     # Outside of `invalid_content_errors`: a lost rank is no invalid content.
-    model, optimizer = (
-        broadcast_tensors(tensors, group) for tensors in (snapshot.model, snapshot.optimizer)
-    )
+    model = broadcast_tensors(snapshot.model, group)
+    optimizer = broadcast_tensors(snapshot.optimizer, group)
     ema = None if snapshot.ema is None else broadcast_tensors(snapshot.ema, group)
     with invalid_content_errors(snapshot.path):
         parts.model.load_state_dict(model)
@@ -196,30 +188,71 @@ def restore(
         if parts.scaler.is_enabled() and snapshot.state["scaler"]:
             parts.scaler.load_state_dict(snapshot.state["scaler"])
     parts.batch_norm_statistics.store_current()
-    return read_progress(snapshot.state["progress"]), received[1]
+    return read_progress(snapshot.state["progress"]), messages
+
+
+def find_checkpoint(folder: RunFolder, options: RunOptions) -> tuple[Snapshot | None, list[str]]:
+    """The checkpoint to resume from: the newest intact one of the run folder, with --resume, or
+    else the checkpoint of --resume-from. Also messages about it. Raises CheckpointError.
+    """
+    snapshot: Snapshot | None = None
+    damaged: list[str] = []
+    notes: list[str] = []
+    if options.resume:
+        snapshot, damaged = newest_intact(folder.checkpoints)
+    if options.resume_from is not None:
+        if snapshot is None:
+            snapshot, damaged = load_newest(options.resume_from)
+        else:
+            notes = [
+                f"--resume-from {options.resume_from} is not used: the run folder has checkpoints"
+            ]
+    if snapshot is None:
+        return None, []
+    with invalid_content_errors(snapshot.path):
+        step = snapshot.state["progress"]["step"]
+    messages = [f"{line}; using an older checkpoint" for line in damaged]
+    return snapshot, [*messages, f"resumed from {snapshot.path} at step {step}", *notes]
+
+
+def check_checkpoint(
+    snapshot: Snapshot, parts: TrainingParts, allowed: Collection[str]
+) -> list[str]:
+    """`check_resumable`, and whether model and optimizer state fit. Raises CheckpointError."""
+    # Another model changes many keys. The error that names the model helps more.
+    if snapshot.state["config"]["model"]["name"] != parts.config.model.name:
+        check_same_model(parts.model, snapshot.model, snapshot.path)
+    messages = check_resumable(snapshot.state, parts, allowed, snapshot.path)
+    check_same_model(parts.model, snapshot.model, snapshot.path)
+    check_optimizer_state(snapshot, parts.config.optimizer, parts.group.device)
+    return messages
 
 
 def check_same_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | None) -> None:
-    """Raise CheckpointError where the names or shapes of a checkpoint's weights are not those of the model."""
+    """Raise CheckpointError where the names or shapes of a checkpoint's weights differ from
+    the model.
+    """
     if mismatch := state_dict_mismatch(model.state_dict(), tensors):
         raise CheckpointError(
-            f"{path}: the checkpoint's model is not the one that this config builds: {mismatch}\n"
-            "A run can't resume with another model: use the config of the checkpoint's run, or start a new run."
+            f"{path}: the checkpoint's model is not the one that this config builds: {mismatch}",
+            "A run can't resume with another model: use the config of the checkpoint's run, or "
+            "start a new run.",
         )
 
 
 def check_resumable(
     state: dict[str, Any], parts: TrainingParts, allowed: Collection[str], path: Path | None = None
 ) -> list[str]:
-    """Compare a checkpoint's `state.json` with this run; returns a line for each difference that is no error.
+    """Compare a checkpoint's `state.json` with this run; returns a line for each difference that is
+    no error.
 
-    allowed: dotted keys, or whole sections, of the recipe that may have changed. path: of the checkpoint, for messages.
-    Raises CheckpointError.
+    allowed: dotted keys, or whole sections, of the recipe that may have changed. path: the path of
+    the checkpoint, for messages. Raises CheckpointError.
     """
     if "averaged" in state:
         raise CheckpointError(
-            f"{path}: an average of checkpoints, which has no optimizer state to resume from.\n"
-            f"Start a new run from its weights: model.checkpoint={path}"
+            f"{path}: an average of checkpoints, which has no optimizer state to resume from.",
+            f"Start a new run from its weights: model.checkpoint={path}",
         )
     stored = config_from_state(state, path)
     conditions, conditions_now = run_conditions(state), run_conditions(describe_run(parts))
@@ -232,53 +265,42 @@ def check_resumable(
         for name in names
         if before.get(name) != now.get(name)
     }
-    if fixed := [line for name, line in changed.items() if name in _FIXED]:
-        remedy = "Restore them"
-        new_images = images_not_read_before(state, parts) if "training images" in changed else []
-        if new_images:
-            number = len(new_images)
-            fixed.append(f"{number} images were not read before, such as {new_images[0]}")
-            remedy = "Move images that were not read before elsewhere"
+    forbidden = [line for name, line in changed.items() if name in _MUST_NOT_CHANGE]
+    if forbidden:
         raise CheckpointError(
-            f"a run can't resume with another optimizer or other training images: {'; '.join(fixed)}\n"
-            f"{remedy}, or start a new run from the checkpoint's weights: model.checkpoint=CHECKPOINT"
+            f"A run can't resume with another optimizer, other training images or other classes: "
+            f"{'; '.join(forbidden)}",
+            "Restore them, or start a new run from the checkpoint's weights: "
+            "model.checkpoint=CHECKPOINT.",
         )
-    free = keys_with("recipe", False) | _ENVIRONMENT
+    may_change = keys_with("recipe", False) | _MAY_CHANGE
     if parts.config.schedule.name == "plateau":  # which depends on when evaluations are made
-        free -= {"eval.every_epochs"}
-    recipe = [
-        name for name in changed if not _includes(free, name) and not _includes(allowed, name)
-    ]
-    if recipe:
-        more = f" and {len(recipe) - _SHOWN} more" if len(recipe) > _SHOWN else ""
+        may_change -= {"eval.every_epochs"}
+    not_allowed = [name for name in changed if not _includes([*may_change, *allowed], name)]
+    if not_allowed:
+        shown = not_allowed[:_MAX_LISTED]
+        others = len(not_allowed) - len(shown)
+        more = f" and {others} more" if others else ""
+        differences = "; ".join(changed[name] for name in shown)
+        flags = " ".join(f"--allow-change {name}" for name in shown)
         raise CheckpointError(
-            f"the config differs from the checkpoint's: {'; '.join(changed[name] for name in recipe[:_SHOWN])}{more}\n"
-            f"Restore it, or allow the change: {' '.join(f'--allow-change {name}' for name in recipe[:_SHOWN])}"
+            f"The config differs from the checkpoint's: {differences}{more}.",
+            f"Restore it, or allow the change: {flags}",
         )
     lines = removed_key_warnings(state["config"])
     lines += [f"changed since the checkpoint: {line}" for line in changed.values()]
-    if any(_includes(_ROUNDING, name) for name in changed):
+    if any(_includes(_AFFECTS_ROUNDING, name) for name in changed):
         lines.append(
-            "the samples are the same, but rounding may differ: results may not be bitwise identical"
+            "the samples are the same, but rounding may differ: results may not be "
+            "bitwise identical"
         )
     return lines
 
 
-def images_not_read_before(state: dict[str, Any], parts: TrainingParts) -> list[Path]:
-    """The training images with suffixes that the version of a checkpoint did not read.
-
-    Empty for lists, of which each image was read.
-    """
-    source = parts.data.train
-    before = set(map(os.fsencode, state.get("image_suffixes", []))) or FIRST_SUFFIXES
-    if parts.config.data.name != "folder" or not isinstance(source, FolderSource):
-        return []
-    names = source.index.names.tolist()
-    return [source.index.path(i) for i, name in enumerate(names) if suffix_of(name) not in before]
-
-
 def changed_arguments(state: dict[str, Any], now: OptimizerConfig) -> list[str]:
-    """The names in `optimizer.kwargs` whose values differ from those in a checkpoint's `state.json`."""
+    """The names in `optimizer.kwargs` whose values differ from those in a checkpoint's
+    `state.json`.
+    """
     before = state["config"]["optimizer"]["kwargs"]
     return sorted(
         name for name in {*before, *now.kwargs} if before.get(name) != now.kwargs.get(name)
@@ -286,41 +308,46 @@ def changed_arguments(state: dict[str, Any], now: OptimizerConfig) -> list[str]:
 
 
 def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torch.device) -> None:
-    """Raise CheckpointError if a changed argument of the optimizer needs state that the checkpoint lacks.
+    """Raise CheckpointError if a changed argument of the optimizer needs state that the checkpoint
+    lacks.
 
-    Tried with one layer, since optimizers differ: SGD starts a momentum at any step, AdamW no `amsgrad`.
+    It makes a step with a small layer to find out, because optimizers differ: SGD can begin to use
+    momentum at any step, but AdamW can't begin to use `amsgrad`.
     """
     changed = changed_arguments(snapshot.state, now)
     if not changed:
         return
     layer = nn.Linear(2, 3, device=device)
     layer(torch.ones(1, 2, device=device)).sum().backward()
-    before = config_from_state(snapshot.state, snapshot.path).optimizer
-    old, new = (
-        build_optimizer(
-            config, parameter_groups(layer, replace(config, layer_decay=None, lr_scales={}))
-        )
-        for config in (before, now)
-    )
+    old_config = config_from_state(snapshot.state, snapshot.path).optimizer
+    old, new = optimizer_of_layer(layer, old_config), optimizer_of_layer(layer, now)
     old.step()
     load_optimizer(layer, new, *optimizer_to_tensors(layer, old), changed)
     try:
         new.step()
     except KeyError as error:
         raise CheckpointError(
-            f"{snapshot.path}: its optimizer state has no {error}, which {now.name} needs after the change of "
-            f"optimizer.kwargs ({', '.join(changed)}).\n"
-            f"Restore them, or start a new run from the checkpoint's weights: model.checkpoint={snapshot.path}"
+            f"{snapshot.path}: its optimizer state has no {error}, which {now.name} needs after "
+            f"the change of optimizer.kwargs ({', '.join(changed)}).",
+            f"Restore them, or start a new run from the checkpoint's weights: "
+            f"model.checkpoint={snapshot.path}",
         ) from error
 
 
+def optimizer_of_layer(layer: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    plain = replace(config, layer_decay=None, lr_scales={})
+    return build_optimizer(config, parameter_groups(layer, plain))
+
+
 def run_conditions(state: dict[str, Any]) -> dict[str, Any]:
-    """What `describe_run` states besides the config, by the names that messages show, without what is unknown."""
+    """What `describe_run` states besides the config, by the names that messages show, without what
+    is unknown.
+    """
     conditions = {
         "training images": state["data_digest"],
         "classes": state["classes"],
         "validation images": state.get("val_digest"),
-        "data": state.get("data_sizes"),  # for --allow-change, after a bad image was replaced
+        "data.files": state.get("data_sizes"),  # allowed after a bad image was replaced
         "validation files": state.get("val_sizes"),
         "distill.teacher": state.get("teacher_digest"),
         "steps per epoch": state["plan"]["steps_per_epoch"],

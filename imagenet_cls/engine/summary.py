@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from imagenet_cls.checkpoint.format import Progress, checkpoint_path
+from imagenet_cls.checkpoint.format import checkpoint_path
+from imagenet_cls.checkpoint.progress import Progress
+from imagenet_cls.config.schema import EmaConfig, MixConfig
 from imagenet_cls.data.index import describe_unread
 from imagenet_cls.data.samplers import samples_per_epoch
 from imagenet_cls.data.sources import FolderSource, ImageSource, SubsetSource, targets_of
@@ -15,11 +17,17 @@ from imagenet_cls.engine.build import TrainingParts, batch_norm_images
 from imagenet_cls.engine.loaders import describe_workers
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.overlap import initial_weights_warning, same_parts_warning
-from imagenet_cls.engine.plan import part_sizes
+from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import frozen_batch_norm
 
 # Of an epoch's images; more are worth a warning.
 _MAX_LEFT_OUT = 0.1
+_METRIC_FORMATS = {
+    "top1_pct": ("top-1", "{:.2f} %"),
+    "top5_pct": ("top-5", "{:.2f} %"),
+    "loss": ("loss", "{:.4f}"),
+    "balanced_accuracy_pct": ("balanced accuracy", "{:.2f} %"),
+}
 
 
 def startup_table(
@@ -27,50 +35,41 @@ def startup_table(
 ) -> list[tuple[str, str]]:
     """Rows (label, text) about the run that begins. work_dir: None for a dry run."""
     plan, group, config = parts.plan, parts.group, parts.config
-    mix, ema, loss, present = config.mix, config.ema, config.loss, parts.evaluation.labels.present
     assert parts.data.train is not None and parts.data.val is not None
-    parameters = sum(parameter.numel() for parameter in parts.model.parameters())
-    device = f"{group.device} ({_count(torch.get_num_threads(), 'thread')})"
+    parameters = sum(parameter.numel() for parameter in parts.model.parameters()) / 1e6
+    classes = parts.num_classes
+    present = parts.evaluation.labels.present
     if group.device.type == "cuda":
-        device = f"{group.device} ({torch.cuda.get_device_name(group.device)})"
+        device_name = torch.cuda.get_device_name(group.device)
+    else:
+        device_name = _count(torch.get_num_threads(), "thread")
     precision = {
         None: "fp32",
         torch.bfloat16: "bf16 autocast",
         torch.float16: "fp16 autocast with a loss scale",
-    }
-    devices = _count(plan.devices, "GPU") if plan.devices > 1 else _count(plan.world_size, "rank")
-    steps = _count(plan.accumulation, "accumulation step")
-    per_pass = " or ".join(map(str, part_sizes(plan.global_batch, plan.forward_passes)))
-    mixing = {"mixup": mix.mixup_alpha, "cutmix": mix.cutmix_alpha or mix.cutmix_minmax}
-    average = (
-        f"half-life {ema.half_life_images:,.0f} images"
-        if ema.half_life_images
-        else f"decay {ema.decay}"
-    )
+    }[parts.autocast_dtype]
+    loss = config.loss
     rows = {
-        "model": f"{config.model.name}, {parameters / 1e6:.2f} M parameters, {_count(parts.num_classes, 'class')}",
+        "model": f"{config.model.name}, {parameters:.2f} M parameters, {_count(classes, 'class')}",
         "training": describe_images(parts.data.train),
         "validation": describe_images(parts.data.val),
         "files not read": describe_unread(_unread_files(parts)),
-        "validation classes": "" if present is None else f"{len(present)} of {parts.num_classes}",
-        "data workers": describe_workers(config, plan, group),
+        "validation classes": "" if present is None else f"{len(present)} of {classes}",
+        "data workers": describe_workers(config.data, plan, group),
         "decoder": describe_decoder(parts.data.train),
-        "device": f"{device}, {precision[parts.evaluation.autocast_dtype]}",
+        "device": f"{group.device} ({device_name}), {precision}",
         "ranks": f"{group.world_size} (launcher: {group.rank_info.launcher})",
-        "batch": f"{plan.global_batch} = {devices} x {steps} x {per_pass} per device",
-        "BatchNorm batch": _batch_norm_batch(parts)
-        if frozen_batch_norm(parts.model, config.model)
-        else "",
-        "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch, {_count(plan.epochs, 'epoch')})",
+        "batch": _describe_batch(plan),
+        "BatchNorm batch": _batch_norm_batch(parts),
+        "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch, "
+        f"{_count(plan.epochs, 'epoch')})",
         "optimizer": f"{config.optimizer.name}, lr {parts.lr:g}, {config.schedule.name}",
         "layer decay": config.optimizer.layer_decay,
         "policy": config.augment.policy,
-        "mixing": ", ".join(f"{name} {alpha}" for name, alpha in mixing.items() if alpha),
+        "mixing": _describe_mixing(config.mix),
         "loss": f"{loss.name}, label smoothing {loss.label_smoothing:g}",
         "teacher": config.distill.teacher.name,
-        "EMA": f"{average}, every {_count(ema.every_steps, 'step')}"
-        if ema.decay or ema.half_life_images
-        else "",
+        "EMA": _describe_ema(config.ema),
         "seed": str(config.seed),
         "run folder": "none: a dry run creates none" if work_dir is None else str(work_dir),
         "resumes at": f"step {progress.step}" if progress.step else "",
@@ -78,17 +77,47 @@ def startup_table(
     return [(label, str(text)) for label, text in rows.items() if text]
 
 
+def _describe_batch(plan: Plan) -> str:
+    devices = _count(plan.world_size, "rank")
+    if plan.devices > 1:
+        devices = _count(plan.devices, "GPU")
+    steps = _count(plan.accumulation, "accumulation step")
+    per_pass = " or ".join(map(str, part_sizes(plan.global_batch, plan.forward_passes)))
+    return f"{plan.global_batch} = {devices} x {steps} x {per_pass} per device"
+
+
+def _describe_mixing(mix: MixConfig) -> str:
+    alphas = {"mixup": mix.mixup_alpha, "cutmix": mix.cutmix_alpha}
+    return ", ".join(f"{name} {alpha}" for name, alpha in alphas.items() if alpha)
+
+
+def _describe_ema(ema: EmaConfig) -> str:
+    if ema.half_life_images:
+        average = f"half-life {ema.half_life_images:,.0f} images"
+    elif ema.decay:
+        average = f"decay {ema.decay}"
+    else:
+        return ""
+    return f"{average}, every {_count(ema.every_steps, 'step')}"
+
+
 def describe_images(source: ImageSource) -> str:
-    """The number of images, and of those in the smallest and the largest class if they are known."""
-    targets, number = targets_of(source), len(source.classes)
+    """The number of images, and of those in the smallest and the largest class if they are
+    known.
+    """
+    targets, classes = targets_of(source), source.classes
     if targets is None:
         return f"{len(source)} images"
-    counts = np.bincount(targets[targets >= 0], minlength=number)[:number]
-    low, high = (
-        f"{counts[i]} (class {source.classes[i]})" for i in (counts.argmin(), counts.argmax())
-    )
-    each = f"{counts[0]} in each" if counts.min() == counts.max() else f"from {low} to {high}"
-    return f"{len(source)} images in {_count(number, 'class')}, {each}"
+    counts = np.bincount(targets[targets >= 0], minlength=len(classes))[: len(classes)]
+    smallest, largest = counts.argmin(), counts.argmax()
+    if counts[smallest] == counts[largest]:
+        sizes = f"{counts[0]} in each"
+    else:
+        sizes = (
+            f"from {counts[smallest]} (class {classes[smallest]}) "
+            f"to {counts[largest]} (class {classes[largest]})"
+        )
+    return f"{len(source)} images in {_count(len(classes), 'class')}, {sizes}"
 
 
 def _unread_files(parts: TrainingParts) -> Counter[bytes]:
@@ -111,25 +140,28 @@ def describe_decoder(source: ImageSource) -> str:
         return ""
     if source.turbojpeg is not None:
         return f"regions, by {source.turbojpeg.path}"
-    return "whole images" + (
-        "; faster with libjpeg-turbo 3: pip install turbojpeg" if find_turbojpeg() is None else ""
-    )
+    if find_turbojpeg() is None:
+        return "whole images; faster with libjpeg-turbo 3: pip install turbojpeg"
+    return "whole images"
 
 
 def start_warnings(parts: TrainingParts, progress: Progress) -> list[str]:
     """Warnings about a run whose config is valid but perhaps not what its user wants."""
     warnings = [] if progress.step else new_run_warnings(parts)
-    profile, total = parts.config.train.profile, parts.plan.total_steps
+    profile = parts.config.train.profile
+    total = parts.plan.total_steps
     if profile is not None and profile[1] > total:
         profiled = "no step is" if profile[0] > total else f"only the steps up to {total} are"
-        text = f"train.profile={profile} is after the last step, {total}"
-        warnings.append(f"{text}: {profiled} profiled")
+        warnings.append(
+            f"train.profile={profile} is after the last step, {total}: {profiled} profiled"
+        )
     return [f"warning: {text}" for text in warnings]
 
 
 def new_run_warnings(parts: TrainingParts) -> list[str]:
     """`start_warnings` of a run that begins at step 0, each without `warning: `."""
-    plan, config, warnings = parts.plan, parts.config, []
+    plan, config = parts.plan, parts.config
+    warnings = []
     assert parts.data.train is not None
     samples = samples_per_epoch(len(parts.data.train), config.data.repeats_multiple)
     left_out = samples - plan.steps_per_epoch * plan.global_batch
@@ -142,11 +174,13 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
     if limit is not None and plan.accumulation > 1 and 2 * plan.micro_batch < limit:
         warnings.append(
             f"a micro-batch has {_count(plan.micro_batch, 'image')}, since no larger number up to "
-            f"train.micro_batch_size={limit} divides a device's share; change train.global_batch_size"
+            f"train.micro_batch_size={limit} divides a device's share; change "
+            f"train.global_batch_size"
         )
     if parts.num_classes > len(parts.data.classes):
         warnings.append(
-            f"the model has {parts.num_classes} outputs (model.num_classes), the data {len(parts.data.classes)} classes"
+            f"the model has {parts.num_classes} outputs (model.num_classes), the data "
+            f"{len(parts.data.classes)} classes"
         )
     starts_from_scratch = not config.model.pretrained and config.model.checkpoint is None
     if starts_from_scratch and (config.model.head_only or config.model.freeze):
@@ -165,7 +199,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def _batch_norm_batch(parts: TrainingParts) -> str:
-    """The images over which BatchNorm computes its statistics."""
+    """The images over which BatchNorm computes its statistics; "" for a model without."""
+    if not frozen_batch_norm(parts.model, parts.config.model):
+        return ""
     if parts.config.model.freeze_bn:
         return "none: running statistics are frozen (model.freeze_bn)"
     is_synced = parts.config.parallel.sync_bn and parts.plan.world_size > 1
@@ -174,20 +210,18 @@ def _batch_norm_batch(parts: TrainingParts) -> str:
 
 
 def final_message(progress: Progress, work_dir: Path, meter: Meter) -> str:
-    """A line for duration and speed, one for the raw weights and one for the EMA: the last and the best result."""
+    """A line for duration and speed, one for the raw weights and one for the EMA: the last and the
+    best result.
+    """
     lines = ["done", f"trained {meter.describe_total()}"]
     for name, best in progress.best.items():
         path = checkpoint_path(work_dir / "checkpoints", best["step"])
         saved = str(path) if path.exists() else f"{path}, which is missing"
         (metric,) = (key for key in best if key != "step")
-        title, form = {
-            "top1_pct": ("top-1", "{:.2f} %"),
-            "top5_pct": ("top-5", "{:.2f} %"),
-            "loss": ("loss", "{:.4f}"),
-            "balanced_accuracy_pct": ("balanced accuracy", "{:.2f} %"),
-        }[metric]
+        title, form = _METRIC_FORMATS[metric]
         last, top = form.format(progress.latest[name][metric]), form.format(best[metric])
         lines.append(
-            f"{name} weights: {title} {last} at the end, best {top} at step {best['step']} in {saved}"
+            f"{name} weights: {title} {last} at the end, best {top} at step "
+            f"{best['step']} in {saved}"
         )
     return "\n".join(lines)

@@ -1,27 +1,48 @@
 """The training loop.
 
-The position of a run is one number, `progress.step`, so a resumed run is this loop started at another step.
+The position of a run is one number, `progress.step`, so a resumed run is this loop started at
+another step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts
-from imagenet_cls.engine.meter import top1_share
-from imagenet_cls.engine.step import autocast
+from imagenet_cls.engine.meter import StepResult, top1_accuracy
 from imagenet_cls.parallel.wrap import gradient_sync
 from imagenet_cls.seeding import hash_key, seed_generators
 
-if TYPE_CHECKING:
-    from imagenet_cls.engine.run import Run
+
+class TrainingRun(Protocol):
+    """What the loop needs besides the computation: batches, and the calls between two steps.
+
+    `engine.run.Run` is a training run. The finders of the largest micro-batch and of a learning
+    rate have runs of their own.
+    """
+
+    parts: TrainingParts
+    progress: Progress
+
+    def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
+        """This rank's micro-batches of an epoch, from its step `first_step` on."""
+        ...
+
+    def after_step(self, result: StepResult, /) -> None:
+        """Called after each step, when `progress.step` has been increased."""
+        ...
+
+    def after_epoch(self) -> None:
+        """Called after the last step of each epoch, and of the run."""
+        ...
 
 
-def train(run: "Run") -> None:
+def train(run: TrainingRun) -> None:
     """Train from `run.progress.step` to the last step. A collective: every rank calls it.
 
     Raises StopRequested after a stop signal, NonFiniteError, DataError or ResourceError.
@@ -32,23 +53,23 @@ def train(run: "Run") -> None:
         batches = run.epoch_batches(epoch, first_step)
         for step in range(progress.step, min((epoch + 1) * plan.steps_per_epoch, plan.total_steps)):
             micro_batches: Iterable[TrainBatch] = islice(batches, plan.accumulation)
-            if parts.sam.due(step):
-                micro_batches = list(
-                    micro_batches
-                )  # sharpness-aware minimization (SAM) iterates twice
+            # sharpness-aware minimization (SAM): a second pass over the same micro-batches
+            with_sam = parts.sam.due(step)
+            if with_sam:
+                micro_batches = list(micro_batches)
             loss_and_top1 = forward_backward(parts, micro_batches, epoch, step)
-            if parts.sam.due(step):
+            if with_sam:
                 with parts.sam.perturbed_weights():
                     forward_backward(parts, micro_batches, epoch, step)
-            lr = parts.schedule(
-                step, progress.evaluations
-            )  # only the plateau schedule uses the evaluations
-            with_norm = parts.config.log.has_grad_norm(step)
-            grad_norm, skipped = parts.updater.update(lr, parts.schedule.momentum(step), with_norm)
+            # only the plateau schedule uses the evaluations
+            lr = parts.schedule(step, progress.evaluations)
+            momentum = parts.schedule.momentum(step)
+            grad_norm, skipped = parts.updater.update(lr, momentum)
             parts.batch_norm_statistics.sync(skipped)
             parts.ema.update(parts.model, step)
             progress.step = step + 1
-            run.after_step(epoch, lr, loss_and_top1, grad_norm, skipped)
+            result = StepResult(step + 1, epoch, lr, loss_and_top1, grad_norm, skipped)
+            run.after_step(result)
         run.after_epoch()
 
 
@@ -57,30 +78,30 @@ def forward_backward(
 ) -> Tensor:
     """Run forward and backward over a step's micro-batches.
 
-    `.grad` then holds the gradient of the mean loss, averaged over ranks and multiplied by the loss scale.
+    `.grad` then holds the gradient of the mean loss, averaged over ranks and multiplied by the loss
+    scale.
 
-    Returns the loss and the top-1 accuracy (0 to 1): (2,), detached, on the device. Averaged over ranks they are those
-    of the global batch.
+    Returns the loss and the top-1 accuracy (0 to 1): (2,), detached, on the device. Averaged over
+    ranks they are the values of the global batch.
     """
-    plan, rank = parts.plan, parts.group.rank
+    plan, group = parts.plan, parts.group
     metrics = []
     for micro_step, batch in enumerate(micro_batches):
-        images, targets = parts.preprocess(
-            batch, epoch, step, micro_step
-        )  # to the device: normalize, erase, mix
-        seed_generators(
-            hash_key("batch", parts.config.seed, step, micro_step, rank), *parts.devices.all
-        )  # for dropout
-        # `accumulation` if all micro-batches have the same size; else each loss is weighted by its number of images.
+        # Copies the images to the device, normalizes, erases and mixes them.
+        images, targets = parts.preprocess(batch, epoch, step, micro_step)
+        # Dropout and drop-path draw from these generators.
+        key = hash_key("batch", parts.config.seed, step, micro_step, group.rank)
+        seed_generators(key, *parts.devices.all)
+        # The mean loss of the global batch is the mean over ranks of the sums of loss / divisor. If
+        # all micro-batches have the same size, the divisor is `accumulation`.
         divisor = plan.global_batch / (plan.world_size * len(targets))
-        with gradient_sync(
-            parts.wrapped, micro_step == plan.accumulation - 1
-        ):  # all-reduce with the last one only
-            with autocast(parts.group.device, parts.evaluation.autocast_dtype):
+        # DDP all-reduces the gradients in the backward pass of the last micro-batch only.
+        with gradient_sync(parts.wrapped, micro_step == plan.accumulation - 1):
+            with parts.autocast():
                 logits = parts.wrapped(images)
                 loss = parts.criterion(logits, targets, images) / divisor
             parts.scaler.scale(loss).backward()
-        loss_and_top1 = torch.stack([loss.detach(), top1_share(logits, targets) / divisor])
+        loss_and_top1 = torch.stack([loss.detach(), top1_accuracy(logits, targets) / divisor])
         # With DataParallel, the loss may be on another device (`parallel.output_device`).
-        metrics.append(loss_and_top1.to(parts.group.device, non_blocking=True))
+        metrics.append(loss_and_top1.to(group.device, non_blocking=True))
     return sum(metrics[1:], metrics[0])

@@ -1,4 +1,10 @@
-"""Checks at the start that all ranks run the same code, config and data: each machine has its own copy of them."""
+"""Checks at the start that all ranks run the same code, config and data.
+
+Each machine has its own copy of them.
+
+Ranks that differ would train different recipes into one model, or wait for each other in different
+collectives.
+"""
 
 import hashlib
 import sys
@@ -6,14 +12,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import numpy
-import PIL
-import safetensors
-import timm
-import torch
-import torchvision
-
-import imagenet_cls
 from imagenet_cls.config.keys import keys_with
 from imagenet_cls.config.load import comparable_values, values_by_key
 from imagenet_cls.config.schema import Config
@@ -22,31 +20,40 @@ from imagenet_cls.lookup import import_from_cwd, is_factory_name
 from imagenet_cls.parallel.collectives import find_differences, mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.versions import library_versions
 
 
 def check_same_code(config: Config, group: Group) -> None:
-    """Raise UsageError, on all ranks, unless they have the same libraries and the same code: of this package and of the
-    modules that the config names. A collective, before `check_same_config`: other versions may have other keys.
+    """Raise UsageError, on all ranks, unless they have the same libraries and the same code of this
+    package and of the modules that the config names.
+
+    A collective. Call it before `check_same_config`, since other versions may have other keys.
     """
     if group.cpu_group is None:
         return
-    own = {"Python": "{}.{}".format(*sys.version_info), **versions()}
-    sources = {"imagenet_cls": Path(imagenet_cls.__file__).parent} | user_modules(config)
+    own = {"Python": "{}.{}".format(*sys.version_info), **library_versions()}
+    sources = {"imagenet_cls": Path(__file__).parents[1]} | user_modules(config)
     code = {f"the code of {name}": digest_of_sources(path) for name, path in sources.items()}
-    if different := find_differences(own | code, group):
+    different = find_differences(own | code, group)
+    if different:
         ranks = sorted({rank for listed in different.values() for rank in listed})
         names = [f"{name} {own[name]}" if name in own else name for name in different]
         raise mark_printed_by_main(
             UsageError(
-                f"{name_ranks(ranks)} of {group.world_size} and rank 0 differ in: {', '.join(names)}\n"
-                "Install the same code and the same libraries on every machine."
+                f"{name_ranks(ranks)} of {group.world_size} and rank 0 differ in: "
+                f"{', '.join(names)}",
+                "Install the same code and the same libraries on every machine.",
             ),
             group,
         )
 
 
 def user_modules(config: Config) -> dict[str, Path]:
-    """The files or folders of the modules that a config names and that can be imported."""
+    """The files or folders of the modules that a config names, in `imports` or as
+    `my_module:my_factory`.
+
+    Modules that can't be imported are left out: the check of names reports them.
+    """
     texts = [value for value in values_by_key(config).values() if isinstance(value, str)]
     names = {text.partition(":")[0] for text in texts if is_factory_name(text)}
     names |= {name.partition(":")[0] for name in config.eval.metrics} | set(config.imports)
@@ -61,24 +68,22 @@ def user_modules(config: Config) -> dict[str, Path]:
 def digest_of_sources(path: Path) -> str:
     """A digest of the names and contents of all Python files in a folder, or of one file."""
     digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+    files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    for file in files:
         digest.update(file.relative_to(path.parent).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def versions() -> dict[str, str]:
-    """Versions of this package and of the libraries that weights may depend on."""
-    libraries = (imagenet_cls, torch, torchvision, timm, safetensors, numpy, PIL)
-    return {module.__name__: module.__version__ for module in libraries}
-
-
 def check_same_config(config: Config, group: Group) -> None:
-    """Raise ConfigError, on all ranks, unless all have the same config but for `per_machine` keys. A collective."""
+    """Raise ConfigError, on all ranks, unless all have the same config, except for keys that may
+    differ between machines. A collective.
+    """
     free = keys_with("per_machine", True)
     own = {key: repr(value) for key, value in comparable_values(config).items() if key not in free}
     lines = [
-        f"{key}: {name_ranks(ranks)} and rank 0 differ; start all ranks with the same config and overrides"
+        f"{key}: {name_ranks(ranks)} and rank 0 differ; start all ranks with the same config and "
+        f"overrides"
         for key, ranks in find_differences(own, group).items()
     ]
     if lines:
@@ -86,12 +91,16 @@ def check_same_config(config: Config, group: Group) -> None:
 
 
 def check_same_data(digests: Mapping[str, str], group: Group) -> None:
-    """Raise DataError, on all ranks, unless all have the same images. digests: such as of `training images`."""
+    """Raise DataError, on all ranks, unless all have the same images.
+
+    A collective. digests: by what they are digests of, such as `training images`.
+    """
     for name, ranks in find_differences(dict(digests), group).items():
         raise mark_printed_by_main(
             DataError(
-                f"the {name} of {name_ranks(ranks)} are not those of rank 0: other files, or other classes.\n"
-                "Give every machine the same dataset; its location (data.root) may differ."
+                f"The {name} differ between {name_ranks(ranks)} and rank 0: other files, or other "
+                f"classes.",
+                "Give every machine the same dataset; its location (data.root) may differ.",
             ),
             group,
         )

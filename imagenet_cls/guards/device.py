@@ -1,4 +1,4 @@
-"""Errors that torch raises on some devices only: explanations, and a note on how to find a cause."""
+"""Explanations of errors that torch raises on some devices only."""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,14 +24,16 @@ def explain_device_errors(sizes: str = "") -> Iterator[None]:
                     operator = line.partition(_NO_DETERMINISTIC_KERNEL)[0].rpartition(" ")[2]
                     raise UsageError(
                         f"train.deterministic=true: the model or the loss uses {operator}, "
-                        "for which torch has no deterministic kernel on this device.\n"
-                        "Use another model, train.deterministic=false, or device=cpu."
+                        "for which torch has no deterministic kernel on this device.",
+                        "Use another model, train.deterministic=false, or device=cpu.",
                     ) from error
             if "device-side assert triggered" in str(error):
                 # Kernels run asynchronously, so the traceback shows a later line.
                 error.add_note(
-                    "A kernel has found invalid values, most often a target outside of the classes. "
-                    "The traceback may show a later line. Set CUDA_LAUNCH_BLOCKING=1, or use device=cpu, "
+                    "A kernel has found invalid values, most often a target outside of the "
+                    "classes. "
+                    "The traceback may show a later line. Set CUDA_LAUNCH_BLOCKING=1, or use "
+                    "device=cpu, "
                     "to see the right one."
                 )
             raise

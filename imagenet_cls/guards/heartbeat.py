@@ -1,9 +1,9 @@
 """A heartbeat between ranks, which names the machine that was lost.
 
-A thread in each rank sends every other rank a UDP datagram once a second. After a failed collective, which names no
-rank, `wait_for_lost_rank` names those that are silent. The thread aborts this process only if a rank was silent for
-longer than any collective may take, or if one failed half a minute ago. A rank from which no
-datagram ever came is ignored: a firewall may drop them.
+A thread in each rank sends every other rank a UDP datagram once a second. After a failed
+collective, which names no rank, `wait_for_lost_rank` names those that are silent. The thread aborts
+this process only if a rank was silent for longer than any collective may take, or if one failed
+half a minute ago. A rank from which no datagram ever came is ignored: a firewall may drop them.
 """
 
 import contextlib
@@ -37,7 +37,9 @@ _AFTER_FAILURE_SEC = 30.0
 
 @dataclass(frozen=True)
 class Member:
-    """A rank. address: its machine's. port: of its heartbeat (UDP)."""
+    """A rank. address: the address of its machine. port: the port of its heartbeat (UDP). process:
+    its id, which makes the id of the run unique.
+    """
 
     rank: int
     host: str
@@ -47,7 +49,9 @@ class Member:
 
 
 def start_heartbeat(group: Group, timeout_sec: float) -> "Heartbeat | None":
-    """Start this rank's heartbeat; None for a single rank. A collective. timeout_sec: of the collectives."""
+    """Start this rank's heartbeat; None for a single rank. A collective. timeout_sec: the timeout
+    of the collectives.
+    """
     if group.cpu_group is None:
         return None
     heartbeat = Heartbeat(group.rank, group.address, timeout_sec)
@@ -72,16 +76,19 @@ class Heartbeat:
         self._heard: dict[int, float] = {}
         self._failed: dict[int, float] = {}
         self._left: dict[int, float] = {}
-        self._listened_sec, self._round_began = 0.0, time.monotonic()
+        self._listened_sec = 0.0
+        self._round_began = time.monotonic()
         self._interval_sec = min(_INTERVAL_SEC, timeout_sec / 8)
-        self.aborts = (
-            True  # to be set to False before this rank leaves the group together with the others
-        )
+        # to be set to False before this rank leaves the group together with the others
+        self.aborts = True
+        # whether this rank fails because another one was lost: then it is not the cause
         self._lost_another = False
         self._closed = threading.Event()
 
     def start(self, members: Sequence[Member], abort: Callable[[ResourceError], None]) -> None:
-        """Start the thread. members: all ranks, the same list on all. abort: called at most once, from the thread."""
+        """Start the thread. members: all ranks, the same list on all. abort: called at most once,
+        from the thread.
+        """
         self._run = hashlib.sha256(repr(members).encode()).digest()[:8]
         self._others = {member.rank: member for member in members if member.rank != self.me.rank}
         for member in self._others.values():
@@ -94,12 +101,15 @@ class Heartbeat:
         ).start()
 
     def wait_for_lost_rank(self, patience_sec: float) -> ResourceError | None:
-        """After a failed collective: the error that names the lost ranks; None if all still send.
+        """The error that names the lost ranks after a failed collective; None if all still send.
 
-        Waits up to `patience_sec` for a rank to be silent. From here on this heartbeat aborts nothing.
+        Waits `patience_sec`, or longer if that is too short for a lost rank to be silent. Returns
+        earlier only if a rank has been silent for half the timeout. From here on this heartbeat
+        does not abort the process.
         """
-        self._lost_another, self.aborts = True, False
-        end = time.monotonic() + patience_sec
+        self._lost_another = True
+        self.aborts = False
+        end = time.monotonic() + max(patience_sec, (_LOST_DATAGRAMS + 1) * self._interval_sec)
         while (
             time.monotonic() < end
             and max(self._silence().values(), default=0.0) < self.timeout_sec / 2
@@ -108,7 +118,9 @@ class Heartbeat:
         return self.lost_rank_error()
 
     def lost_rank_error(self) -> ResourceError | None:
-        """The error that names the ranks that were lost first, on which the others then failed. None without any."""
+        """The error that names the ranks that were lost first, on which the others then failed.
+        None without any.
+        """
         silent = {
             rank: sec
             for rank, sec in self._silence().items()
@@ -122,12 +134,15 @@ class Heartbeat:
         first = sorted(rank for rank, sec in lost.items() if sec > longest - 2 * self._interval_sec)
         where = name_machines([self._others[rank] for rank in first])
         if set(first) <= failed.keys():
-            problem = f"{where} failed {longest:.0f} s ago, and this rank with it: see logs/rank{first[0]}.log there."
+            problem = (
+                f"Lost contact: {where} failed {longest:.0f} s ago, which ended this rank, too. "
+                f"See logs/rank{first[0]}.log there."
+            )
             advice = restart_advice()
         else:
-            problem = f"lost contact with {where}: no heartbeat for {longest:.0f} s"
+            problem = f"Lost contact with {where}: no heartbeat for {longest:.0f} s."
             advice = f"Check that it is up and the network works. {restart_advice()}"
-        error = ResourceError(f"{problem}\n{advice}")
+        error = ResourceError(problem, advice)
         here = (self.me.host, self.me.address)
         peers = {
             rank for rank, other in self._others.items() if (other.host, other.address) == here
@@ -137,19 +152,25 @@ class Heartbeat:
         return error
 
     def close(self, failed: bool = False) -> None:
-        """Tell the others that this rank ends. failed: because of its own error, so that it is the cause of theirs."""
+        """Tell the others that this rank ends. failed: because of its own error, so that it is the
+        cause of theirs.
+        """
         self.aborts = False
         if not self._closed.is_set():
             self._closed.set()
             self._send(_FAILED if failed and not self._lost_another else _LEFT)
 
     def _silence(self) -> dict[int, float]:
-        """Seconds since each rank was last heard, without those never heard and those that have ended."""
-        now, ended = self._now(), self._left.keys() | self._failed.keys()
+        """Seconds since each rank was last heard, without those never heard and those that have
+        ended.
+        """
+        now = self._now()
+        ended = self._left.keys() | self._failed.keys()
         return {rank: now - at for rank, at in dict(self._heard).items() if rank not in ended}
 
     def _now(self) -> float:
-        # In seconds, without a longer round: the process was stopped, or its threads could not run.
+        # Seconds in which this thread listened. A round of more than two intervals counts as two:
+        # the process was stopped meanwhile, and the silence of others then means nothing.
         return self._listened_sec + min(
             time.monotonic() - self._round_began, 2 * self._interval_sec
         )
@@ -160,7 +181,8 @@ class Heartbeat:
         longest_silence_sec = self.timeout_sec + min(_GRACE_SEC, self.timeout_sec / 4)
         longest_wait_sec = min(_AFTER_FAILURE_SEC, longest_silence_sec)
         while not self._closed.is_set():
-            self._listened_sec, self._round_began = self._now(), time.monotonic()
+            self._listened_sec = self._now()
+            self._round_began = time.monotonic()
             self._receive(until=self._round_began + self._interval_sec)
             self._send(_ALIVE)
             now = self._now()
@@ -168,7 +190,8 @@ class Heartbeat:
             failed_sec = now - min(self._failed.values(), default=now)
             is_lost = silence_sec > longest_silence_sec or failed_sec > longest_wait_sec
             if self.aborts and is_lost and (error := self.lost_rank_error()):
-                self._lost_another, self.aborts = True, False
+                self._lost_another = True
+                self.aborts = False
                 abort(error)
 
     def _send(self, state: int) -> None:
@@ -179,8 +202,8 @@ class Heartbeat:
 
     def _receive(self, until: float) -> None:
         times = {_ALIVE: self._heard, _FAILED: self._failed, _LEFT: self._left}
-        while (left := until - time.monotonic()) > 0:
-            self._socket.settimeout(left)
+        while (remaining_sec := until - time.monotonic()) > 0:
+            self._socket.settimeout(remaining_sec)
             try:
                 datagram = self._socket.recv(64)
             except OSError:  # a timeout, or no network
@@ -188,18 +211,21 @@ class Heartbeat:
                 return
             if len(datagram) == _DATAGRAM.size:
                 run, rank, state = _DATAGRAM.unpack(datagram)
-                if (
-                    run == self._run and rank in self._others
-                ):  # else of an earlier run that used this port
+                # Otherwise it is from an earlier run that used this port.
+                if run == self._run and rank in self._others:
                     times[state][rank] = self._now()
 
 
 def name_machines(members: Sequence[Member]) -> str:
-    """Ranks by machine: `host b (10.9.1.3; ranks 2, 3)`; at most three machines, and eight ranks of each."""
+    """Ranks by machine: `host b (10.9.1.3; ranks 2, 3)`; at most three machines, and eight ranks of
+    each.
+    """
     ranks_on: dict[str, list[int]] = {}
     for member in members:
         ranks_on.setdefault(f"host {member.host} ({member.address}; ", []).append(member.rank)
     machines = [f"{machine}{name_ranks(ranks)})" for machine, ranks in ranks_on.items()]
-    return ", ".join(machines[:3]) + (
-        f" and {len(machines) - 3} more machines" if len(machines) > 3 else ""
-    )
+    listing = ", ".join(machines[:3])
+    more = len(machines) - 3
+    if more > 0:
+        listing += f" and {more} more machine{'s' if more > 1 else ''}"
+    return listing

@@ -1,4 +1,7 @@
-"""Steps whose loss or gradient is NaN or infinite: counted, reported, and too many in a row end the run."""
+"""Counts and reports steps whose loss or gradient is NaN or infinite.
+
+Too many in a row end the run.
+"""
 
 import logging
 import math
@@ -23,7 +26,8 @@ _LOSS_SCALE_SEARCH_STEPS = 50
 class NonFiniteGuard:
     """Counts the steps without a finite loss and gradient in the records of `Meter.flush`.
 
-    total_steps: of the run. With `fp16`, a skipped step with a finite loss is normal: the loss scale was too high.
+    total_steps: the number of steps of the run. With `fp16`, a skipped step with a finite loss is
+    normal: the loss scale was too high.
     samples_of: returns the names of the images that this rank read in a step, counted from 1.
     """
 
@@ -37,7 +41,9 @@ class NonFiniteGuard:
     consecutive: int = field(default=0, init=False)
 
     def count_and_describe(self, records: Sequence[dict[str, Any]]) -> str | None:
-        """Add the non-finite steps among `records` to `count`, and return a line about them; None if there are none."""
+        """Add the non-finite steps among `records` to `count`, and return a line about them; None
+        if there are none.
+        """
         steps = [record["step"] for record in records if not self._is_fine(record)]
         if not steps:
             return None
@@ -45,20 +51,22 @@ class NonFiniteGuard:
         which = (
             f"step {steps[0]}"
             if len(steps) == 1
-            else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+            else (f"{len(steps)} steps from {steps[0]} to {steps[-1]}")
         )
         ending = (
             "; it was the last step of the run: check the evaluation before you use the weights"
         )
         return (
-            f"{which}: loss or gradient was NaN or infinite ({self.count} such steps since the start)"
+            f"{which}: loss or gradient was NaN or infinite ({self.count} such steps since the "
+            f"start)"
             f"{ending if steps[-1] == self.total_steps else ''}"
         )
 
     def check(self, records: Sequence[dict[str, Any]], own_losses: Tensor | None) -> None:
         """Raise NonFiniteError, on all ranks alike, after too many non-finite steps in a row.
 
-        own_losses: (steps,), this rank's loss in each step, on any device; only read where the run ends.
+        own_losses: (steps,), this rank's loss in each step, on any device; only read where the run
+        ends.
         """
         for row, record in enumerate(records):
             finite_loss = math.isfinite(record["loss"])
@@ -75,7 +83,9 @@ class NonFiniteGuard:
         return math.isfinite(record["loss"]) and (self.fp16 or "skipped" not in record)
 
     def _error(self, record: dict[str, Any], own_loss: float) -> UserError:
-        """Names the ranks whose own loss was not finite, if any. Else only the gradient overflowed. A collective."""
+        """Names the ranks whose own loss was not finite, if any. Else only the gradient overflowed.
+        A collective.
+        """
         step = record["step"]
         samples = self.samples_of(step)
         seen = gather_on_all(
@@ -87,11 +97,10 @@ class NonFiniteGuard:
             logging.getLogger("imagenet_cls").info(
                 "the samples of step %d on this rank: %s", step, ", ".join(samples)
             )
-        lines = [
-            f"loss or gradient was NaN or infinite in {self.consecutive} steps in a row, the last one step {step} "
-            f"(loss {record['loss']:g}, lr {record['lr']:g}).",
-            "Lower optimizer.lr, warm up longer, or set train.clip_norm.",
-        ]
+        problem = (
+            f"Loss or gradient was NaN or infinite in {self.consecutive} steps in a row, the last "
+            f"one step {step} (loss {record['loss']:g}, lr {record['lr']:g})."
+        )
         if count := sum(seen[rank][1] for rank in suspects):
             shown = [name for rank in suspects for name in seen[rank][2]][:_SHOWN]
             more = (
@@ -101,12 +110,15 @@ class NonFiniteGuard:
             )
             what = "the loss" if with_nan else "the gradient (the losses were finite)"
             where = f"{name_ranks(suspects)} of {self.group.world_size}"
-            lines.insert(1, f"It was {what} on {where}, from {', '.join(shown)}{more}.")
-        return mark_printed_by_main(NonFiniteError("\n".join(lines)), self.group)
+            problem += f"\nIt was {what} on {where}, from {', '.join(shown)}{more}."
+        remedy = "Lower optimizer.lr, warm up longer, or set train.clip_norm."
+        return mark_printed_by_main(NonFiniteError(problem, remedy), self.group)
 
 
 def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:
-    """Raise NonFiniteError, on all ranks alike, where a trained weight is NaN or infinite: no step can repair that."""
+    """Raise NonFiniteError, on all ranks alike, where a trained weight is NaN or infinite: no step
+    can repair that.
+    """
     # The sum is finite where all terms are, and takes a tenth of the time of a norm on a CPU.
     sums = [
         weight.detach().sum(dtype=torch.float32)
@@ -115,7 +127,9 @@ def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:
     ]
     if sums and not torch.stack(sums).isfinite().all():
         error = NonFiniteError(
-            f"weights are NaN or infinite after step {step}: the update was too large. This state is not saved.\n"
-            "Lower optimizer.lr, warm up longer, or set train.clip_norm; older checkpoints are unchanged."
+            f"Weights are NaN or infinite after step {step}: the update was too large. This state "
+            f"is not saved.",
+            "Lower optimizer.lr, warm up longer, or set train.clip_norm; older checkpoints are "
+            "unchanged.",
         )
         raise mark_printed_by_main(error, group)

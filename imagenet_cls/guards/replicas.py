@@ -1,4 +1,7 @@
-"""Detects diverged replicas: ranks whose parameters, BatchNorm buffers, EMA or optimizer state differ in any bit."""
+"""Detects diverged replicas.
+
+Ranks whose parameters, BatchNorm buffers, EMA or optimizer state differ in any bit.
+"""
 
 import hashlib
 import socket
@@ -9,20 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.collectives import gather_on_all, mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.private_names import BatchNormBase
 
-# 2**64 divided by the golden ratio, as a signed number: its multiples are spread evenly over 64 bits.
+# 2**64 divided by the golden ratio, as a signed number: its multiples are spread evenly over 64
+# bits.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-# Integer dtype by element size; larger elements are read as several int32, since the top bits of an int64 change only
-# the top bits of a product.
+# Integer dtype by element size; larger elements are read as several int32, since the top bits of an
+# int64 change only the top bits of a product.
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 
-# Elements per row: a row and its products fit in a core's cache. On a GPU a kernel processes several rows.
+# Elements per row: a row and its products fit in a core's cache. On a GPU a kernel processes
+# several rows.
 _ROW = 2**16
 _ROWS_ON_CPU, _ROWS_ON_GPU = 1, 64
 _SHOWN = 3  # hosts and tensors that an error names
@@ -31,7 +36,8 @@ _SHOWN = 3  # hosts and tensors that an error names
 class ReplicaCheck:
     """Compares the ranks during a run. Every rank makes the same calls.
 
-    every_steps: None for never. start_step: where all ranks got rank 0's state. get_tensors: `replicated_tensors`.
+    every_steps: None for never. start_step: where all ranks got rank 0's state. get_tensors:
+    `replicated_tensors`.
     """
 
     def __init__(
@@ -52,16 +58,21 @@ class ReplicaCheck:
             self.check(step)
 
     def check(self, step: int) -> None:
-        """Raise ResourceError, on all ranks, if they have diverged after `step`. A collective; waits for the device."""
+        """Raise ResourceError, on all ranks, if they have diverged after `step`. A collective;
+        waits for the device.
+        """
         if self.every_steps is None or self.last_equal_step == step:
             return
         check_equal_on_ranks(
             self.get_tensors(),
             self.group,
             f"after step {step}",
-            "Possible causes: a faulty GPU or memory on that host, mixed GPU models, or a forward pass that updates "
-            "parameters or buffers from its input (parallel.check_every_steps=null turns this check off).\n"
-            f"All ranks were equal after step {self.last_equal_step}, and no checkpoint was saved since: resume with "
+            "Possible causes: a faulty GPU or memory on that host, mixed GPU models, or a forward "
+            "pass that updates "
+            "parameters or buffers from its input (parallel.check_every_steps=null turns this "
+            "check off).\n"
+            f"All ranks were equal after step {self.last_equal_step}, and no checkpoint was saved "
+            f"since: resume with "
             "--resume.",
         )
         self.last_equal_step = step
@@ -75,11 +86,13 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def replicated_tensors(
     model: nn.Module, ema: nn.Module | None, optimizer_state: Mapping[Tensor, Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """All tensors that a step changes and that are the same on every rank: of buffers only BatchNorm's. Not copies."""
+    """All tensors that a step changes and that are the same on every rank: of buffers only
+    BatchNorm's. Not copies.
+    """
     own = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
-        if not isinstance(module, _BatchNorm)
+        if not isinstance(module, BatchNormBase)
         for name, _ in module.named_buffers(recurse=False)
     }
     tensors = {name: tensor for name, tensor in weights_of(model).items() if name not in own}
@@ -100,10 +113,11 @@ def replicated_tensors(
 def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """A 64-bit hash of the bits of each tensor, of any shape, dtype, device and memory format.
 
-    Multilinear hashing (Lemire and Kaser 2014, "Strongly universal string hashing is fast", section 3): the sum, modulo
-    2**64, of integers of at most 32 bits, each times an odd factor for its position. A change of one integer always
-    changes the sum; others go unseen with a chance of about 2**-32. Unlike there, the factors are derived from the
-    position. Integer sums do not depend on the order, so every device gives the same hash. (torch.hash_tensor is an
+    Multilinear hashing (Lemire and Kaser 2014, "Strongly universal string hashing is fast", section
+    3): the sum, modulo 2**64, of integers of at most 32 bits, each times an odd factor for its
+    position. A change of one integer always changes the sum; others go unseen with a chance of
+    about 2**-32. Unlike there, the factors are derived from the position. Integer sums do not
+    depend on the order, so every device gives the same hash. (torch.hash_tensor is an
     XOR: blind to the order of elements and to changes that come in pairs.)
 
     Runs on each tensor's device, a few kernels for each tensor, and waits for each device once.
@@ -115,9 +129,8 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     sums: dict[str, int] = {}
     for device in {tensor.device for tensor in integers.values()}:
         mixed = torch.arange(1, 2 * _ROW + 1, device=device).mul_(_GOLDEN)
-        factors = (
-            mixed.bitwise_xor_(mixed >> 29).mul_(_GOLDEN).bitwise_or_(1)
-        )  # an odd 64-bit number for each position
+        # an odd 64-bit number for each position
+        factors = mixed.bitwise_xor_(mixed >> 29).mul_(_GOLDEN).bitwise_or_(1)
         here = {
             name: _hash(tensor, factors)
             for name, tensor in integers.items()
@@ -128,7 +141,9 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _hash(integers: Tensor, factors: Tensor) -> Tensor:
-    """An int64 scalar of `integers` (elements,), at most 2**32. factors: of positions in a row, then of rows."""
+    """An int64 scalar of `integers` (elements,), at most 2**32. factors: of positions in a row,
+    then of rows.
+    """
     in_row, of_row = factors.split(_ROW)
     in_rows = integers.numel() // _ROW * _ROW
     at_once = _ROWS_ON_CPU if integers.device.type == "cpu" else _ROWS_ON_GPU
@@ -139,7 +154,9 @@ def _hash(integers: Tensor, factors: Tensor) -> Tensor:
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest of the names, shapes, dtypes and bits of all parameters and buffers, the same on every device."""
+    """A digest of the names, shapes, dtypes and bits of all parameters and buffers, the same on
+    every device.
+    """
     weights = weights_of(model)
     kinds = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in weights.items()}
     return _digest([kinds, tensor_hashes(weights)])
@@ -151,14 +168,19 @@ def _digest(rows: object) -> str:
 
 def check_same_weights(model: nn.Module, group: Group) -> None:
     """`check_equal_on_ranks` for the weights and buffers at the start of a run."""
-    remedy = "Check that all machines have the same code, config and versions; else suspect the network or memory."
+    remedy = (
+        "Check that all machines have the same code, config and versions; else suspect the "
+        "network or memory."
+    )
     check_equal_on_ranks(weights_of(model), group, "at the start", remedy)
 
 
 def check_equal_on_ranks(
     tensors: Mapping[str, Tensor], group: Group, when: str, remedy: str
 ) -> None:
-    """Raise ResourceError, on all ranks, unless the tensors have the same bits on all ranks. A collective."""
+    """Raise ResourceError, on all ranks, unless the tensors have the same bits on all ranks. A
+    collective.
+    """
     if group.cpu_group is None:
         return
     sums = tensor_hashes(tensors)
@@ -167,9 +189,8 @@ def check_equal_on_ranks(
         return
     everything = gather_on_all((socket.gethostname(), sums), group)
     (common, count), *_ = Counter(digests).most_common()
-    reference = (
-        digests.index(common) if count > group.world_size / 2 else 0
-    )  # of the majority, else rank 0
+    # of the majority, else rank 0
+    reference = digests.index(common) if count > group.world_size / 2 else 0
     ranks = [rank for rank, digest in enumerate(digests) if digest != digests[reference]]
     hosts = list(dict.fromkeys(everything[rank][0] for rank in ranks))
     expected = everything[reference][1]
@@ -179,8 +200,10 @@ def check_equal_on_ranks(
         if any(everything[rank][1].get(name) != expected.get(name) for rank in ranks)
     ]
     error = ResourceError(
-        f"diverged replicas: {name_ranks(ranks)} ({', '.join(hosts[:_SHOWN])}{', ...' if len(hosts) > _SHOWN else ''}) "
+        f"Diverged replicas: {name_ranks(ranks)} "
+        f"({', '.join(hosts[:_SHOWN])}{', ...' if len(hosts) > _SHOWN else ''}) "
         f"of {group.world_size} differ from the rest {when}, in {', '.join(names[:_SHOWN])}"
-        f"{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}.\n{remedy}"
+        f"{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}.",
+        remedy,
     )
     raise mark_printed_by_main(error, group)

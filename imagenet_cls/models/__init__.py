@@ -1,2 +1,1 @@
-"""Models: from a config's `model` section to a module on the CPU, weights of any origin into it, and its moving
-average."""
+"""Models: from a config's `model` section to a module, its weights, and its moving average."""

@@ -1,18 +1,22 @@
-"""Changes to a built model that keep its parameters' names: frozen parts, another image size, split
-BatchNorm, deterministic padding and gradient checkpointing. And the names of its head.
+"""Changes to a built model that keep its parameters' names.
+
+Frozen parts, another image size, split BatchNorm, deterministic padding and gradient
+checkpointing. And the names of its head.
 """
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 
 import torch
 from timm.layers import BlurPool2d, convert_splitbn_model
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from imagenet_cls.config.schema import ModelConfig, Size, format_size, height_width
-from imagenet_cls.errors import ConfigError, first_line, format_value
+from imagenet_cls.errors import ConfigError
 from imagenet_cls.lookup import did_you_mean_part, keyword_names
+from imagenet_cls.private_names import BatchNormBase, change_class, is_in_backward
+from imagenet_cls.text import first_line, format_value
 
 # What models raise for images of another size.
 _SIZE_ERRORS = (AssertionError, RuntimeError, ValueError)
@@ -21,7 +25,8 @@ _SIZE_ERRORS = (AssertionError, RuntimeError, ValueError)
 def head_names(model: nn.Module, num_classes: int) -> list[str]:
     """Names of the head's parameters, such as `["fc.weight", "fc.bias"]`; empty if there is none.
 
-    timm names its classifiers; of other models it is the last linear layer or convolution with `num_classes` outputs.
+    A timm model names its classifier. In another model it is the last linear layer or convolution
+    with `num_classes` outputs.
     """
     parameters = [name for name, _ in model.named_parameters()]
     classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
@@ -36,18 +41,36 @@ def head_names(model: nn.Module, num_classes: int) -> list[str]:
     return []
 
 
-def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
-    """Freeze parameters, in place. Returns a sentence about what is trained; None if nothing is frozen.
+def permute_outputs(model: nn.Module, order: Sequence[int]) -> str:
+    """Put output `order[i]` of the head at position i, in place; `order` has all outputs once.
 
-    Raises ConfigError for patterns that match nothing, a missing head or BatchNorm, and if nothing is left to train.
+    Returns the end of a message about it, "" where the order is the same.
+    """
+    if list(order) == list(range(len(order))):
+        return ""
+    head = [model.get_parameter(name) for name in head_names(model, len(order))]
+    assert head and all(len(parameter) == len(order) for parameter in head), type(model)
+    with torch.no_grad():
+        for parameter in head:
+            parameter.copy_(parameter[list(order)])
+    return "; its outputs were put in the order of the dataset's classes"
+
+
+def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
+    """Freeze parameters, in place. Returns a sentence about what is trained; None if nothing is
+    frozen.
+
+    Raises ConfigError for patterns that match nothing, a missing head or BatchNorm, and if nothing
+    is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     head = head_names(model, num_classes)
-    layers = [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, BatchNormBase)]
     problems = []
     if cfg.head_only and not head:
         problems.append(
-            f"model.head_only: {cfg.name} has no recognized head; list the other layers in model.freeze"
+            f"model.head_only: {cfg.name} has no recognized head; list the other layers in "
+            f"model.freeze"
         )
     for pattern in cfg.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -77,26 +100,33 @@ def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     fixed = sum(frozen_batch_norm(model, cfg).values())
     sentence = f"{trained:,} of {total:,} parameters are trained"
-    return sentence + (f"; {fixed} BatchNorm layers keep their running statistics" if fixed else "")
+    if fixed:
+        sentence += f"; {fixed} BatchNorm layers keep their running statistics"
+    return sentence
 
 
 def set_training(model: nn.Module, cfg: ModelConfig) -> None:
-    """`model.train()`, but frozen BatchNorm layers in evaluation mode. Dropout stays on in frozen parts, as in timm."""
+    """`model.train()`, but frozen BatchNorm layers in evaluation mode. Dropout stays on in frozen
+    parts, as in timm.
+    """
     model.train()
     if cfg.freeze or cfg.head_only or cfg.freeze_bn:
         for layer, is_frozen in frozen_batch_norm(model, cfg).items():
             layer.train(not is_frozen)
 
 
-def frozen_batch_norm(model: nn.Module, cfg: ModelConfig) -> dict[_BatchNorm, bool]:
-    """For each BatchNorm layer whether its running statistics are frozen: all with `model.freeze_bn`, else those whose
-    parameters are. A layer without parameters follows the smallest module around it that has some.
+def frozen_batch_norm(model: nn.Module, cfg: ModelConfig) -> dict[BatchNormBase, bool]:
+    """For each BatchNorm layer, whether its running statistics are frozen. With `model.freeze_bn`
+    all are, otherwise the layers whose parameters are frozen. A layer without parameters is treated
+    like the smallest module around it that has some, so it is not frozen in front of a trained
+    head.
     """
     modules = dict(model.named_modules())
     frozen = {}
     for name, layer in modules.items():
-        if isinstance(layer, _BatchNorm):
-            owner, parameters = name, list(layer.parameters())
+        if isinstance(layer, BatchNormBase):
+            owner = name
+            parameters = list(layer.parameters())
             while owner and not parameters:
                 owner = owner.rpartition(".")[0]
                 parameters = list(modules[owner].parameters())
@@ -106,18 +136,23 @@ def frozen_batch_norm(model: nn.Module, cfg: ModelConfig) -> dict[_BatchNorm, bo
 
 
 def resize_model(model: nn.Module, size_px: Size, channels: int = 3) -> str | None:
-    """Make a model take images of `size_px`, in place, by timm's `set_input_size`. Returns a sentence about it, None
-    where the model takes them already. Raises ValueError, with the model's error, where it can't.
+    """Make a model take images of `size_px`, in place, by timm's `set_input_size`. Returns a
+    message if the model was changed, else None. Raises ValueError with the model's message if it
+    can't take this size.
     """
     try:
         _try_size(model, size_px, channels)
         return None
+    except torch.OutOfMemoryError:
+        raise
     except _SIZE_ERRORS as error:
         if not hasattr(model, "set_input_size"):
             raise ValueError(first_line(error)) from error
     try:
         model.set_input_size(img_size=height_width(size_px))  # type: ignore[operator]
         _try_size(model, size_px, channels)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise ValueError(first_line(error)) from error
     return f"made for another size; its position embeddings were resized for {format_size(size_px)}"
@@ -125,126 +160,130 @@ def resize_model(model: nn.Module, size_px: Size, channels: int = 3) -> str | No
 
 @torch.no_grad()
 def _try_size(model: nn.Module, size_px: Size, channels: int) -> None:
-    """Run the model on one black image in evaluation mode."""
+    """Run the model on one black image in evaluation mode. Call it before `set_training`:
+    afterwards all layers have the mode of the model.
+    """
     was_training = model.training
     try:
-        model.eval()(
-            torch.zeros(1, channels, *height_width(size_px), device=next(model.parameters()).device)
-        )
+        device = next(model.parameters()).device
+        model.eval()(torch.zeros(1, channels, *height_width(size_px), device=device))
     finally:
         model.train(was_training)
 
 
 def size_remedy(model: nn.Module, size_px: Size) -> str:
-    """Which of `model.kwargs` lets the model take images of `size_px`, as a clause of a message; "" if none does."""
-    resizes = (
+    """Which of `model.kwargs` lets the model take images of `size_px`, as a clause of a message; ""
+    if none does.
+    """
+    size_value = (
         f"{format_value(size_px)}, which resizes the position embeddings of the initial weights"
     )
     remedies = {
         "dynamic_img_size": "true, which takes every size in whole patches",
         "strict_img_size": "false, which takes every size",
-        **dict.fromkeys(("img_size", "image_size"), resizes),
+        "img_size": size_value,
+        "image_size": size_value,
     }
-    allowed = [
-        name
-        for owner in type(model).__mro__
-        if owner is not object
-        for name in keyword_names(owner)[0]
-    ]
-    return next(
-        (
-            f"; set model.kwargs.{name} to {text}"
-            for name, text in remedies.items()
-            if name in allowed
-        ),
-        "",
-    )
+    allowed: set[str] = set()
+    for owner in type(model).__mro__[:-1]:  # without object
+        allowed.update(keyword_names(owner)[0])
+    for name, text in remedies.items():
+        if name in allowed:
+            return f"; set model.kwargs.{name} to {text}"
+    return ""
 
 
 def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Module:
-    """Give every BatchNorm one layer for each of `splits` parts of a batch, if `model.split_bn` is on.
+    """Give every BatchNorm one layer for each of `splits` parts of a batch, if `model.split_bn` is
+    on.
 
-    By timm's conversion, in place: the first part goes through the existing layer, which evaluation uses too; the
-    others through its `aux_bn` layers, which start with its weights and statistics. Call it before freezing: it creates
-    parameters. Raises ConfigError for a model without BatchNorm2d.
+    By timm's conversion, in place: the first part goes through the existing layer, which evaluation
+    uses too; the others through its `aux_bn` layers, which start with its weights and statistics.
+    The batch must be a multiple of `splits`. Call it before freezing: it creates parameters. Raises
+    ConfigError for a model without BatchNorm2d (LeViT's BatchNorm is of tokens).
     """
     if not cfg.split_bn:
         return model
-    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    others = sorted(
-        {type(layer).__name__ for layer in layers if not isinstance(layer, nn.BatchNorm2d)}
-    )
+    layers = [layer for layer in model.modules() if isinstance(layer, BatchNormBase)]
+    others = {type(layer).__name__ for layer in layers if not isinstance(layer, nn.BatchNorm2d)}
     if others or not layers:
-        has = (
-            f"has {', '.join(others)}, and only BatchNorm2d can be split"
-            if others
-            else "has no BatchNorm to split"
-        )
+        kinds = ", ".join(sorted(others)) or "no BatchNorm"
         raise ConfigError(
-            [f"model.split_bn: {type(model).__name__} {has}; set it to false, or use another model"]
+            [
+                f"model.split_bn: {type(model).__name__} has {kinds}, and only BatchNorm2d can be "
+                f"split; set it to false, or use another model"
+            ]
         )
     return convert_splitbn_model(model, splits)
 
 
 def pad_deterministically(model: nn.Module) -> None:
-    """Replace the padding by reflection of every BlurPool2d, in place. Outputs keep their bits.
+    """Make the reflection padding of every BlurPool2d deterministic, in place. The outputs do not
+    change.
 
-    torch's has no deterministic gradient on GPUs.
+    torch's reflection padding has no deterministic gradient on GPUs.
     """
     for layer in model.modules():
         if type(layer) is BlurPool2d and layer.pad_mode == "reflect":
-            layer.__class__ = _DeterministicBlurPool2d
+            change_class(layer, _DeterministicBlurPool2d)
 
 
 class _DeterministicBlurPool2d(BlurPool2d):
     def forward(self, x: Tensor) -> Tensor:
-        pixels, channels = self.padding[0], x.shape[1]  # as many on each side
+        pixels = self.padding[0]  # the same on all four sides
+        channels = x.shape[1]
         for dim in (2, 3):
-            first, last = x.narrow(dim, 1, pixels), x.narrow(dim, x.shape[dim] - pixels - 1, pixels)
+            first = x.narrow(dim, 1, pixels)
+            last = x.narrow(dim, x.shape[dim] - pixels - 1, pixels)
             x = torch.cat([first.flip(dim), x, last.flip(dim)], dim)
         weight = self.filt.expand(channels, -1, -1, -1)
         return nn.functional.conv2d(x, weight, stride=self.stride, groups=channels)
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recompute activations in the backward pass (Chen et al. 2016, arXiv:1604.06174), by the model's own method.
+    """Recompute activations in the backward pass (Chen et al. 2016, arXiv:1604.06174), by the
+    model's own method.
 
-    The recomputation does not update BatchNorm's running statistics a second time, as it would in timm's scripts. Call
-    it after SyncBN conversion, which creates layers. Raises ConfigError for a model without gradient checkpointing.
+    The recomputation does not update BatchNorm's running statistics a second time, as it would in
+    timm's scripts, so they are the same as without it. Call it after SyncBN conversion, which
+    creates layers. Raises ConfigError for a model without gradient checkpointing.
     """
     try:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
     except (AttributeError, AssertionError, NotImplementedError, TypeError) as error:
-        remedy = "set it to false, and train.micro_batch_size lower if memory is short"
-        text = f"train.grad_checkpointing: {type(model).__name__} has no gradient checkpointing; {remedy}"
-        raise ConfigError([text]) from error
+        raise ConfigError(
+            [
+                f"train.grad_checkpointing: {type(model).__name__} has no gradient checkpointing; "
+                f"set it to false, and train.micro_batch_size lower if memory is short"
+            ]
+        ) from error
     for layer in model.modules():
-        if isinstance(layer, _BatchNorm) and layer.track_running_stats:
-            # In place: names, buffers and checkpoints stay. (mypy takes the hash of a class for that of its objects.)
-            layer.__class__ = _updating_once(type(layer))  # type: ignore[arg-type]
+        if isinstance(layer, BatchNormBase) and layer.track_running_stats:
+            # mypy confuses the hash of a class with the hash of its objects
+            change_class(layer, _updating_once(type(layer)))  # type: ignore[arg-type]
 
 
 @cache
-def _updating_once(kind: type[_BatchNorm]) -> type[_BatchNorm]:
-    """A subclass whose running statistics change in the forward pass only, not when that is recomputed."""
+def _updating_once(kind: type[BatchNormBase]) -> type[BatchNormBase]:
+    """A subclass whose running statistics change in the forward pass only, not when that is
+    recomputed.
+    """
 
-    def forward(self: _BatchNorm, *inputs: Tensor) -> Tensor:
+    def forward(self: BatchNormBase, *inputs: Tensor) -> Tensor:
         output: Tensor
-        # Within a backward pass; torch.utils.checkpoint asks the same way. A compiled model does not recompute this.
-        is_recomputing = (
-            not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        )
+        # A compiled model does not recompute this.
+        is_recomputing = not torch.compiler.is_compiling() and is_in_backward()
         if not (self.training and is_recomputing):
             output = kind.forward(self, *inputs)
             return output
-        kept = dict(self._buffers)
-        self._buffers.update(
-            {name: None if buffer is None else buffer.clone() for name, buffer in kept.items()}
-        )
+        kept = dict(self.named_buffers(recurse=False))
+        for name, buffer in kept.items():
+            setattr(self, name, buffer.clone())
         try:  # torch ends a recomputation by an exception, as soon as it has what backward needs
             output = kind.forward(self, *inputs)
             return output
         finally:
-            self._buffers.update(kept)
+            for name, buffer in kept.items():
+                setattr(self, name, buffer)
 
     return type(kind.__name__, (kind,), {"forward": forward})

@@ -1,12 +1,14 @@
-"""Builds the model of a config's `model` section on the CPU: timm's, torchvision's, or that of the user's factory.
-Checks the section before ranks start: names, tags, published weights and arguments.
+"""Build the model of a config's `model` section on the CPU.
+
+With timm, torchvision or the user's factory. Checks the section before ranks start: names, tags,
+published weights and arguments.
+
+Random numbers are drawn only to initialize weights, so the same seed gives the same weights.
 """
 
-import inspect
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from statistics import fmean
@@ -22,14 +24,7 @@ from torch import nn
 
 import imagenet_cls.models.cifar  # noqa: F401 (registers its models with timm)
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.errors import (
-    CheckpointError,
-    ConfigError,
-    Problem,
-    ResourceError,
-    UserError,
-    first_line,
-)
+from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError, UserError
 from imagenet_cls.lookup import (
     did_you_mean,
     import_factory,
@@ -39,55 +34,58 @@ from imagenet_cls.lookup import (
     kwargs_problems,
 )
 from imagenet_cls.models.adapt import checkpoint_activations, freeze, head_names, split_batch_norm
+from imagenet_cls.text import first_line
 
 TORCHVISION = "torchvision:"
-HUB, FOLDER = (
-    "hf-hub:",
-    "local-dir:",
-)  # timm's sources of a config and weights, besides its own models
+# timm's sources of a config and weights, besides its own models
+HUB, FOLDER = "hf-hub:", "local-dir:"
 
-if (
-    "HF_HUB_VERBOSITY" not in os.environ
-):  # a warning for each of its ten retries; the error is reported here
+# a warning for each of its ten retries; the error is reported here
+if "HF_HUB_VERBOSITY" not in os.environ:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
-# Arguments that a config can't give in model.kwargs: they have a key elsewhere, or the program decides them.
+# Arguments that a config can't give in model.kwargs: they have a key elsewhere, or the program
+# decides them.
 RESERVED = ("pretrained", "num_classes", "model_name", "checkpoint_path", "device")
 
 
 def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.Module:
     """Build the model on the CPU, in float32 and training mode, with `num_classes` outputs.
 
-    channels: of the images; timm's models are built for them. Published weights (`model.pretrained`) are downloaded
-    once; a head of another size is initialized. `model.checkpoint` is not read: see `weights.load_weights`. Raises
-    ResourceError if published weights can't be downloaded, CheckpointError where they don't fit the kwargs, ConfigError
-    for a malformed name on the Hub, UserError where the user's factory does not return a module.
+    channels: the channels of the images; timm's models are built for them. Published weights
+    (`model.pretrained`) are downloaded once; a head of another size is initialized.
+    `model.checkpoint` is not read: see `weights.load_weights`. Raises ResourceError if published
+    weights can't be downloaded, CheckpointError where they don't fit the kwargs, ConfigError for a
+    malformed name on the Hub, UserError where the user's factory does not return a module.
     """
     if model.pretrained:
         print(
-            f"loading the published weights of {model.name!r}, downloading them if they are not cached",
+            f"Loading the published weights of {model.name!r}, from the network if they are not "
+            f"cached.",
             flush=True,
         )
+    is_hub = model.name.startswith(HUB)
     try:
         return _build(model, num_classes, channels)
+    except HFValidationError as error:
+        raise ConfigError([f"model.name: {model.name!r}: {first_line(error)}"]) from error
+    except HfHubHTTPError as error:
+        if is_hub and not model.pretrained:
+            raise  # the Hub has answered
+        raise _download_error(model, error) from error
     except Exception as error:
-        if isinstance(error, HFValidationError):
-            raise ConfigError([f"model.name: {model.name!r}: {first_line(error)}"]) from error
         if model.name.startswith(FOLDER) and isinstance(error, OSError):
             raise CheckpointError(
-                f"model.name: {model.name!r}: {first_line(error)}\ncorrect the path"
+                f"model.name: {model.name!r}: {first_line(error)}", "Correct the path."
             ) from error
-        is_unreachable = model.name.startswith(HUB) and not isinstance(
-            error, HfHubHTTPError
-        )  # which is an answer
-        if (model.pretrained or is_unreachable) and is_download_error(error):
-            raise ResourceError(_download_advice(model, error)) from error
-        if model.pretrained and isinstance(
-            error, RuntimeError
-        ):  # load_state_dict, or torch.hub's check of the hash
+        if (model.pretrained or is_hub) and is_download_error(error):
+            raise _download_error(model, error) from error
+        # from load_state_dict, or from torch.hub's check of the digest
+        if model.pretrained and isinstance(error, RuntimeError):
             raise CheckpointError(
-                f"the published weights of {model.name!r} can't be loaded: {first_line(error)}\n"
-                "remove arguments that change shapes from model.kwargs, or set model.pretrained=false"
+                f"The published weights of {model.name!r} can't be loaded: {first_line(error)}",
+                "Remove arguments that change shapes from model.kwargs, or set "
+                "model.pretrained=false.",
             ) from error
         raise
 
@@ -99,7 +97,8 @@ def _build(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
         built = import_factory(model.name)(num_classes=num_classes, **model.kwargs)
         if not isinstance(built, nn.Module):
             raise UserError(
-                f"model.name: {model.name!r} returned {type(built).__name__}; return a torch.nn.Module"
+                f"model.name: {model.name!r} returned {type(built).__name__}.",
+                "Return a torch.nn.Module.",
             )
         return built
     if model.name.startswith(HUB):
@@ -111,10 +110,11 @@ def _build(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
 
 
 def _check_hub(repository: str, revision: str | None = None) -> None:
-    """Raise an error at once if a repository's config is neither cached nor reachable; timm retries for 20 s."""
-    if not isinstance(
-        huggingface_hub.try_to_load_from_cache(repository, "config.json", revision=revision), str
-    ):
+    """Raise an error at once if a repository's config is neither cached nor reachable; timm retries
+    for 20 s.
+    """
+    cached = huggingface_hub.try_to_load_from_cache(repository, "config.json", revision=revision)
+    if not isinstance(cached, str):
         url = huggingface_hub.hf_hub_url(repository, "config.json", revision=revision)
         huggingface_hub.get_hf_file_metadata(url)
 
@@ -122,43 +122,51 @@ def _check_hub(repository: str, revision: str | None = None) -> None:
 def _build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
     name = model.name.removeprefix(TORCHVISION)
     if name not in torchvision.models.list_models(module=torchvision.models):
-        # Those for other tasks download a backbone if a checkpoint's `weights_backbone` names one.
+        # Models for other tasks would download a backbone that a checkpoint's config names in
+        # `weights_backbone`.
         raise LookupError(f"torchvision has no classification model {name!r}")
     if not model.pretrained:
-        # Other ranks and checkpoints build this model without the weights that the run started from.
+        # Other ranks and checkpoints build this model without the weights that the run started
+        # from.
         kwargs = {key: value for key, value in model.kwargs.items() if key != "weights"}
         return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
-    # torchvision rejects another num_classes together with weights: build with the weights' head, then replace it.
+    # torchvision rejects another num_classes together with weights: build with the weights' head,
+    # then replace it.
     built = torchvision.models.get_model(name, **{"weights": "DEFAULT", **model.kwargs})
     replace_head(built, num_classes)
     return built
 
 
 def replace_head(model: nn.Module, num_classes: int) -> None:
-    """Replace the last linear layer (or 1x1 convolution) by an initialized one if its size is not `num_classes`."""
-    name, head = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)][
-        -1
+    """Replace the last linear layer (or 1x1 convolution) by an initialized one if its size is not
+    `num_classes`.
+    """
+    layers = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv2d)
     ]
+    name, head = layers[-1]
     new: nn.Module
     if isinstance(head, nn.Linear):
-        size, new = (
-            head.out_features,
-            nn.Linear(head.in_features, num_classes, bias=head.bias is not None),
-        )
+        size = head.out_features
+        new = nn.Linear(head.in_features, num_classes, bias=head.bias is not None)
     else:
-        size, new = head.out_channels, nn.Conv2d(head.in_channels, num_classes, head.kernel_size)  # type: ignore[arg-type]
+        size = head.out_channels
+        new = nn.Conv2d(head.in_channels, num_classes, head.kernel_size)  # type: ignore[arg-type]
     if size != num_classes:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, new)
 
 
 def weights_source(model: ModelConfig, built: nn.Module, num_classes: int) -> str:
-    """One sentence: where the weights of a model built by `build_model` come from, and whether its head is new."""
+    """One sentence: where the weights of a model built by `build_model` come from, and whether its
+    head is new.
+    """
     if not model.pretrained:
-        by_factory = is_factory_name(model.name) and not model.name.startswith(TORCHVISION)
-        return "starts from scratch" + (
-            f": weights as initialized by {model.name}" if by_factory else ""
-        )
+        is_factory = is_factory_name(model.name) and not model.name.startswith(TORCHVISION)
+        note = f": weights as initialized by {model.name}" if is_factory else ""
+        return f"starts from scratch{note}"
     source, had = published_weights(model, built)
     sentence = f"starts from published weights ({source})"
     if had != num_classes:
@@ -175,18 +183,22 @@ def published_weights(model: ModelConfig, built: nn.Module) -> tuple[str, int]:
     cfg: dict[str, Any] = built.pretrained_cfg  # type: ignore[assignment]
     if is_model_source(model.name):
         return model.name, cfg["num_classes"]
-    tagged = ".".join(filter(None, [cfg.get("architecture"), cfg.get("tag")]))
-    return f"timm {tagged}" + (f", read from {cfg['file']}" if cfg.get("file") else ""), cfg[
-        "num_classes"
-    ]
+    name = ".".join(filter(None, [cfg.get("architecture"), cfg.get("tag")]))
+    file = f", read from {cfg['file']}" if cfg.get("file") else ""
+    return f"timm {name}{file}", cfg["num_classes"]
 
 
 def new_head_note(head: Sequence[str], had: int, num_classes: int) -> str:
-    return f"the head ({', '.join(head)}) is newly initialized: it had {had} outputs, the model has {num_classes}"
+    return (
+        f"the head ({', '.join(head)}) is newly initialized: it had {had} outputs, the model "
+        f"has {num_classes}"
+    )
 
 
 def is_download_error(error: Exception) -> bool:
-    """Whether a download failed: the libraries' network errors, which are not all OSErrors, or a truncated file."""
+    """Whether a download failed: the libraries' network errors, which are not all OSErrors, or a
+    truncated file.
+    """
     libraries = {
         "huggingface_hub",
         "httpx",
@@ -199,69 +211,77 @@ def is_download_error(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in libraries
 
 
-def _download_advice(model: ModelConfig, error: Exception) -> str:
-    """Three lines: what failed, which file to download elsewhere, how to use it."""
-    while isinstance(
-        error.__cause__, Exception
-    ):  # the hub's own error only says that there was one
+def _download_error(model: ModelConfig, error: Exception) -> ResourceError:
+    """Says what failed, which files to download elsewhere and how to use them."""
+    # the hub's own error only says that there was one
+    while isinstance(error.__cause__, Exception):
         error = error.__cause__
-    name, start = model.name, "model.pretrained=false model.checkpoint=FILE"
+    name = model.name
+    arguments = "model.pretrained=false model.checkpoint=FILE"
     if name.startswith(HUB):
-        files, start = (
-            "its config.json and model.safetensors, in one folder,",
-            f"model.name={FOLDER}FOLDER",
-        )
+        files = "its config.json and model.safetensors, in one folder,"
+        arguments = f"model.name={FOLDER}FOLDER"
     elif name.startswith(TORCHVISION):
         weights = torchvision.models.get_model_weights(name.removeprefix(TORCHVISION))
-        files = str(weights[model.kwargs.get("weights", "DEFAULT")].url)
+        files = weights[model.kwargs.get("weights", "DEFAULT")].url
     else:
         cfg = timm.models.get_pretrained_cfg(name)
         hub_id = getattr(cfg, "hf_hub_id", None)
-        files = (
-            f"'model.safetensors' of {hub_id} on the Hugging Face Hub"
-            if hub_id
-            else str(getattr(cfg, "url", None))
-        )
-    return (
-        f"can't download the model or weights of {name!r}: {first_line(error)}\n"
-        f"without a network: download {files} elsewhere and copy that here,\nthen start with {start}"
+        files = f"'model.safetensors' of {hub_id} on the Hugging Face Hub"
+        if not hub_id:
+            files = str(getattr(cfg, "url", None))
+    return ResourceError(
+        f"Can't download the model or weights of {name!r}: {first_line(error)}",
+        f"Without a network, download {files} elsewhere and copy that here,\n"
+        f"then start with {arguments}",
     )
 
 
 def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation per channel (red, green, blue), of pixels in 0..1, that the weights expect.
+    """Mean and standard deviation per channel (red, green, blue), of pixels in 0..1, that the
+    weights expect.
 
-    Those of timm's config, for other models ImageNet's. For one channel, the averages of the three.
+    They are in timm's config; other models have ImageNet's. For one channel: the averages of the
+    three.
     """
     cfg = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
-    mean, std = (
-        list(cfg.get("mean", IMAGENET_DEFAULT_MEAN)),
-        list(cfg.get("std", IMAGENET_DEFAULT_STD)),
-    )
-    return (mean, std) if channels == 3 else ([fmean(mean)], [fmean(std)])
+    mean = list(cfg.get("mean", IMAGENET_DEFAULT_MEAN))
+    std = list(cfg.get("std", IMAGENET_DEFAULT_STD))
+    if channels == 3:
+        return mean, std
+    return [fmean(mean)], [fmean(std)]
 
 
 def check_trusted(
     model: ModelConfig, imports: Sequence[str], trusted: Collection[str], where: str
 ) -> None:
-    """Raise CheckpointError where building a checkpoint's model would run code that the user has not named.
+    """Raise CheckpointError where building a checkpoint's model would run code that the user has
+    not named.
 
-    Nothing is imported. model, imports: of the checkpoint's own config. trusted: the names that the user has given,
-    compared whole, since `my_module:os.system` is not code of a trusted module. where: the checkpoint.
+    Nothing is imported. model, imports: the values of the checkpoint's own config. trusted: the
+    names that the user has given, compared whole, since `my_module:os.system` is not code of a
+    trusted module.
+    where: the checkpoint.
     """
-    # timm takes a name with a colon for a place to download a model from; without one it is a key of its registry.
-    names = [*imports, model.name] if ":" in model.name.removeprefix(TORCHVISION) else imports
-    if name := next((name for name in names if name not in trusted), None):
-        what = f"names code to run or a model to download, {name!r}"
-        remedy = f"if you know and trust it: --allow-import {name}"
-    elif name := next((name for name in RESERVED if name in model.kwargs), None):
-        what, remedy = (
-            f"sets model.kwargs.{name}, which is not allowed in a checkpoint",
-            "use another checkpoint",
-        )
-    else:
-        return
-    raise CheckpointError(f"{where}: its config {what}; nothing was run\n{remedy}")
+    # timm takes a name with a colon for a place to download a model from; without one it is a key
+    # of its registry.
+    names = list(imports)
+    if ":" in model.name.removeprefix(TORCHVISION):
+        names.append(model.name)
+    for name in names:
+        if name not in trusted:
+            raise CheckpointError(
+                f"{where}: its config names code to run or a model to download, {name!r}; nothing "
+                f"was run.",
+                f"If you know and trust it: --allow-import {name}",
+            )
+    for name in RESERVED:
+        if name in model.kwargs:
+            raise CheckpointError(
+                f"{where}: its config sets model.kwargs.{name}, which is not allowed in a "
+                f"checkpoint; nothing was run.",
+                "Use another checkpoint.",
+            )
 
 
 def model_problems(
@@ -269,8 +289,9 @@ def model_problems(
 ) -> list[Problem]:
     """All problems of the section that can be found without data. Downloads nothing.
 
-    grad_checkpointing: `train`'s. channels: `data`'s. Builds on the meta device, or where that fails on the CPU: timm's
-    and torchvision's factories take `**kwargs`, so only this trial shows which argument the constructor rejects.
+    grad_checkpointing: `train`'s. channels: `data`'s. Builds on the meta device, or where that
+    fails on the CPU: timm's and torchvision's factories take `**kwargs`, so only this trial shows
+    which argument the constructor rejects.
     """
     is_torchvision = model.name.startswith(TORCHVISION)
     if is_factory_name(model.name) and not is_torchvision:
@@ -278,21 +299,16 @@ def model_problems(
     if problem := _name_problem(model.name):
         return [problem]
     if is_torchvision and channels != 3:
-        return [
-            Problem(
-                "data.channels",
-                f"{channels} needs a model of timm or your own; torchvision's take 3",
-            )
-        ]
+        text = f"{channels} needs a model of timm or your own; torchvision's take 3"
+        return [Problem("data.channels", text)]
     built, problems = _try_build(model, channels)
-    problems += (
-        _torchvision_problems(model, built)
-        if is_torchvision
-        else _timm_weights_problems(model, built)
-    )
-    return (
-        problems if built is None else problems + _change_problems(model, built, grad_checkpointing)
-    )
+    if is_torchvision:
+        problems += _torchvision_problems(model, built)
+    elif built is not None:
+        problems += _timm_weights_problems(model, built)
+    if built is not None:
+        problems += _change_problems(model, built, grad_checkpointing)
+    return problems
 
 
 def _change_problems(
@@ -302,12 +318,11 @@ def _change_problems(
     changes: list[Callable[[], object]] = [partial(freeze, built, model, model.num_classes or 1000)]
     changes += [partial(checkpoint_activations, built)] if grad_checkpointing else []
     changes += [partial(split_batch_norm, built, model, splits=2)]
-    problems = []
+    problems: list[Problem] = []
     for change in changes:
         try:
-            with next(
-                built.parameters()
-            ).device:  # new layers of freeze and split_batch_norm are on the same device
+            # new layers of freeze and split_batch_norm are on the same device
+            with next(built.parameters()).device:
                 change()
         except ConfigError as error:
             parts = (line.partition(": ") for line in error.lines)
@@ -321,63 +336,55 @@ def _name_problem(name: str) -> Problem | None:
         return None  # building it shows
     classifiers = torchvision.models.list_models(module=torchvision.models)
     architecture, _, tag = name.partition(".")
-    is_known = name.removeprefix(TORCHVISION) in classifiers
-    if not name.startswith(TORCHVISION):
+    if name.startswith(TORCHVISION):
+        is_known = name.removeprefix(TORCHVISION) in classifiers
+    else:
         is_known = ":" not in name and "/" not in name and timm.is_model(architecture)
     if not is_known:
-        hint = did_you_mean(
-            name, [*timm.list_models(), *(TORCHVISION + other for other in classifiers)]
-        )
+        names = [*timm.list_models(), *(TORCHVISION + other for other in classifiers)]
         forms = "; use a timm name, torchvision:NAME, hf-hub:USER/NAME or my_module:my_factory"
-        return Problem("model.name", f"unknown model {name!r}{hint or forms}")
+        text = f"unknown model {name!r}{did_you_mean(name, names) or forms}"
+        return Problem("model.name", text)
     tags = [
         tagged.partition(".")[2] for tagged in timm.list_models(architecture, include_tags=True)
     ]
     if tag and tags and tag not in tags:  # names that timm has renamed list no tags
         listing = ", ".join(filter(None, tags)) or "none"
-        text = f"{architecture!r} has no weights tagged {tag!r}{did_you_mean(tag, tags)} (tags: {listing})"
+        hint = did_you_mean(tag, tags)
+        text = f"{architecture!r} has no weights tagged {tag!r}{hint} (tags: {listing})"
         return Problem("model.name", text)
     return None
 
 
-def _timm_weights_problems(model: ModelConfig, built: nn.Module | None) -> list[Problem]:
-    cfg = getattr(built, "pretrained_cfg", None)
-    if (
-        not model.pretrained
-        or cfg is None
-        or any(cfg.get(key) for key in ("url", "hf_hub_id", "file"))
-    ):
+def _timm_weights_problems(model: ModelConfig, built: nn.Module) -> list[Problem]:
+    cfg: dict[str, Any] = getattr(built, "pretrained_cfg", None) or {"file": "unknown"}
+    has_weights = any(cfg.get(key) for key in ("url", "hf_hub_id", "file"))
+    if has_weights or not model.pretrained:
         return []
     tagged = timm.list_models(model.name.partition(".")[0], include_tags=True, pretrained=True)
-    remedy = (
-        f"; with weights: {', '.join(tagged)}"
-        if tagged
-        else "; set it to false, or use model.checkpoint"
-    )
-    return [Problem("model.pretrained", f"no weights are published for {model.name!r}{remedy}")]
+    remedy = "set it to false, or use model.checkpoint"
+    if tagged:
+        remedy = f"with weights: {', '.join(tagged)}"
+    return [Problem("model.pretrained", f"no weights are published for {model.name!r}; {remedy}")]
 
 
 def _torchvision_problems(model: ModelConfig, built: nn.Module | None) -> list[Problem]:
-    """Wrong weights, ignored arguments, auxiliary outputs, and models that normalize their input."""
+    """Wrong weights, auxiliary outputs, and models that normalize their input.
+
+    ConvNeXt and a few more ignore arguments that they do not know: these are no problem here.
+    """
     problems = []
     published = list(
         torchvision.models.get_model_weights(model.name.removeprefix(TORCHVISION)).__members__
     )
     given = model.kwargs.get("weights", "DEFAULT")
     if "weights" in model.kwargs and not model.pretrained:
-        problems.append(
-            Problem("model.kwargs.weights", "has no effect without model.pretrained=true")
-        )
-    elif given not in (*published, "DEFAULT"):
-        text = f"unknown {given!r}{did_you_mean(str(given), published)} (allowed: {', '.join(published)})"
+        text = "has no effect without model.pretrained=true"
         problems.append(Problem("model.kwargs.weights", text))
-    if built is None:
-        return problems
-    if keyword_names(type(built))[1]:
-        # The constructor takes `**kwargs`. An argument that it uses appears as a word in its module.
-        words = re.findall(r"\w+", inspect.getsource(sys.modules[type(built).__module__]))
-        ignored = [name for name in model.kwargs if name not in (*words, *RESERVED, "weights")]
-        problems += [_unknown_argument(name, built) for name in ignored]
+    elif given not in (*published, "DEFAULT"):
+        hint = did_you_mean(str(given), published)
+        text = f"unknown {given!r}{hint} (allowed: {', '.join(published)})"
+        problems.append(Problem("model.kwargs.weights", text))
     if model.pretrained and hasattr(built, "transform_input"):
         text = (
             "normalizes its input again if it has published weights; use timm's model of that name"
@@ -392,7 +399,7 @@ def _torchvision_problems(model: ModelConfig, built: nn.Module | None) -> list[P
 
 
 def _factory_problems(model: ModelConfig) -> list[Problem]:
-    """Of the user's factory, which is not called here: building may be slow or need data."""
+    """Problems of the user's factory, which is not called: building may be slow or need data."""
     try:
         factory = import_factory(model.name)
     except LookupError as error:
@@ -411,44 +418,43 @@ def _factory_problems(model: ModelConfig) -> list[Problem]:
 
 
 def _try_build(model: ModelConfig, channels: int) -> tuple[nn.Module | None, list[Problem]]:
-    """The model without the arguments that it rejects (None if it can't be built), and their problems."""
-    reserved = [name for name in model.kwargs if name in RESERVED]
+    """The model without the arguments that its constructor rejects, and problems.
+
+    None if it can't be built. Rejected arguments are removed one after another, since Python names
+    only the first of them.
+    """
     problems = [
-        Problem(f"model.kwargs.{name}", "is set by the program; remove it") for name in reserved
+        Problem(f"model.kwargs.{name}", "is set by the program; remove it")
+        for name in model.kwargs
+        if name in RESERVED
     ]
-    kwargs = {
-        name: value for name, value in model.kwargs.items() if name not in (*RESERVED, "weights")
-    }
+    kwargs = dict(model.kwargs)
+    for name in (*RESERVED, "weights"):
+        kwargs.pop(name, None)
     rejected: list[str] = []
-    while True:
+    built, failure = None, None
+    while built is None and failure is None:
         trial = ModelConfig(model.name, kwargs=kwargs)
         try:
             built = _build_on_meta_or_cpu(trial, model.num_classes or 1000, channels)
-            return built, problems + [_unknown_argument(name, built) for name in rejected]
         except ResourceError:
             raise
         except (CheckpointError, ConfigError) as error:
-            return None, [
-                *problems,
-                Problem("model.name", first_line(error).removeprefix("model.name: ")),
-            ]
+            failure = Problem("model.name", first_line(error).removeprefix("model.name: "))
         except Exception as error:
             _, _, quoted = str(error).partition("unexpected keyword argument")
-            names = [
-                n
-                for n in re.findall(r"'(\w+)'", quoted.partition("Did you mean")[0])
-                if n in kwargs
-            ]
+            quoted = quoted.partition("Did you mean")[0]  # added by Python 3.13
+            names = [name for name in re.findall(r"'(\w+)'", quoted) if name in kwargs]
             if not names:
                 text = f"the model can't be built: {type(error).__name__}: {first_line(error)}"
-                unknown = [_unknown_argument(name, None) for name in rejected]
-                return None, [
-                    *problems,
-                    *unknown,
-                    Problem("model.kwargs" if kwargs else "model.name", text),
-                ]
-            rejected += names
-            kwargs = {name: value for name, value in kwargs.items() if name not in names}
+                failure = Problem("model.kwargs" if kwargs else "model.name", text)
+            for name in names:
+                rejected.append(name)
+                del kwargs[name]
+    problems += [_unknown_argument(name, built) for name in rejected]
+    if failure is not None:
+        problems.append(failure)
+    return built, problems
 
 
 def _build_on_meta_or_cpu(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
@@ -461,14 +467,15 @@ def _build_on_meta_or_cpu(model: ModelConfig, num_classes: int, channels: int) -
 
 
 def _unknown_argument(name: str, built: nn.Module | None) -> Problem:
-    """built: the model, whose class and, while these take `**kwargs`, base classes have the allowed arguments."""
-    allowed: dict[str, None] = {}
+    """built: the model, whose class and, while these take `**kwargs`, base classes have the allowed
+    arguments.
+    """
+    allowed: list[str] = []
     for owner in type(built).__mro__ if built is not None else ():
         names, takes_any = keyword_names(owner)
-        allowed |= dict.fromkeys(n for n in names if n not in (*RESERVED, "cfg"))
+        allowed += [name for name in names if name not in (*RESERVED, "cfg", *allowed)]
         if not takes_any:
             break
     listing = f" (arguments of {type(built).__name__}: {', '.join(allowed)})" if allowed else ""
-    return Problem(
-        f"model.kwargs.{name}", f"unknown argument{did_you_mean(name, allowed)}{listing}"
-    )
+    text = f"unknown argument{did_you_mean(name, allowed)}{listing}"
+    return Problem(f"model.kwargs.{name}", text)

@@ -1,4 +1,6 @@
-"""Models for images of 32 px, registered with timm, whose own reduce such images too early. No weights are published.
+"""Models for images of 32 px, registered with timm.
+
+timm's own reduce such images too early. No weights are published.
 
 Import this module before `timm.create_model`.
 """
@@ -24,7 +26,9 @@ CFG = {
 
 @register_model
 def resnet18_cifar(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """timm's ResNet-18 with a 3x3 convolution of stride 1 in place of the 7x7 one, and without max-pooling."""
+    """timm's ResNet-18 with a 3x3 convolution of stride 1 in place of the 7x7 one, and without
+    max-pooling.
+    """
     model: nn.Module = timm.models.resnet18(
         **{**kwargs, "pretrained_cfg": {**CFG, "architecture": "resnet18_cifar"}}
     )
@@ -36,7 +40,9 @@ def resnet18_cifar(pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
 @register_model
 def resnet20_cifar(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-    """ResNet-20. kwargs: `num_classes`, `in_chans`, `layers` and `channels` (blocks and channels of each stage)."""
+    """ResNet-20. kwargs: `num_classes`, `in_chans`, `layers` and `channels` (blocks and channels of
+    each stage).
+    """
     return CifarResNet(**_constructor_arguments(kwargs))
 
 
@@ -58,8 +64,9 @@ def _constructor_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
 class CifarResNet(nn.Module):
     """He et al. 2015, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
 
-    A 3x3 convolution and three stages of basic blocks; the second and third stage halve the resolution. Where the shape
-    changes, the shortcut is a 1x1 convolution with BatchNorm (the paper's option B; its own results are of option A).
+    A 3x3 convolution and three stages of basic blocks; the second and third stage halve the
+    resolution. Where the shape changes, the shortcut is a 1x1 convolution with BatchNorm (the
+    paper's option B; its own results are of option A).
     """
 
     def __init__(
@@ -98,7 +105,9 @@ class CifarResNet(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Zagoruyko and Komodakis 2016, Wide Residual Networks, arXiv:1605.07146: three groups of pre-activation blocks."""
+    """Zagoruyko and Komodakis 2016, Wide Residual Networks, arXiv:1605.07146: three groups of
+    pre-activation blocks.
+    """
 
     def __init__(
         self,
@@ -132,7 +141,9 @@ class WideResNet(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """BatchNorm, ReLU and 3x3 convolution, twice; where the shape changes, a 1x1 convolution beside them."""
+    """BatchNorm, ReLU and 3x3 convolution, twice; where the shape changes, a 1x1 convolution beside
+    them.
+    """
 
     def __init__(self, channels: int, out: int, stride: int, drop_rate: float):
         super().__init__()

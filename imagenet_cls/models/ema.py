@@ -1,14 +1,18 @@
 """The exponential moving average of a model's weights, by timm's ModelEmaV3.
 
-All floating-point entries of the state dict are averaged, BatchNorm's running statistics too. Integer entries
-(BatchNorm's `num_batches_tracked`) are copied. The decay of an update is a pure function of the step.
+All floating-point entries of the state dict are averaged, BatchNorm's running statistics too.
+Integer entries (BatchNorm's `num_batches_tracked`) are copied. The decay of an update is a pure
+function of the step.
 
-`ema.half_life_images` is the number of images after which a weight counts half in the average. For a published decay d
-of updates every n images it is n * log(0.5) / log(d): DeiT's 0.99996 at each step of 1024 images is 17.7 million.
+`ema.half_life_images` is the number of images after which a weight counts half in the average,
+whatever the batch and the update interval. For
+a published decay d of updates every n images it is n * log(0.5) / log(d): DeiT's 0.99996 at each
+step of 1024 images is 17.7 million.
 
-torchvision's reference script multiplies 1 - decay by batch (of all ranks) * `--model-ema-steps` / epochs: its 0.99998
-with 1024 images, every 32 steps and 600 epochs is a decay of 0.998908, a half-life of 20.8 million images. It updates
-after the first batch of an epoch and every 32nd from there, and copies the weights during warm-up.
+torchvision's reference script multiplies 1 - decay by batch (of all ranks) * `--model-ema-steps` /
+epochs: its 0.99998 with 1024 images, every 32 steps and 600 epochs is a decay of 0.998908, a
+half-life of 20.8 million images. It updates after the first batch of an epoch and every 32nd from
+there, and copies the weights during warm-up; here the initial weights decay.
 """
 
 from timm.utils import ModelEmaV3
@@ -18,7 +22,9 @@ from imagenet_cls.config.schema import EmaConfig
 
 
 class ModelEma:
-    """The average of a model's weights. module: the averaged model, in evaluation mode; None where EMA is off."""
+    """The average of a model's weights. module: the averaged model, in evaluation mode; None where
+    EMA is off.
+    """
 
     def __init__(self, average: ModelEmaV3 | None = None, every_steps: int = 1):
         self.average = average
@@ -34,17 +40,21 @@ class ModelEma:
             self.average.set(model)
 
     def update(self, model: nn.Module, step: int) -> None:
-        """average = d * average + (1 - d) * model, every `every_steps` steps. Does nothing where EMA is off.
+        """average = d * average + (1 - d) * model, every `every_steps` steps. Does nothing where
+        EMA is off.
 
-        model: without its DDP wrapper. step: index of the optimizer step just made, from 0. For update n = 1, 2, ... d
-        is 0 for n = 1, then `ema_decay`, or with warm-up min(ema_decay, 1 - n ** (-2/3)), timm's with inv_gamma 1.
+        model: without its DDP wrapper. step: index of the optimizer step just made, from 0. For
+        update n = 1, 2, ... d is 0 for n = 1, then `ema_decay`, or with warm-up min(ema_decay, 1 -
+        n ** (-2/3)), timm's with inv_gamma 1.
         """
         if self.average is not None and (step + 1) % self.every_steps == 0:
             self.average.update(model, step=(step + 1) // self.every_steps)
 
 
 def build_ema(model: nn.Module, ema: EmaConfig, global_batch_size: int) -> ModelEma:
-    """The average of `model`, which starts as a copy. model: on its device, in its memory format, not yet compiled."""
+    """The average of `model`, which starts as a copy. model: on its device, in its memory format,
+    not yet compiled.
+    """
     decay = ema_decay(ema, global_batch_size)
     if decay is None:
         return ModelEma()

@@ -12,16 +12,18 @@ from imagenet_cls.models.adapt import head_names
 class FeatureModel(nn.Module):
     """Maps normalized images to features (B, D): what `model` passes to its classifier.
 
-    These are timm's `forward_head(..., pre_logits=True)`, except where timm's head has more layers than the classifier
-    (BatchNorm in LeViT, an MLP in CAFormer). A layer that is applied at each position gives the mean over the
-    positions, unless another one is applied to a single vector (VOLO). The inputs of several layers are averaged
-    (distilled DeiT), or joined where their widths differ (CrossViT). `forward` raises UsageError without a classifier.
+    These are timm's `forward_head(..., pre_logits=True)`, except where timm's head has more layers
+    than the classifier (BatchNorm in LeViT, an MLP in CAFormer). A layer that is applied at each
+    position gives the mean over the positions, unless another one is applied to a single vector
+    (VOLO). The inputs of several layers are averaged (distilled DeiT), or joined where their widths
+    differ (CrossViT). `forward` raises UsageError without a classifier.
     """
 
     def __init__(self, model: nn.Module, num_classes: int):
         super().__init__()
         self.model = model
-        # By device and layer. DataParallel runs replicas in threads, which share this dictionary and the hooks.
+        # By device and layer. DataParallel runs replicas in threads, which share this dictionary
+        # and the hooks.
         self._inputs: dict[tuple[torch.device, str], Tensor] = {}
         head = head_names(model, num_classes)
         for name, layer in model.named_modules():
@@ -43,8 +45,9 @@ class FeatureModel(nn.Module):
         inputs = [self._inputs.pop(key) for key in list(self._inputs) if key[0] == images.device]
         if not inputs:
             raise UsageError(
-                f"features are the input of the classifier, and {type(self.model).__name__} has none that is known.\n"
-                "It must be the last nn.Linear or nn.Conv2d with an output for each class."
+                f"Features are the input of the classifier, and {type(self.model).__name__} has "
+                f"none that is known.",
+                "It must be the last nn.Linear or nn.Conv2d with an output for each class.",
             )
         inputs = [x for x in inputs if x.shape[1] == 1] or inputs
         features = [x.mean(dim=1) for x in inputs]

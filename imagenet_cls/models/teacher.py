@@ -1,4 +1,4 @@
-"""The teacher of a distillation (`distill.teacher`): its checks, weights and input normalization."""
+"""The teacher of a distillation (`distill.teacher`): checks, weights and normalization."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,26 +14,28 @@ from imagenet_cls.config.schema import (
     format_size,
     height_width,
 )
-from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError, first_line
-from imagenet_cls.models.adapt import head_names
+from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError
+from imagenet_cls.models.adapt import head_names, permute_outputs
 from imagenet_cls.models.build import build_model, model_mean_std, model_problems, published_weights
-from imagenet_cls.models.imagenet import IMAGENET_CLASSES, match_outputs
 from imagenet_cls.models.weights import load_weights, prefix_errors
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.seeding import hash_key, seed_generators
+from imagenet_cls.text import first_line
 
 # Mean and standard deviation of each channel, of pixel values scaled to 0..1.
 MeanStd = tuple[Sequence[float], Sequence[float]]
-# Reads a file, URL or checkpoint folder: its weights, and the normalization of their training where it is known.
+# Reads a file, URL or checkpoint folder: its weights, and the normalization of their training where
+# it is known.
 WeightsReader = Callable[[str], tuple[Mapping[str, Tensor], MeanStd | None]]
 
 
 class Teacher(nn.Module):
-    """Images as the student takes them, float (B, 3, H, W) -> logits (B, classes), without gradients.
+    """Images as the student takes them, float (B, 3, H, W) -> logits (B, classes), without
+    gradients.
 
-    Frozen, in evaluation mode. Images are converted to the teacher's normalization: (x * std + mean - own mean) / own
-    std, which holds for mixed and erased images too.
+    Frozen, in evaluation mode. Images are converted to the teacher's normalization: (x * std + mean
+    - own mean) / own std, which holds for mixed and erased images too.
     """
 
     scale: Tensor
@@ -42,13 +44,8 @@ class Teacher(nn.Module):
     def __init__(self, network: nn.Module, mean_std: MeanStd, own_mean_std: MeanStd):
         super().__init__()
         self.network = network
-        (mean, std), (own_mean, own_std) = (
-            [
-                torch.tensor(list(numbers), dtype=torch.float64, device="cpu").view(1, 3, 1, 1)
-                for numbers in pair
-            ]
-            for pair in (mean_std, own_mean_std)
-        )
+        mean, std = map(_per_channel, mean_std)
+        own_mean, own_std = map(_per_channel, own_mean_std)
         self.register_buffer("scale", (std / own_std).float())
         self.register_buffer("shift", ((mean - own_mean) / own_std).float())
         self.eval()
@@ -60,6 +57,10 @@ class Teacher(nn.Module):
         return logits
 
 
+def _per_channel(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.float64, device="cpu").view(1, 3, 1, 1)
+
+
 def build_teacher(
     teacher: TeacherConfig,
     num_classes: int,
@@ -69,20 +70,22 @@ def build_teacher(
     sizes_px: Collection[Size],
     seed: int,
     memory_format: torch.memory_format = torch.preserve_format,
-    classes: Sequence[str] = (),
+    order: Sequence[int] = (),
 ) -> Teacher:
     """The teacher on `group.device`. A collective: rank 0 reads the weights and broadcasts them.
 
-    num_classes, mean_std: of the student. read: called for `teacher.checkpoint`. sizes_px: of the training images; each
-    is tried with one black image. seed: keys the initial weights of a factory's model without a checkpoint. classes: of
-    the data, in the order of the outputs. Raises ConfigError for other classes or unsupported sizes, and what
-    `build_model`, `load_weights` and `read` raise, on every rank.
+    num_classes, mean_std: the values of the student. read: called for `teacher.checkpoint`.
+    sizes_px: the sizes of the training images; each is tried with one black image. seed: keys the
+    initial weights of a factory's model without a checkpoint. order: the output of published
+    weights for each class of the data, then all others; empty where it is the same. Raises
+    ConfigError for other classes or unsupported sizes, and what `build_model`, `load_weights` and
+    `read` raise, on every rank.
     """
     built: list[Teacher] = []
 
     def build_with_weights() -> None:
         seed_generators(hash_key("teacher", seed))
-        network, own_mean_std = _load_network(teacher, num_classes, read, classes)
+        network, own_mean_std = _load_network(teacher, num_classes, read, order)
         built.append(Teacher(network, mean_std, own_mean_std))
         _check_outputs(built[0], teacher, num_classes, sizes_px)
 
@@ -91,16 +94,19 @@ def build_teacher(
         network = build_model(
             ModelConfig(name=teacher.name or "", kwargs=teacher.kwargs), num_classes
         )
-        built.append(
-            Teacher(network, mean_std, mean_std)
-        )  # scale and shift are broadcast with the weights
+        # scale and shift are broadcast with the weights
+        built.append(Teacher(network, mean_std, mean_std))
     module = built[0]
     module.load_state_dict(broadcast_tensors(module.state_dict() if group.is_main else None, group))
     return module.to(group.device, memory_format=memory_format)  # type: ignore[call-overload]
 
 
 def enable_distillation_token(model: nn.Module) -> bool:
-    """Make a model of timm with a distillation token return two logits in training; False for a model without one."""
+    """Make a model of timm with a distillation token return two logits in training; False for a
+    model without one.
+
+    In evaluation these models return the mean of both.
+    """
     enable = getattr(model, "set_distilled_training", None)
     if enable is not None:
         enable(True)
@@ -108,7 +114,9 @@ def enable_distillation_token(model: nn.Module) -> bool:
 
 
 def distillation_problems(distill: DistillConfig) -> list[Problem]:
-    """All problems of the teacher that can be found without data: name, tag, published weights, kwargs."""
+    """All problems of the teacher that can be found without data: name, tag, published weights,
+    kwargs.
+    """
     teacher = distill.teacher
     if distill.kind == "none" or teacher.name is None:
         return []
@@ -122,7 +130,7 @@ def distillation_problems(distill: DistillConfig) -> list[Problem]:
 
 
 def _load_network(
-    teacher: TeacherConfig, num_classes: int, read: WeightsReader, classes: Sequence[str]
+    teacher: TeacherConfig, num_classes: int, read: WeightsReader, order: Sequence[int]
 ) -> tuple[nn.Module, MeanStd]:
     """The network with its weights, on the CPU, and the normalization that they expect."""
     assert teacher.name is not None, "checked by the rules across keys"
@@ -131,28 +139,28 @@ def _load_network(
         network = build_model(model, num_classes)
         if teacher.pretrained:
             _check_classes(teacher, published_weights(model, network)[1], num_classes)
-            if num_classes == IMAGENET_CLASSES:
-                match_outputs(network, classes)
+            permute_outputs(network, order)
         if teacher.checkpoint is None:
             return network, model_mean_std(network)
         with prefix_errors("model.checkpoint"):
             state, mean_std = read(teacher.checkpoint)
-            heads = [
-                state[name].shape[0] for name in head_names(network, num_classes) if name in state
-            ]
-            _check_classes(teacher, heads[0] if heads else num_classes, num_classes)
+            for name in head_names(network, num_classes):
+                if name in state:
+                    _check_classes(teacher, state[name].shape[0], num_classes)
             load_weights(network, state, num_classes, head_may_differ=False)
     except (CheckpointError, ResourceError) as error:
-        raise type(error)(_teacher_keys(str(error))) from error
+        raise type(error)(_teacher_keys(error.problem), _teacher_keys(error.remedy)) from error
     return network, mean_std or model_mean_std(network)
 
 
 def _check_classes(teacher: TeacherConfig, classes: int, num_classes: int) -> None:
     if classes != num_classes:
-        text = (
-            f"{teacher.name} was trained for {classes} classes, but the student has {num_classes}"
+        raise ConfigError(
+            [
+                f"distill.teacher: {teacher.name} was trained for {classes} classes, but the "
+                f"student has {num_classes}; use a teacher with the same classes"
+            ]
         )
-        raise ConfigError([f"distill.teacher: {text}; use a teacher of the same classes"])
 
 
 def _check_outputs(
@@ -162,14 +170,20 @@ def _check_outputs(
         try:
             outputs = teacher(torch.zeros(1, 3, *height_width(size_px)))
         except (AssertionError, RuntimeError, ValueError) as error:
-            text = f"{config.name} can't take {format_size(size_px)}: {first_line(error)}"
-            raise ConfigError([f"distill.teacher.name: {text}"]) from error
+            size = format_size(size_px)
+            raise ConfigError(
+                [f"distill.teacher.name: {config.name} can't take {size}: {first_line(error)}"]
+            ) from error
         shape = tuple(getattr(outputs, "shape", ())) or type(outputs).__name__
         if shape != (1, num_classes):
-            text = f"{config.name} returns {shape} for one image, not {(1, num_classes)}"
-            raise ConfigError([f"distill.teacher: {text}; use a teacher of the same classes"])
+            raise ConfigError(
+                [
+                    f"distill.teacher: {config.name} returns {shape} for one image, not "
+                    f"{(1, num_classes)}; use a teacher with the same classes"
+                ]
+            )
 
 
 def _teacher_keys(text: str) -> str:
-    """`text` with the keys of `model` replaced by those of `distill.teacher`."""
+    """`text` with the keys of `model` replaced by keys of `distill.teacher`."""
     return re.sub(r"\bmodel\.(?=(name|pretrained|checkpoint|kwargs)\b)", "distill.teacher.", text)

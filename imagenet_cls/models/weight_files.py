@@ -1,9 +1,10 @@
 """Reads the weights of any checkpoint file, or of the URL of one. No code in a checkpoint is run.
 
-Formats, recognized by content and not by suffix: safetensors, and what `torch.save` wrote for timm (`state_dict`),
-torchvision's reference scripts (`model`), pytorch/examples (`state_dict`), or a bare state dict; with a moving average
-as in timm's files (`state_dict_ema`) or torchvision's and DeiT's (`model_ema`); of a model that was wrapped by
-DataParallel, DistributedDataParallel, AveragedModel (`module.`) or torch.compile (`_orig_mod.`), in any order.
+Formats, recognized by content and not by suffix: safetensors, and what `torch.save` wrote for timm
+(`state_dict`), torchvision's reference scripts (`model`), pytorch/examples (`state_dict`), or a
+bare state dict; with a moving average as in timm's files (`state_dict_ema`) or torchvision's and
+DeiT's (`model_ema`); of a model that was wrapped by DataParallel, DistributedDataParallel,
+AveragedModel (`module.`) or torch.compile (`_orig_mod.`), in any order.
 """
 
 import argparse
@@ -23,15 +24,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from imagenet_cls.errors import CheckpointError, ResourceError, first_line, shorten
+from imagenet_cls.errors import CheckpointError, ResourceError
+from imagenet_cls.text import first_line, shorten
 
-# Where the libraries put a state dict inside a checkpoint, in order of preference: trained weights, and their average.
-PRETRAINING_KEYS = (
-    "teacher",
-    "student",
-    "target_encoder",
-    "encoder",
-)  # DINO and I-JEPA; the averages are first
+# The networks in checkpoints of DINO and I-JEPA. The averaged one is first, which the authors use.
+PRETRAINING_KEYS = ("teacher", "student", "target_encoder", "encoder")
+# Where the libraries put the trained weights inside a checkpoint, and their average, in order of
+# preference.
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module", *PRETRAINING_KEYS)
 AVERAGE_KEYS = ("state_dict_ema", "model_ema")
 
@@ -54,25 +53,23 @@ def read_all_weights(path: Path) -> dict[str, tuple[dict[str, Tensor], str]]:
     for a file that is missing, truncated, no checkpoint, or needs code to load.
     """
     if not path.is_file():
-        raise CheckpointError(f"no checkpoint {str(path)!r}: no such file; check the path")
+        raise CheckpointError(f"No checkpoint {str(path)!r}: no such file.", "Check the path.")
     if _is_safetensors(path):
         return {"raw": (_strip_prefixes(_read_safetensors(path)), str(path))}
     return _find_state_dicts(_read_pickle(path), path)
 
 
 def download_weights(url: str) -> Path:
-    """The file at a URL, downloaded once into torch.hub's cache. Raises ResourceError or CheckpointError.
+    """The file at a URL, downloaded once into torch.hub's cache. Raises ResourceError or
+    CheckpointError.
 
     Digits in its name, as in `resnet18-f37072fd.pth`, are compared with the SHA-256 digest.
     """
     name = Path(urlsplit(url).path).name or "weights"
     digest = re.search(r"-([a-f0-9]{8,})\.", name)
-    # Many other files are called `checkpoint.pth`: a folder for each URL.
-    folder = Path(
-        torch.hub.get_dir(),
-        "checkpoints",
-        "" if digest else hashlib.sha256(url.encode()).hexdigest()[:16],
-    )
+    folder = Path(torch.hub.get_dir(), "checkpoints")
+    if digest is None:  # many files are called `checkpoint.pth`: a folder for each URL
+        folder /= hashlib.sha256(url.encode()).hexdigest()[:16]
     path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,13 +81,14 @@ def download_weights(url: str) -> Path:
     except (OSError, HTTPException, ValueError) as error:  # ValueError: no valid URL
         with suppress(OSError):  # the folder holds other files, or can't be made
             folder.rmdir()
-        text = f"{url} can't be downloaded to {path}: {first_line(error)}"
         raise ResourceError(
-            f"{text}\ncorrect the URL, or copy the file here and name its path"
+            f"{url} can't be downloaded to {path}: {first_line(error)}",
+            "Correct the URL, or copy the file here and name its path.",
         ) from error
     except RuntimeError as error:
         raise CheckpointError(
-            f"{url} is not the file that its name states: {first_line(error)}"
+            f"{url} is not the file that its name states: {first_line(error)}",
+            "Check the URL, or name a file on this machine.",
         ) from error
     return path
 
@@ -102,42 +100,43 @@ def _is_safetensors(path: Path) -> bool:
             return file.read(9)[8:] == b"{"
     except OSError as error:
         raise CheckpointError(
-            f"can't read {str(path)!r}: {error.strerror or error}; check the path"
+            f"Can't read {str(path)!r}: {error.strerror or error}.", "Check the path."
         ) from error
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        return dict(
-            sorted(safetensors.torch.load_file(path, device="cpu").items())
-        )  # its order is random
+        # its order is random
+        return dict(sorted(safetensors.torch.load_file(path, device="cpu").items()))
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{str(path)!r} is not a whole safetensors file: {_one_line(error)}\n"
-            "copy or download it again, or use another file"
+            f"{str(path)!r} is not a complete safetensors file: {_one_line(error)}",
+            "Copy or download it again, or use another file.",
         ) from error
 
 
 def _read_pickle(path: Path) -> Any:
-    """What `torch.save` wrote: tensors, plain containers and values, and argparse.Namespace, in which timm's and
-    torchvision's scripts store their options."""
+    """What `torch.save` wrote: tensors, plain containers and values, and argparse.Namespace, in
+    which timm's and torchvision's scripts store their options. It only holds attributes, to which
+    the same restriction applies.
+    """
     try:
         # Pass a file object: for a path, torch.load uses the suffix.
         with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
-            is_zip = file.read(4) == b"PK\x03\x04"
-            # torch.save does not compress: a larger content costs memory and is not its own.
-            if (
-                is_zip
-                and sum(entry.file_size for entry in ZipFile(file).infolist()) > path.stat().st_size
-            ):
-                raise ValueError("its content is larger than the file")
+            if file.read(4) == b"PK\x03\x04":
+                # torch.save does not compress: a larger content is not its own, and costs memory.
+                content_bytes = sum(entry.file_size for entry in ZipFile(file).infolist())
+                if content_bytes > path.stat().st_size:
+                    raise ValueError("its content is larger than the file")
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
-    # A broken file makes torch.load raise nearly anything: UnpicklingError, EOFError, KeyError, RuntimeError, ...
+    # A broken file makes torch.load raise nearly anything: UnpicklingError, EOFError, KeyError,
+    # RuntimeError, ...
     except Exception as error:
         raise CheckpointError(
-            f"{str(path)!r} can't be loaded as weights: {_one_line(error)}\n"
-            "no code in it was run; save its state dict alone, best as .safetensors, or copy a broken file again"
+            f"{str(path)!r} can't be loaded as weights: {_one_line(error)}",
+            "No code in it was run; save its state dict alone, best as .safetensors, or copy a "
+            "broken file again.",
         ) from error
 
 
@@ -156,25 +155,27 @@ def _find_state_dicts(content: Any, path: Path) -> dict[str, tuple[dict[str, Ten
         trained = next((key for key in NESTED_KEYS if nested[key]), None)
         average = next((key for key in AVERAGE_KEYS if nested[key]), None)
         if trained is not None:
-            note = f" ({trained}, not its average {average})" if average else ""
-            note = f" ({trained})" if trained in PRETRAINING_KEYS else note
+            note = ""
+            if trained in PRETRAINING_KEYS:
+                note = f" ({trained})"
+            elif average is not None:
+                note = f" ({trained}, not its average {average})"
             found["raw"] = _strip_prefixes(nested[trained]), f"{path}{note}"
         if average is not None:
-            note = f" (its average {average}{f', not {trained}' if trained else ''})"
-            found["ema"] = _strip_prefixes(nested[average]), f"{path}{note}"
-        # A checkpoint's top level may hold a single tensor (pytorch/examples' best_acc1), which is no model.
+            note = average if trained is None else f"{average}, not {trained}"
+            found["ema"] = _strip_prefixes(nested[average]), f"{path} (its average {note})"
+        # A checkpoint's top level may hold a single tensor (pytorch/examples' best_acc1), which is
+        # no model.
         if not found and len(state := _tensors_in(content)) * 2 > len(content):
             found["raw"] = _strip_prefixes(state), str(path)
     if found:
         return found
-    keys = (
-        ", ".join(map(str, list(content)[:5]))
-        if isinstance(content, Mapping)
-        else type(content).__name__
-    )
+    names = type(content).__name__
+    if isinstance(content, Mapping):
+        names = ", ".join(map(str, list(content)[:5])) or "nothing"
     raise CheckpointError(
-        f"{str(path)!r} holds no weights: found {keys or 'nothing'}\n"
-        f"expected a state dict, bare or under one of {', '.join((*NESTED_KEYS, *AVERAGE_KEYS))}"
+        f"{str(path)!r} holds no weights: found {names}.",
+        f"Give a state dict, bare or under one of {', '.join((*NESTED_KEYS, *AVERAGE_KEYS))}.",
     )
 
 
@@ -185,8 +186,10 @@ def _tensors_in(content: Any) -> dict[str, Tensor]:
 
 
 def _strip_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove `_orig_mod.` everywhere (torch.compile puts it before a compiled part too), every leading `module.` that
-    all names share, and with it AveragedModel's counter `n_averaged`, which is no weight."""
+    """Remove `_orig_mod.` everywhere (torch.compile puts it before a compiled part too), every
+    leading `module.` that all names share, and with it AveragedModel's counter `n_averaged`, which
+    is no weight.
+    """
     state = {re.sub(r"(^|(?<=\.))_orig_mod\.", "", name): value for name, value in state.items()}
     while True:
         weights = {name: value for name, value in state.items() if name != "n_averaged"}

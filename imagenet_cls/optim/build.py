@@ -9,10 +9,9 @@ import timm.optim
 import torch
 from timm.optim import Lookahead
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from imagenet_cls.config.schema import NOT_NEGATIVE, POSITIVE_SHARE, OptimizerConfig
-from imagenet_cls.errors import Problem, UserError, shorten
+from imagenet_cls.errors import Problem, UserError
 from imagenet_cls.lookup import (
     did_you_mean,
     import_factory,
@@ -21,8 +20,9 @@ from imagenet_cls.lookup import (
     kwargs_problems,
     number_problem,
 )
-from imagenet_cls.optim.arguments import Count, value_problems
 from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.optim.signature_check import Count, value_problems
+from imagenet_cls.text import shorten
 
 TIMM = "timm:"
 BUILT_IN: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -35,7 +35,8 @@ IMPLEMENTATION = {"sgd": "fused", "adamw": "fused", "rmsprop": "foreach"}
 # Built by timm's factory, so that its defaults (momentum 0.9) hold here too.
 BUILT_IN_FROM_TIMM = {"lamb": "timm:lamb", "rmsproptf": "timm:rmsproptf"}
 
-# `timm:lookahead_NAME` is timm's Lookahead around its optimizer NAME, whose arguments may be named alpha and k, too.
+# `timm:lookahead_NAME` is timm's Lookahead around its optimizer NAME, whose arguments may be named
+# alpha and k, too.
 LOOKAHEAD = "lookahead_"
 LOOKAHEAD_KWARGS = ("lookahead_alpha", "lookahead_k")
 
@@ -43,19 +44,22 @@ LOOKAHEAD_KWARGS = ("lookahead_alpha", "lookahead_k")
 def build_optimizer(
     optimizer: OptimizerConfig, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """The optimizer over `groups`, each with its `weight_decay`, `names` and `lr_scale` (kept unchanged).
+    """The optimizer over `groups`, each with its `weight_decay`, `names` and `lr_scale` (kept
+    unchanged).
 
-    A user's factory is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises UserError where it does
-    not return an optimizer, and the constructor's ValueError for bad numbers.
+    `sgd` and `adamw` are fused, `rmsprop` is foreach, unless kwargs choose an implementation.
+    A user's factory is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises
+    UserError where it does not return an optimizer, and the constructor's ValueError for bad
+    numbers.
     """
     factory, _ = _factory_and_signature(optimizer)
     built = factory(
         groups, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs
     )
     if not isinstance(built, torch.optim.Optimizer):
-        returned = type(built).__name__
         raise UserError(
-            f"optimizer.name: {optimizer.name!r} returned {returned}; return a torch.optim.Optimizer"
+            f"optimizer.name: {optimizer.name!r} returned {type(built).__name__}.",
+            "Return a torch.optim.Optimizer.",
         )
     return built
 
@@ -63,34 +67,36 @@ def build_optimizer(
 def _factory_and_signature(
     optimizer: OptimizerConfig,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What is called with (groups, lr=, weight_decay=, **kwargs), and what has the names of its arguments.
+    """What is called with (groups, lr=, weight_decay=, **kwargs), and what has the names of its
+    arguments.
 
     Raises LookupError, and AssertionError or ImportError for an optimizer that needs a GPU.
     """
     name = BUILT_IN_FROM_TIMM.get(optimizer.name, optimizer.name)
     if name in BUILT_IN:
-        chosen = {"fused", "foreach", "differentiable"} & optimizer.kwargs.keys()
-        return partial(
-            BUILT_IN[name], **({} if chosen else {IMPLEMENTATION[name]: True})
-        ), BUILT_IN[name]
+        factory: Callable[..., Any] = BUILT_IN[name]
+        if not optimizer.kwargs.keys() & {"fused", "foreach", "differentiable"}:
+            factory = partial(factory, **{IMPLEMENTATION[name]: True})
+        return factory, BUILT_IN[name]
     if name.startswith(TIMM):
         known = name.removeprefix(TIMM).lower()
         inner = known.removeprefix(LOOKAHEAD)
         if inner in timm.optim.list_optimizers():  # timm itself takes `nonsense_adamw` for `adamw`
             # Given groups and not the model, timm adds no exclusions from weight decay.
-            factory: Callable[..., Any] = partial(timm.optim.create_optimizer_v2, opt=inner)
-            signature = timm.optim.get_optimizer_class(inner, bind_defaults=False)
-            return (partial(_build_lookahead, factory) if known != inner else factory), signature
+            factory = partial(timm.optim.create_optimizer_v2, opt=inner)
+            if known != inner:
+                factory = partial(_build_lookahead, factory)
+            return factory, timm.optim.get_optimizer_class(inner, bind_defaults=False)
     elif is_factory_name(name):
-        return (factory := import_factory(name)), factory
+        factory = import_factory(name)
+        return factory, factory
     prefix = TIMM + LOOKAHEAD if name.lower().removeprefix(TIMM).startswith("look") else TIMM
-    candidates = [
-        *BUILT_IN,
-        *BUILT_IN_FROM_TIMM,
-        *(prefix + known for known in timm.optim.list_optimizers()),
-    ]
-    allowed = f"(built in: {', '.join([*BUILT_IN, *BUILT_IN_FROM_TIMM])}; or timm:NAME, my_module:my_factory)"
-    raise LookupError(f"unknown optimizer {name!r}{did_you_mean(name, candidates)} {allowed}")
+    built_in = [*BUILT_IN, *BUILT_IN_FROM_TIMM]
+    of_timm = [prefix + known for known in timm.optim.list_optimizers()]
+    raise LookupError(
+        f"unknown optimizer {name!r}{did_you_mean(name, built_in + of_timm)} (built in: "
+        f"{', '.join(built_in)}; or timm:NAME, my_module:my_factory)"
+    )
 
 
 def _build_lookahead(
@@ -102,19 +108,20 @@ def _build_lookahead(
 ) -> Lookahead:
     """timm's Lookahead around the optimizer that `inner` builds from `kwargs`.
 
-    After every k steps the slow weights move by the share alpha towards the fast ones, which continue from there (Zhang
-    et al. 2019, "Lookahead Optimizer: k steps forward, 1 step back", algorithm 1). timm's slow weights start after the
-    first k steps, not before them. The fast weights are evaluated, averaged and saved; the authors evaluate the slow
-    ones.
+    After every k steps the slow weights move by the share alpha towards the fast ones, which
+    continue from there (Zhang et al. 2019, "Lookahead Optimizer: k steps forward, 1 step back",
+    algorithm 1). timm's slow weights start after the first k steps, not before them. The fast
+    weights are evaluated, averaged and saved; the authors evaluate the slow ones.
     """
     return Lookahead(inner(groups, **kwargs), alpha=lookahead_alpha, k=lookahead_k)
 
 
 def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
-    """All problems of the section that can be found without a model, by a step of a small layer on the CPU.
+    """All problems of the section that can be found without a model, by a step of a small layer on
+    the CPU. Some optimizers (torch's LBFGS and SparseAdam) fail only in the step.
 
-    An optimizer of another library than torch and timm may need a GPU: of its errors, only a TypeError or ValueError of
-    the constructor is a problem.
+    An optimizer of another library than torch and timm may need a GPU: of its errors, only a
+    TypeError or ValueError of the constructor is a problem.
     """
     try:
         _, signature = _factory_and_signature(optimizer)
@@ -143,7 +150,9 @@ def _is_lookahead(optimizer: OptimizerConfig) -> bool:
 
 
 def initial_momentum(optimizer: OptimizerConfig) -> float | None:
-    """The momentum (Adam's first beta) that the optimizer starts with; None where it has none or needs a GPU."""
+    """The momentum (Adam's first beta) that the optimizer starts with; None where it has none or
+    needs a GPU.
+    """
     try:
         group = _optimizer_of_layer(optimizer).param_groups[0]
     except Exception:
@@ -153,7 +162,9 @@ def initial_momentum(optimizer: OptimizerConfig) -> float | None:
 
 
 def state_copies(optimizer: OptimizerConfig) -> int:
-    """How many tensors of a weight's shape the optimizer stores for it; 2, as of AdamW, if it does not run on CPUs."""
+    """How many tensors of a weight's shape the optimizer stores for it; 2, as for AdamW, if it does
+    not run on CPUs.
+    """
     try:
         built = _optimizer_of_layer(optimizer)
         built.step()
@@ -166,7 +177,9 @@ def state_copies(optimizer: OptimizerConfig) -> int:
 
 
 def _optimizer_of_layer(optimizer: OptimizerConfig) -> torch.optim.Optimizer:
-    """Over a (3, 2) weight and a (3,) bias with gradients; layer_decay and lr_scales need the real model."""
+    """The optimizer over a (3, 2) weight and a (3,) bias with gradients, without layer_decay and
+    lr_scales, which need the real model.
+    """
     layer = nn.Linear(2, 3)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -186,7 +199,8 @@ def _step_problems(optimizer: OptimizerConfig) -> list[Problem]:
         built.step()
         return _state_problems(optimizer.name, built.state_dict())
     except UserError as error:
-        return [Problem("optimizer.name", str(error).removeprefix("optimizer.name: "))]
+        text = f"{error.problem} {error.remedy}".removeprefix("optimizer.name: ")
+        return [Problem("optimizer.name", text)]
     except Exception as error:
         package = getattr(_factory_and_signature(optimizer)[1], "__module__", "").partition(".")[0]
         concerns_arguments = built is None and isinstance(error, TypeError | ValueError)
@@ -197,10 +211,9 @@ def _step_problems(optimizer: OptimizerConfig) -> list[Problem]:
 
 
 def _state_problems(name: str, state: dict[str, Any]) -> list[Problem]:
-    """What of an optimizer's `state_dict()` a checkpoint can't store."""
-    found = {
-        *map(str, state.keys() - {"state", "param_groups"})
-    }  # such as the generator state of timm's kron
+    """A problem for the entries of an optimizer's `state_dict()` that a checkpoint can't store."""
+    # such as the generator state of timm's kron
+    found = {*map(str, state.keys() - {"state", "param_groups"})}
     for owner in (*state.get("state", {}).values(), *state.get("param_groups", [])):
         found |= {
             str(key)
@@ -215,5 +228,8 @@ def _state_problems(name: str, state: dict[str, Any]) -> list[Problem]:
 
 def _is_plain(value: Any) -> bool:
     """Whether a value consists of numbers, strings and None, in dicts, lists and tuples."""
-    leaves = tree_leaves(value, is_leaf=lambda node: not isinstance(node, dict | list | tuple))
-    return all(isinstance(leaf, bool | int | float | str | None) for leaf in leaves)
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

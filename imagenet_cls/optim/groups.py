@@ -1,4 +1,7 @@
-"""Parameter groups for an optimizer: weight decay by kind of parameter, learning rate factor by layer and name."""
+"""Parameter groups for an optimizer.
+
+Weight decay by kind of parameter, learning rate factor by layer and name.
+"""
 
 import re
 from collections.abc import Collection, Mapping
@@ -7,16 +10,25 @@ from typing import Any, Literal
 
 from timm.models import group_parameters
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.lookup import did_you_mean_part
+from imagenet_cls.private_names import BatchNormBase
 
 Kind = Literal["weight", "norm", "bias", "token", "scale"]
 
-# torch's norm layers, from which torchvision's are derived. _NormBase: BatchNorm and InstanceNorm of any dimension.
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+# torch's norm layers, from which torchvision's are derived.
+_NORMS = (
+    BatchNormBase,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
 # Modules of timm's norm layers that are derived from none of torch's.
 _TIMM_NORMS = {
     f"timm.layers.{module}"
@@ -44,13 +56,16 @@ def parameter_kind(
 ) -> Kind:
     """The weight decay class of a parameter: which key of `optimizer` sets its decay.
 
-    name: its full name. owner: the module that holds it. no_decay: patterns of the model's `no_weight_decay()`.
+    name: the parameter's full name. owner: the module that holds it. no_decay: patterns from the
+    model's `no_weight_decay()`.
 
-    * `token` (`token_weight_decay`): class, distillation, register and position tokens and relative position tables by
-      name, and whatever matches `no_decay`, norms and biases included;
+    * `token` (`token_weight_decay`): class, distillation, register and position tokens and relative
+      position tables by name, and whatever matches `no_decay`, norms and biases included;
     * `norm`: weights and biases of normalization layers, by class;
-    * `bias`: any other bias, by name, `in_proj_bias` of torch's attention included (unlike torchvision's script);
-    * `scale` (`scale_weight_decay`): layer scales by name, and everything else of at most one dimension;
+    * `bias`: any other bias, by name, `in_proj_bias` of torch's attention included (which
+      torchvision's script takes for a weight, since its name is not `bias`);
+    * `scale` (`scale_weight_decay`): layer scales by name, and everything else of at most one
+      dimension;
     * `weight`: everything else.
     """
     last = name.rpartition(".")[2]
@@ -70,17 +85,22 @@ def parameter_kind(
 def parameter_groups(
     model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: `params` (tensors), `names` (theirs, in parallel), `weight_decay` and `lr_scale`.
+    """Groups for an optimizer: `params` (tensors), `names` (of these tensors), `weight_decay` and
+    `lr_scale`.
 
-    head: names of the head's parameters. With timm's Muon, the groups of the head and of the kind `token` have
-    `use_fallback`: AdamW updates them, since Muon is for hidden layers (Jordan et al. 2024).
+    head: names of the head's parameters. With timm's Muon, the groups of the head and of tokens
+    have `use_fallback`: AdamW updates them, since Muon is for hidden layers (Jordan et al. 2024).
 
-    Frozen parameters are left out. Without norm, bias, token and scale decay, the groups are those of timm's
-    `param_groups_weight_decay`, except that tokens and layer scales never have decay. If only `norm_weight_decay` is
-    set, they are those of torchvision's `set_weight_decay`, but its bias decay includes the biases of norms.
+    Frozen parameters are left out. Groups and their members are in the order of
+    `model.named_parameters()`; by `names` a checkpoint stores the optimizer's state.
 
-    Raises ConfigError for `optimizer.layer_decay` with a model without known layers, and for a pattern of
-    `optimizer.lr_scales` that matches no parameter.
+    Without norm, bias, token and scale decay, the groups equal the groups of timm's
+    `param_groups_weight_decay`, except that tokens and layer scales never have decay. If only
+    `norm_weight_decay` is set, they equal the groups of torchvision's `set_weight_decay`, but its
+    bias decay includes the biases of norms.
+
+    Raises ConfigError for `optimizer.layer_decay` with a model without known layers, and for a
+    pattern of `optimizer.lr_scales` that matches no parameter.
     """
     decays = {
         "norm": config.norm_weight_decay,
@@ -113,16 +133,20 @@ def parameter_groups(
 
 
 def layer_lr_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
-    """Factor of the learning rate by parameter name: layer_decay to the power of the number of layers after its own.
+    """Factor of the learning rate by parameter name: layer_decay to the power of the number of
+    layers after its own.
 
-    As in the script of BEiT (Bao et al. 2021), through timm: the model's `group_matcher` defines the layers. The
-    head, and parameters of no layer, have 1. Raises ConfigError for a model without that method.
+    As in the script of BEiT (Bao et al. 2021), through timm: the model's `group_matcher` defines
+    the layers. The head, and parameters of no layer, have 1. Raises ConfigError for a model without
+    that method: timm would guess layers of twelve parameters each.
     """
     group_matcher = getattr(model, "group_matcher", None)
     if group_matcher is None:
-        remedy = "set it to null (optimizer.lr_scales has rates by name), or use timm's model of that name"
         raise ConfigError(
-            [f"optimizer.layer_decay: {type(model).__name__} has no group_matcher; {remedy}"]
+            [
+                f"optimizer.layer_decay: {type(model).__name__} has no group_matcher; set it to "
+                f"null (optimizer.lr_scales has rates by name), or use timm's model of that name"
+            ]
         )
     layers = group_parameters(model, group_matcher(coarse=False), reverse=True)
     last = max(layers.values())
@@ -139,14 +163,16 @@ def pattern_lr_scales(names: Collection[str], patterns: Mapping[str, float]) -> 
     ]
     if unused:
         examples = f"(the model has {', '.join([*names][:2] + [*names][-1:])}, ...)"
-        hints = {pattern: did_you_mean_part(pattern, names) for pattern in unused}
         raise ConfigError(
             [
-                f"optimizer.lr_scales: {p!r} matches no parameter{h} {examples}"
-                for p, h in hints.items()
+                f"optimizer.lr_scales: {pattern!r} matches no parameter"
+                f"{did_you_mean_part(pattern, names)} {examples}"
+                for pattern in unused
             ]
         )
-    first = {name: next((p for p in patterns if fnmatchcase(name, p)), None) for name in names}
-    return {
-        name: float(patterns[pattern]) for name, pattern in first.items() if pattern is not None
-    }
+    factors = {}
+    for name in names:
+        matching = [factor for pattern, factor in patterns.items() if fnmatchcase(name, pattern)]
+        if matching:
+            factors[name] = float(matching[0])
+    return factors

@@ -1,15 +1,19 @@
 """The built-in losses, the distillation loss, and the check of the `loss` section.
 
-Every loss is a plain mean over the images, so that the mean over micro-batches and ranks is that over the whole batch.
-With class weights w_c the loss of an image is
+Every loss is a plain mean over the images, so that the mean over micro-batches and ranks is that
+over the whole batch. With class weights w_c the loss of an image is
 
-    - sum_c w_c t_c log p_c,    t: its target, one-hot or mixed, smoothed;    p: softmax of its logits
+    - sum_c w_c t_c log p_c
 
-torch's CrossEntropyLoss divides by the sum of the batch's weights instead if targets are class indices, which depends
-on how a batch is split. Only the ratios of listed weights matter, as in torch: they are divided by their mean.
+with its target t (one-hot or mixed, smoothed) and p, the softmax of its logits.
 
-For `bce`, the loss of an image is multiplied by sum_c w_c t_c, with t not smoothed. The `weight` of torch's and timm's
-loss multiplies the terms of a class in all images, with and without it, so it does not change their ratio.
+torch's CrossEntropyLoss divides by the sum of the batch's weights instead if targets are class
+indices, which depends on how a batch is split. Only the ratios of listed weights matter, as in
+torch: they are divided by their mean.
+
+For `bce`, the loss of an image is multiplied by sum_c w_c t_c, with t not smoothed. The `weight` of
+torch's and timm's loss multiplies the terms of a class in all images, whether they show it or not,
+so it does not change the ratio of positive and negative images.
 """
 
 from collections.abc import Callable
@@ -23,16 +27,18 @@ from torch.nn import functional
 from imagenet_cls.config.schema import SHARE_BELOW_1, DistillConfig, LossConfig
 from imagenet_cls.errors import ConfigError, Problem, UserError
 from imagenet_cls.lookup import find_factory, kwargs_problems
-from imagenet_cls.optim.arguments import NotNegative, value_problems
+from imagenet_cls.optim.signature_check import NotNegative, value_problems
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-# Logits (N, classes); of a model with a distillation token, those of the class token and those of that one.
+# Logits (N, classes). A model with a distillation token has two: of the class token and of the
+# distillation token.
 Outputs = Tensor | tuple[Tensor, Tensor]
 Criterion = Callable[[Outputs, Tensor, Tensor], Tensor]
 
 
 def smooth_targets(targets: Tensor, logits: Tensor, smoothing: float) -> Tensor:
-    """(1 - smoothing) * target + smoothing / classes, (N, classes); targets: class indices or probabilities.
+    """(1 - smoothing) * target + smoothing / classes, (N, classes); targets: class indices or
+    probabilities.
 
     Szegedy et al., "Rethinking the Inception Architecture", 2016, section 7.
     """
@@ -41,18 +47,20 @@ def smooth_targets(targets: Tensor, logits: Tensor, smoothing: float) -> Tensor:
     return (1 - smoothing) * targets + smoothing / logits.shape[1]
 
 
-# The built-in losses. logits: float32 (N, classes). weights: of the classes, float32. splits: views of an image.
+# The built-in losses. logits: float32 (N, classes). weights: float32 (classes,), or None. splits:
+# number of views of an image.
 
 
 def cross_entropy(
     logits: Tensor, targets: Tensor, smoothing: float, weights: Tensor | None, splits: int
 ) -> Tensor:
-    """torch's cross-entropy, divided by the number of images with class weights too."""
+    """torch's cross-entropy, but divided by the number of images also with class weights."""
     if weights is None:
         return functional.cross_entropy(logits, targets, label_smoothing=smoothing)
-    return functional.cross_entropy(
+    losses = functional.cross_entropy(
         logits, targets, weights, reduction="none", label_smoothing=smoothing
-    ).mean()
+    )
+    return losses.mean()
 
 
 def binary_cross_entropy(
@@ -64,7 +72,9 @@ def binary_cross_entropy(
     target_threshold: Annotated[float | None, SHARE_BELOW_1] = None,
     sum_classes: bool = False,
 ) -> Tensor:
-    """timm's BinaryCrossEntropy, with smoothing of mixed targets too (Wightman et al., "ResNet strikes back", 2021)."""
+    """timm's BinaryCrossEntropy, with smoothing of mixed targets too (Wightman et al., "ResNet
+    strikes back", 2021).
+    """
     smoothed = smooth_targets(targets, logits, smoothing)
     if target_threshold is not None:
         smoothed = smoothed.gt(target_threshold).to(smoothed.dtype)
@@ -88,7 +98,9 @@ def focal_loss(
     splits: int,
     gamma: NotNegative = 2.0,
 ) -> Tensor:
-    """- sum_c w_c t_c (1 - p_c)^gamma log p_c, with the softmax p: Lin et al., "Focal Loss", 2017, section 3."""
+    """- sum_c w_c t_c (1 - p_c)^gamma log p_c, with the softmax p: Lin et al., "Focal Loss", 2017,
+    section 3.
+    """
     log_p = logits.log_softmax(1)
     # 1 - p without cancellation, and not 0: for gamma < 1 the power's slope there is infinite.
     others = (-log_p.expm1()).clamp(min=torch.finfo(log_p.dtype).tiny)
@@ -104,10 +116,12 @@ def jensen_shannon_loss(
     splits: int,
     alpha: NotNegative = 12.0,
 ) -> Tensor:
-    """Cross-entropy of the first views + alpha times the Jensen-Shannon divergence between all views of an image.
+    """Cross-entropy of the first views + alpha times the Jensen-Shannon divergence between all
+    views of an image.
 
-    Hendrycks et al., "AugMix", 2020, section 3. The batch has all images' first views, then all second ones, and so on,
-    and so may have the targets. Equal to timm's JsdCrossEntropy, whose gradients are NaN where a probability is 0.
+    Hendrycks et al., "AugMix", 2020, section 3. The batch has all images' first views, then all
+    second ones, and so on, and so may have the targets. Equal to timm's JsdCrossEntropy, whose
+    gradients are NaN where a probability is 0.
     """
     assert len(logits) % splits == 0, (logits.shape, splits)
     images = len(logits) // splits
@@ -136,39 +150,40 @@ def build_loss(
 ) -> Loss:
     """The mean loss over a batch, as a function of logits and targets; a scalar in float32.
 
-    logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes) probabilities.
-    num_classes: the model's outputs. splits: views of an image in a batch, for `jsd`. class_samples: of each class in
-    an epoch, int64 (classes,), for class weights by size.
+    logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes)
+    probabilities.
+    num_classes: the model's outputs. splits: views of an image in a batch, for `jsd`.
+    class_samples: the number of images of each class in an epoch, int64 (classes,), for class
+    weights by size.
 
-    A user's factory is called as `factory(**kwargs)`, and what it returns as `loss(logits, targets)`. Raises UserError
-    if it returns no function, ConfigError for a wrong number of class weights.
+    A user's factory is called as `factory(**kwargs)`, and what it returns as `loss(logits,
+    targets)`. Raises UserError if it returns no function, ConfigError for a wrong number of class
+    weights.
     """
     factory = find_factory("loss", loss.name, BUILT_IN)
     if loss.name in BUILT_IN:
-        smoothing, weights = (
-            loss.label_smoothing,
-            _normalized_weights(loss, num_classes, class_samples),
-        )
+        weights = _normalized_weights(loss, num_classes, class_samples)
 
         def compute(logits: Tensor, targets: Tensor) -> Tensor:
             nonlocal weights
-            weights = weights if weights is None else weights.to(logits.device)
-            return factory(logits, targets, smoothing, weights, splits, **loss.kwargs)
+            if weights is not None:
+                weights = weights.to(logits.device)
+            return factory(logits, targets, loss.label_smoothing, weights, splits, **loss.kwargs)
 
     else:
         compute = factory(**loss.kwargs)
     if not callable(compute):
-        returned = type(compute).__name__
         raise UserError(
-            f"loss.name: {loss.name!r} returned {returned}; return a function of logits and targets"
+            f"loss.name: {loss.name!r} returned {type(compute).__name__}.",
+            "Return a function of logits and targets.",
         )
 
     def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
         if isinstance(compute, nn.Module):
             compute.to(logits.device)  # does nothing after the first time
-        mean: Tensor = compute(
-            logits.float(), targets.float() if targets.is_floating_point() else targets
-        )
+        if targets.is_floating_point():
+            targets = targets.float()
+        mean: Tensor = compute(logits.float(), targets)
         return mean
 
     return mean_loss
@@ -181,22 +196,28 @@ def _normalized_weights(
         return None
     if isinstance(loss.class_weights, str):
         assert class_samples is not None and len(class_samples) == num_classes
-        return weights_by_size(
-            class_samples, None if loss.class_weights == "balanced" else loss.effective_beta
-        )
+        is_balanced = loss.class_weights == "balanced"
+        return weights_by_size(class_samples, None if is_balanced else loss.effective_beta)
     given = len(loss.class_weights)
     if given != num_classes:
-        text = f"{given} numbers, but there are {num_classes} classes; give one for each, in the order of the classes"
-        raise ConfigError([f"loss.class_weights: {text}"])
+        raise ConfigError(
+            [
+                f"loss.class_weights: {given} numbers, but there are {num_classes} classes; give "
+                f"one for each, in the order of the classes"
+            ]
+        )
     weights = torch.tensor(loss.class_weights, dtype=torch.float64, device="cpu")
     return (weights / weights.mean()).float()
 
 
 def weights_by_size(counts: np.ndarray, beta: float | None) -> Tensor:
-    """Weights of the classes from their number of samples n, float32 (classes,), with mean 1 over the samples.
+    """Weights of the classes from their number of samples n, float32 (classes,), with mean 1 over
+    the samples.
 
-    Proportional to 1 / n, or with beta to (1 - beta) / (1 - beta^n): Cui et al., "Class-Balanced Loss Based on
-    Effective Number of Samples", 2019, section 3.2. Classes without samples have weight 1.
+    Proportional to 1 / n, or with beta to (1 - beta) / (1 - beta^n): Cui et al., "Class-Balanced
+    Loss Based on Effective Number of Samples", 2019, section 3.2 (there with mean 1 over the
+    classes). Classes without samples have
+    weight 1.
     """
     known = counts[counts > 0].astype(np.float64)
     inverse = 1 / known if beta is None else (1 - beta) / (1 - beta**known)
@@ -208,17 +229,19 @@ def weights_by_size(counts: np.ndarray, beta: float | None) -> Tensor:
 def build_criterion(
     base_loss: Loss, distill: DistillConfig, teacher: Callable[[Tensor], Tensor] | None = None
 ) -> Criterion:
-    """The mean loss as a function of outputs, targets and the images that the model saw, normalized and mixed.
+    """The mean loss as a function of outputs, targets and the images that the model saw, normalized
+    and mixed.
 
     With a teacher (images -> logits; called without gradients) it is
 
-        (1 - alpha) * base_loss(logits, targets) + alpha * teacher's part
+        (1 - alpha) * base_loss(logits, targets) + alpha * distillation_loss
 
-    soft: T^2 * KL(softmax(teacher / T) || softmax(logits / T)), the sum over the classes, the mean over the images
-    (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section 2). DeiT's script divides by the
-    classes as well, so its values of alpha can't be used here. hard: cross-entropy with the teacher's top class
-    (Touvron et al., "Training data-efficient image transformers", 2021, section 4). Of two outputs the first is
-    compared with the targets, the second with the teacher (ibid.).
+    soft: T^2 * KL(softmax(teacher / T) || softmax(logits / T)), the sum over the classes, the mean
+    over the images (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section
+    2). DeiT's script divides by the classes as well, so its values of alpha can't be used here.
+    hard: cross-entropy with the teacher's top class (Touvron et al., "Training data-efficient image
+    transformers", 2021, section 4). Of two outputs the first is compared with the targets, the
+    second with the teacher (ibid.).
     """
     alpha, temperature = distill.alpha, distill.temperature
 
@@ -237,10 +260,8 @@ def build_criterion(
         else:
             log_p = (token_logits.float() / temperature).log_softmax(1)
             log_q = (teacher_logits.float() / temperature).log_softmax(1)
-            part = (
-                functional.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
-                * temperature**2
-            )
+            part = functional.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
+            part = part * temperature**2
         return (1 - alpha) * base + alpha * part
 
     return criterion
@@ -265,9 +286,6 @@ def loss_problems(loss: LossConfig) -> list[Problem]:
             text = "'jsd' has no class weights; use cross_entropy, bce or focal"
             problems.append(Problem("loss.class_weights", text))
         elif isinstance(loss.class_weights, list) and not any(loss.class_weights):
-            problems.append(
-                Problem(
-                    "loss.class_weights", "are all 0, so nothing would be learned; give one above 0"
-                )
-            )
+            text = "are all 0, so nothing would be learned; give one above 0"
+            problems.append(Problem("loss.class_weights", text))
     return problems

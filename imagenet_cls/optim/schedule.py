@@ -1,4 +1,8 @@
-"""The learning rate and momentum of a run as pure functions of the step, and the checks of the `schedule` section."""
+"""The learning rate and momentum of a run as pure functions of the step.
+
+Also the checks of the `schedule` section. A resumed run needs the step and, for `plateau`, the
+recorded evaluations.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,15 +19,17 @@ from imagenet_cls.config.schema import (
     Range,
     ScheduleConfig,
 )
-from imagenet_cls.errors import Problem, UserError, format_value
+from imagenet_cls.errors import Problem, UserError
 from imagenet_cls.lookup import find_factory, keyword_names, kwargs_problems
-from imagenet_cls.optim.arguments import Count, NotNegative, value_problems
+from imagenet_cls.optim.signature_check import Count, NotNegative, value_problems
+from imagenet_cls.text import format_value
 
 # Arguments that the program passes: to the built-in curves, and to a user's factory.
-RESERVED = ("t", "span", "evaluations")
-RESERVED_OF_FACTORY = ("base_lr", "total_steps", "steps_per_epoch")
+RESERVED = ("t", "horizon", "evaluations")
+FACTORY_ARGUMENTS = ("base_lr", "total_steps", "steps_per_epoch")
 
-# Annotations of arguments, by which they are checked. A list of epochs must be in ascending order, with none twice.
+# Annotations of arguments, by which they are checked. A list of epochs must be in ascending order,
+# with none twice.
 Numbers = Annotated[list[float], NOT_NEGATIVE]
 Share = Annotated[float, SHARE]
 Divisor = Annotated[float, COUNT]
@@ -31,15 +37,18 @@ Epochs = Annotated[float, Range(0.001)]
 Momentum = Annotated[float | None, SHARE_BELOW_1]
 Anneal = Literal["cos", "linear"]
 
-# (step, top-1 of the raw weights in percent) of each evaluation after `eval.every_epochs` epochs, in order.
+# (step, top-1 of the raw weights in percent) of each evaluation after `eval.every_epochs` epochs,
+# in order.
 Evaluations = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class Span:
-    """What a curve is computed from. A unit of time is one step, or one epoch with `schedule.by_epoch`.
+class Horizon:
+    """What a curve is computed from. A unit of time is one step, or one epoch with
+    `schedule.by_epoch`.
 
-    base_lr: the highest learning rate. length: of the curve, in units. per_epoch: units in an epoch.
+    base_lr: the highest learning rate. length: the duration of the curve in units. per_epoch: units
+    in an epoch.
     """
 
     base_lr: float
@@ -48,53 +57,66 @@ class Span:
 
 
 def cosine(
-    t: float, span: Span, min_lr: NotNegative = 0.0, cycles: Count = 1, cycle_decay: Share = 1.0
+    t: float,
+    horizon: Horizon,
+    min_lr: NotNegative = 0.0,
+    cycles: Count = 1,
+    cycle_decay: Share = 1.0,
 ) -> float:
     """Half a cosine from base_lr down to min_lr (Loshchilov and Hutter, "SGDR", 2017, equation 5).
 
-    cycles: of equal length in the span. cycle_decay: factor of the highest rate from one cycle to the next. As timm's
-    CosineLRScheduler, whose t_initial is the length of a cycle.
+    cycles: the number of cycles, of equal length. cycle_decay: the highest rate of each cycle is
+    that of the one before times this. The same as timm's CosineLRScheduler with t_initial as the
+    length of a cycle.
     """
-    if span.length <= 0:
-        return span.base_lr
-    cycle, position = divmod(t * cycles, span.length)
+    if horizon.length <= 0:
+        return horizon.base_lr
+    cycle, position = divmod(t * cycles, horizon.length)
     if cycle >= cycles:
         return min_lr
-    highest = span.base_lr * cycle_decay**cycle
-    return min_lr + (highest - min_lr) * 0.5 * (1 + math.cos(math.pi * (position / span.length)))
+    highest = horizon.base_lr * cycle_decay**cycle
+    return min_lr + (highest - min_lr) * 0.5 * (1 + math.cos(math.pi * (position / horizon.length)))
 
 
-def polynomial(t: float, span: Span, power: NotNegative = 1.0, min_lr: NotNegative = 0.0) -> float:
+def polynomial(
+    t: float, horizon: Horizon, power: NotNegative = 1.0, min_lr: NotNegative = 0.0
+) -> float:
     """min_lr + (base_lr - min_lr) * (1 - t / length) ** power. A power of 1 is linear."""
-    passed = t / span.length if span.length > 0 else 0.0
-    return min_lr + (span.base_lr - min_lr) * (1 - passed) ** power
+    passed = t / horizon.length if horizon.length > 0 else 0.0
+    return min_lr + (horizon.base_lr - min_lr) * (1 - passed) ** power
 
 
-def step_decay(t: float, span: Span, every_epochs: Epochs = 30, gamma: Share = 0.1) -> float:
-    """Times gamma every `every_epochs` epochs, but not at the end of the span. Defaults: pytorch/examples."""
-    every = every_epochs * span.per_epoch
-    return span.base_lr * gamma ** max(0, min(t // every, math.ceil(span.length / every) - 1))
+def step_decay(t: float, horizon: Horizon, every_epochs: Epochs = 30, gamma: Share = 0.1) -> float:
+    """Multiply the rate by gamma every `every_epochs` epochs, but not at the end of the horizon.
+    The defaults are those of pytorch/examples.
+    """
+    every = every_epochs * horizon.per_epoch
+    num_drops = math.ceil(horizon.length / every) - 1
+    return horizon.base_lr * gamma ** max(0, min(t // every, num_drops))
 
 
-def multistep(t: float, span: Span, milestones_epochs: Numbers, gamma: Share = 0.1) -> float:
-    """Times gamma at the start of each of the given epochs, counted from 0, as torch's MultiStepLR.
+def multistep(t: float, horizon: Horizon, milestones_epochs: Numbers, gamma: Share = 0.1) -> float:
+    """Multiply the rate by gamma at the start of each of the given epochs, counted from 0, as
+    torch's MultiStepLR.
 
     timm's fires one unit of time earlier: its milestone 30 is 29 here.
     """
-    milestones = [milestone * span.per_epoch for milestone in milestones_epochs]
-    return span.base_lr * gamma ** sum(
-        milestone <= t and milestone < span.length for milestone in milestones
+    milestones = [milestone * horizon.per_epoch for milestone in milestones_epochs]
+    return horizon.base_lr * gamma ** sum(
+        milestone <= t and milestone < horizon.length for milestone in milestones
     )
 
 
-def exponential(t: float, span: Span, gamma: Share) -> float:
-    """Times gamma at the start of each epoch but the first, as in torchvision's reference script."""
-    return step_decay(t, span, 1, gamma)
+def exponential(t: float, horizon: Horizon, gamma: Share) -> float:
+    """Multiply the rate by gamma at the start of each epoch but the first, as in torchvision's
+    reference script.
+    """
+    return step_decay(t, horizon, 1, gamma)
 
 
 def one_cycle(
     t: float,
-    span: Span,
+    horizon: Horizon,
     pct_start: Share = 0.3,
     anneal: Anneal = "cos",
     div_factor: Divisor = 25.0,
@@ -102,63 +124,80 @@ def one_cycle(
     min_momentum: Momentum = None,
     max_momentum: Momentum = None,
 ) -> float:
-    """Up from base_lr / div_factor to base_lr in the first share pct_start of the span, then down to the start's rate /
-    final_div_factor in the last step (Smith and Topin, "Super-Convergence", 2018). As torch's OneCycleLR in two phases.
+    """Up from base_lr / div_factor to base_lr in the first share pct_start of the horizon, then
+    down to the start's rate / final_div_factor in the last step (Smith and Topin,
+    "Super-Convergence", 2018). As torch's OneCycleLR in two phases.
 
     The momentum is constant, unlike there, unless both momenta are given: see `Schedule.momentum`.
     """
-    start = span.base_lr / div_factor
-    return _two_phases(t, span, (start, span.base_lr, start / final_div_factor), pct_start, anneal)
+    start = horizon.base_lr / div_factor
+    rates = (start, horizon.base_lr, start / final_div_factor)
+    return _two_phases(t, horizon, rates, pct_start, anneal)
 
 
 def _two_phases(
-    t: float, span: Span, values: tuple[float, float, float], pct_start: float, anneal: Anneal
+    t: float, horizon: Horizon, values: tuple[float, float, float], pct_start: float, anneal: Anneal
 ) -> float:
-    """Between three values: the second is reached one unit before pct_start of the span, the third in the last unit."""
-    turn, last = pct_start * span.length - 1, span.length - 1
+    """A curve from the first value, at time 0, over the second, at `pct_start * length - 1`, to the
+    third, at `length - 1`, as in torch's OneCycleLR.
+    """
+    first, middle, final = values
+    turn = pct_start * horizon.length - 1
+    last = horizon.length - 1
+    passed = 1.0  # share of the phase
     if t <= turn:
-        begin, end, passed = values[0], values[1], t / turn if turn > 0 else 1.0
+        begin = first
+        end = middle
+        if turn > 0:
+            passed = t / turn
     else:
-        begin, end, passed = (
-            values[1],
-            values[2],
-            min((t - turn) / (last - turn), 1.0) if last > turn else 1.0,
-        )
+        begin = middle
+        end = final
+        if last > turn:
+            passed = min((t - turn) / (last - turn), 1.0)
     remains = 0.5 * (1 + math.cos(math.pi * passed)) if anneal == "cos" else 1 - passed
     return end + (begin - end) * remains
 
 
-def piecewise(t: float, span: Span, epochs: Numbers, factors: Numbers) -> float:
-    """base_lr times a factor, given at some epochs; linear between them, constant before and after, as FFCV's ramp."""
-    now = t / span.per_epoch
+def piecewise(t: float, horizon: Horizon, epochs: Numbers, factors: Numbers) -> float:
+    """base_lr times a factor, given at some epochs; linear between them, constant before and after.
+
+    FFCV's ramp over 16 epochs has epochs [0, 2, 16] and factors [1e-4, 1, 0].
+    """
+    now = t / horizon.per_epoch
     if now <= epochs[0]:
-        return span.base_lr * factors[0]
+        return horizon.base_lr * factors[0]
     for i in range(1, len(epochs)):
         if now < epochs[i]:
             passed = (now - epochs[i - 1]) / (epochs[i] - epochs[i - 1])
-            return span.base_lr * (factors[i - 1] + (factors[i] - factors[i - 1]) * passed)
-    return span.base_lr * factors[-1]
+            return horizon.base_lr * (factors[i - 1] + (factors[i] - factors[i - 1]) * passed)
+    return horizon.base_lr * factors[-1]
 
 
 def plateau(
     t: float,
-    span: Span,
+    horizon: Horizon,
     evaluations: Sequence[float],
     patience: Annotated[int, NOT_NEGATIVE] = 10,
     gamma: Annotated[float, SHARE_BELOW_1] = 0.1,
     min_lr: NotNegative = 0.0,
     threshold: NotNegative = 1e-4,
 ) -> float:
-    """Times gamma, but not below min_lr, after more than `patience` evaluations in a row without a better one.
+    """Multiply the rate by gamma, but not below min_lr, after more than `patience` evaluations in a
+    row without a better one.
 
-    evaluations: top-1 (%) of each one up to now; better is more than the best so far times 1 + threshold. This is the
-    rule of torch's ReduceLROnPlateau with mode `max`, which also ignores a reduction of 1e-8 or less.
+    evaluations: top-1 (%) of each one up to now; better is more than the best so far times 1 +
+    threshold. This is the rule of torch's ReduceLROnPlateau with mode `max`, which also ignores a
+    reduction of 1e-8 or less.
     """
-    lr, best, evaluations_since_best = span.base_lr, -math.inf, 0
+    lr = horizon.base_lr
+    best = -math.inf
+    evaluations_since_best = 0
     for top1_pct in evaluations:
         evaluations_since_best += 1
         if top1_pct > best * (1 + threshold):
-            best, evaluations_since_best = top1_pct, 0
+            best = top1_pct
+            evaluations_since_best = 0
         if evaluations_since_best > patience:
             evaluations_since_best = 0
             reduced = max(lr * gamma, min_lr)
@@ -167,12 +206,13 @@ def plateau(
     return lr
 
 
-def constant(t: float, span: Span) -> float:
+def constant(t: float, horizon: Horizon) -> float:
     """Always base_lr."""
-    return span.base_lr
+    return horizon.base_lr
 
 
-# Called as `curve(t, span, **kwargs)`, t from 0 to `span.length`; `plateau` with `evaluations` too.
+# Called as `curve(t, horizon, **kwargs)`, t from 0 to `horizon.length`; `plateau` with
+# `evaluations` too.
 BUILT_IN: dict[str, Callable[..., float]] = {
     "cosine": cosine,
     "step": step_decay,
@@ -187,82 +227,91 @@ BUILT_IN: dict[str, Callable[..., float]] = {
 
 
 def scaled_lr(optimizer: OptimizerConfig, global_batch_size: int) -> tuple[float, str | None]:
-    """The learning rate for a global batch, and a sentence about the scaling (None if it is `optimizer.lr`).
+    """The learning rate for a global batch, and a sentence about the scaling (None if it is
+    `optimizer.lr`).
 
-    linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1. sqrt: Krizhevsky 2014, "One weird trick".
-    Only the highest rate is scaled: `min_lr` and `warmup_start_lr` are absolute, as in DeiT's script.
+    linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1. sqrt: Krizhevsky 2014,
+    "One weird trick". Only the highest rate is scaled: `min_lr` and `warmup_start_lr` are absolute,
+    as in DeiT's script.
     """
     base = optimizer.lr_base_batch
     if base is None or base == global_batch_size:
         return optimizer.lr, None
     ratio = global_batch_size / base
-    factor, rule = {"linear": (ratio, "linearly"), "sqrt": (math.sqrt(ratio), "by the root")}[
-        optimizer.lr_scaling
-    ]
+    factor = ratio
+    rule = "linearly"
+    if optimizer.lr_scaling == "sqrt":
+        factor = math.sqrt(ratio)
+        rule = "by the square root"
     lr = optimizer.lr * factor
     return lr, (
-        f"lr {optimizer.lr:g} for {base} images, scaled {rule} x {factor:.4g} to {lr:.4g} for {global_batch_size}"
+        f"lr {optimizer.lr:g} for {base} images, scaled {rule} x {factor:.4g} to {lr:.4g} for "
+        f"{global_batch_size}"
     )
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`schedule(step)` is the learning rate of optimizer step 0, 1, 2, ...; `schedule.momentum(step)` its momentum.
+    """`schedule(step)` is the learning rate of optimizer step 0, 1, 2, ...;
+    `schedule.momentum(step)` its momentum.
 
-    After the last step both are constant. curve: the learning rate as a function of the time since `start`, in units of
-    the span. warmup: the time at which the warm-up ends.
+    After the last step both are constant. curve: the learning rate as a function of the time since
+    `start`, in units of the horizon. warmup: the time at which the warm-up ends.
     """
 
     settings: ScheduleConfig
     curve: Callable[..., float]
-    span: Span
+    horizon: Horizon
     start: float
     warmup: float
     steps_per_epoch: int
 
     def __call__(self, step: int, evaluations: Evaluations = ()) -> float:
-        """The learning rate. evaluations: all so far, before a resume too; only `plateau` uses them."""
-        now, settings = self._time(step), self.settings
-        more = (
-            {"evaluations": self._counted(evaluations, now)} if settings.name == "plateau" else {}
-        )
-        rate = self.curve(self._since_start(now), self.span, **more)
+        """The learning rate. evaluations: all so far, before a resume too; only `plateau` uses
+        them.
+        """
+        settings = self.settings
+        now = self._time(step)
+        arguments = {}
+        if settings.name == "plateau":
+            arguments["evaluations"] = self._top1_for_plateau(evaluations, now)
+        rate = self.curve(self._since_start(now), self.horizon, **arguments)
         if now >= self.warmup:
             return rate
-        target = rate if settings.warmup_prefix else self.span.base_lr
-        if settings.warmup_start_lr is not None:
-            return (
-                settings.warmup_start_lr + (target - settings.warmup_start_lr) * now / self.warmup
-            )
-        return (
-            settings.warmup_start_factor + (1 - settings.warmup_start_factor) * now / self.warmup
-        ) * target
+        target = rate if settings.warmup_prefix else self.horizon.base_lr
+        start_lr = settings.warmup_start_lr
+        if start_lr is not None:
+            return start_lr + (target - start_lr) * now / self.warmup
+        factor = settings.warmup_start_factor
+        return (factor + (1 - factor) * now / self.warmup) * target
 
     def momentum(self, step: int) -> float | None:
         """The momentum (Adam's first beta) if the schedule changes it, else None."""
         kwargs = self.settings.kwargs
         if self.settings.name != "one_cycle" or kwargs.get("max_momentum") is None:
             return None
-        low, high = kwargs["min_momentum"], kwargs["max_momentum"]
-        pct_start, anneal = kwargs.get("pct_start", 0.3), kwargs.get("anneal", "cos")
-        return _two_phases(
-            self._since_start(self._time(step)), self.span, (high, low, high), pct_start, anneal
-        )
+        momenta = (kwargs["max_momentum"], kwargs["min_momentum"], kwargs["max_momentum"])
+        time = self._since_start(self._time(step))
+        pct_start = kwargs.get("pct_start", 0.3)
+        return _two_phases(time, self.horizon, momenta, pct_start, kwargs.get("anneal", "cos"))
 
     def _time(self, step: int) -> float:
-        """The time of a step; with by_epoch that of its epoch's first step."""
+        """The time of a step; with by_epoch the time of the first step of its epoch."""
         return step // self.steps_per_epoch if self.settings.by_epoch else step
 
     def _since_start(self, now: float) -> float:
-        return min(max(now - self.start, 0), self.span.length)
+        return min(max(now - self.start, 0), self.horizon.length)
 
-    def _counted(self, evaluations: Evaluations, now: float) -> list[float]:
-        """The top-1 of the evaluations between epochs, after the warm-up (as timm does) and before the cooldown."""
-        last = min(now, self.start + self.span.length)
-        between_epochs = [
-            (step, top1) for step, top1 in evaluations if step % self.steps_per_epoch == 0
+    def _top1_for_plateau(self, evaluations: Evaluations, now: float) -> list[float]:
+        """The top-1 of the evaluations that `plateau` uses: between epochs, after the warm-up (as
+        timm does) and before the cooldown. A run may also have evaluated within an epoch.
+        """
+        last = min(now, self.start + self.horizon.length)
+        return [
+            top1_pct
+            for step, top1_pct in evaluations
+            if step % self.steps_per_epoch == 0 and self.warmup < self._time(step) <= last
         ]
-        return [top1 for step, top1 in between_epochs if self.warmup < self._time(step) <= last]
 
 
 def build_schedule(
@@ -270,55 +319,62 @@ def build_schedule(
 ) -> Schedule:
     """The schedule of a run. base_lr: the highest learning rate, after the warm-up.
 
-    During the warm-up (rounded to steps) the rate grows linearly, from warmup_start_lr or warmup_start_factor of its
-    target (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.2; torch's LinearLR). With warmup_prefix the
-    curve starts after it, and the target is the curve's first value (torchvision's SequentialLR, timm's warmup_prefix).
-    Without, the warm-up replaces the first part of the curve, and the target is base_lr (timm's default). The curve
-    ends cooldown_epochs before the run. With by_epoch it equals a scheduler that is stepped once an epoch.
+    During the warm-up (rounded to steps) the rate grows linearly, from warmup_start_lr or
+    warmup_start_factor of its target (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section
+    2.2; torch's LinearLR). With warmup_prefix the curve starts after it, and the target is the
+    curve's first value (torchvision's SequentialLR, timm's warmup_prefix). Without, the warm-up
+    replaces the first part of the curve, and the target is base_lr (timm's default). The curve ends
+    cooldown_epochs before the run, and its last value stays. With by_epoch it equals a scheduler
+    that is stepped once an epoch.
 
-    A user's factory is called as `factory(base_lr=..., total_steps=..., steps_per_epoch=..., **kwargs)` and returns a
-    function of the step from the run's start, which the warm-up of warmup_prefix multiplies; total_steps: until the
-    cooldown. Raises UserError if it returns something else.
+    A user's factory is called as `factory(base_lr=..., total_steps=..., steps_per_epoch=...,
+    **kwargs)`; total_steps is the step at which the cooldown starts. It returns the learning rate
+    as a function of the step, counted from the start of the run. With warmup_prefix, the warm-up
+    multiplies this rate. Raises UserError if it returns something else.
     """
     per_epoch = 1 if schedule.by_epoch else steps_per_epoch
-    warmup, cooldown = schedule.warmup_epochs * per_epoch, schedule.cooldown_epochs * per_epoch
+    warmup = schedule.warmup_epochs * per_epoch
+    cooldown = schedule.cooldown_epochs * per_epoch
     if not schedule.by_epoch:
-        warmup, cooldown = round(warmup), round(cooldown)
-    factory, is_built_in = (
-        find_factory("schedule", schedule.name, BUILT_IN),
-        schedule.name in BUILT_IN,
-    )
+        warmup = round(warmup)
+        cooldown = round(cooldown)
+    factory = find_factory("schedule", schedule.name, BUILT_IN)
+    is_built_in = schedule.name in BUILT_IN
     start = warmup if schedule.warmup_prefix and is_built_in else 0
-    span = Span(base_lr, max(epochs * per_epoch - cooldown - start, 0), per_epoch)
+    horizon = Horizon(base_lr, max(epochs * per_epoch - cooldown - start, 0), per_epoch)
     if is_built_in:
-        return Schedule(
-            schedule, partial(factory, **schedule.kwargs), span, start, warmup, steps_per_epoch
+        curve: Callable[..., float] = partial(factory, **schedule.kwargs)
+    else:
+        steps_per_unit = steps_per_epoch // per_epoch
+        function = factory(
+            base_lr=base_lr,
+            total_steps=round(horizon.length * steps_per_unit),
+            steps_per_epoch=steps_per_epoch,
+            **schedule.kwargs,
         )
-    unit = steps_per_epoch // per_epoch  # of time, in steps
-    given = {
-        "base_lr": base_lr,
-        "total_steps": round(span.length * unit),
-        "steps_per_epoch": steps_per_epoch,
-    }
-    function = factory(**given, **schedule.kwargs)
-    if not callable(function):
-        returned = type(function).__name__
-        raise UserError(
-            f"schedule.name: {schedule.name!r} returned {returned}; return a function of the step"
-        )
-    return Schedule(
-        schedule, lambda t, _: function(round(t * unit)), span, start, warmup, steps_per_epoch
-    )
+        if not callable(function):
+            raise UserError(
+                f"schedule.name: {schedule.name!r} returned {type(function).__name__}.",
+                "Return a function of the step.",
+            )
+
+        def curve(t: float, horizon: Horizon) -> float:
+            rate: float = function(round(t * steps_per_unit))
+            return rate
+
+    return Schedule(schedule, curve, horizon, start, warmup, steps_per_epoch)
 
 
 def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) -> list[Problem]:
-    """All problems of the section that can be found without data. lr: the run's highest rate, scaled for the batch."""
+    """All problems of the section that can be found without data. lr: the run's highest rate,
+    scaled for the batch.
+    """
     is_factory = schedule.name not in BUILT_IN
     try:
         factory = find_factory("schedule", schedule.name, BUILT_IN)
     except LookupError as error:
         return [Problem("schedule.name", str(error))]
-    reserved = RESERVED_OF_FACTORY if is_factory else RESERVED
+    reserved = FACTORY_ARGUMENTS if is_factory else RESERVED
     problems = kwargs_problems("schedule.kwargs", factory, schedule.kwargs, reserved)
     names, takes_any = keyword_names(factory)
     missing = [name for name in reserved if name not in names]
@@ -332,35 +388,39 @@ def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) ->
 
 
 def _combination_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> list[Problem]:
-    """Arguments of a built-in curve that do not fit each other, the run, or its highest learning rate."""
+    """Arguments of a built-in curve that do not fit each other, the run, or its highest learning
+    rate.
+    """
     kwargs = schedule.kwargs
-    length = (
-        epochs
-        - schedule.cooldown_epochs
-        - (schedule.warmup_epochs if schedule.warmup_prefix else 0)
-    )
+    length = epochs - schedule.cooldown_epochs
+    if schedule.warmup_prefix:
+        length -= schedule.warmup_epochs
     found = {}
     for name in ("milestones_epochs", "epochs"):
         values = kwargs.get(name, [])
         if sorted(set(values)) != values:
-            found[f"kwargs.{name}"] = (
-                f"{format_value(values)} is not in ascending order, none twice"
-            )
+            text = f"{format_value(values)} is not in ascending order, or has a number twice"
+            found[f"kwargs.{name}"] = text
         elif values and values[-1] > length:
             without = " without warm-up and cooldown" if length < epochs else ""
-            text = f"{values[-1]:g} is after the end of the run: {length:g} epochs{without} (train.epochs {epochs})"
-            found[f"kwargs.{name}"] = f"{text}; to end early use train.max_steps"
+            found[f"kwargs.{name}"] = (
+                f"{values[-1]:g} is after the end of the run: {length:g} epochs{without} "
+                f"(train.epochs {epochs}); to end early use train.max_steps"
+            )
     if "factors" in kwargs and len(kwargs["factors"]) != len(kwargs["epochs"]):
-        counts = f"{len(kwargs['factors'])} factors for {len(kwargs['epochs'])} epochs"
-        found["kwargs.factors"] = f"{counts}; give one for each"
-    low, high = kwargs.get("min_momentum"), kwargs.get("max_momentum")
-    if (low is None) != (high is None):
-        absent = "min_momentum" if low is None else "max_momentum"
-        found[f"kwargs.{absent}"] = "is missing: give both momenta, or none"
+        found["kwargs.factors"] = (
+            f"{len(kwargs['factors'])} factors for {len(kwargs['epochs'])} epochs; give one for "
+            f"each"
+        )
+    missing = [name for name in ("min_momentum", "max_momentum") if kwargs.get(name) is None]
+    if len(missing) == 1:
+        found[f"kwargs.{missing[0]}"] = "is missing: give both momenta, or none"
     # With these the rate would rise where it should fall, or fall where it should rise.
     start_lr = schedule.warmup_start_lr if schedule.warmup_epochs > 0 else None
     for key, rate in (("kwargs.min_lr", kwargs.get("min_lr")), ("warmup_start_lr", start_lr)):
         if rate is not None and rate > lr:
-            text = f"{rate:g} is more than the learning rate {lr:.4g} (optimizer.lr, scaled for the batch)"
-            found[key] = f"{text}; give at most {lr:.4g}"
+            found[key] = (
+                f"{rate:g} is more than the learning rate {lr:.4g} (optimizer.lr, scaled for the "
+                f"batch); give at most {lr:.4g}"
+            )
     return [Problem(f"schedule.{key}", text) for key, text in found.items()]

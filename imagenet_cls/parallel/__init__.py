@@ -1,1 +1,4 @@
-"""Launchers, rendezvous, process groups, collectives, DDP and exit codes. Independent of configs, models and data."""
+"""Launchers, process groups, collectives, DDP and exit codes.
+
+Independent of configs, models and data.
+"""

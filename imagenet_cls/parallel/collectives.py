@@ -26,7 +26,9 @@ def all_reduce_mean(tensor: Tensor, group: Group) -> Tensor:
 
 
 def gather_to_main(rows: list, group: Group) -> list:
-    """Concatenate all ranks' lists on rank 0, in the order of ranks; an empty list elsewhere. For small host data."""
+    """Concatenate all ranks' lists on rank 0, in the order of ranks; an empty list elsewhere. For
+    small host data.
+    """
     if group.cpu_group is None:
         return rows
     parts: list | None = [None] * group.world_size if group.is_main else None
@@ -35,8 +37,9 @@ def gather_to_main(rows: list, group: Group) -> list:
 
 
 def gather_shards(shard: Tensor, num_rows: int, group: Group) -> Tensor:
-    """On rank 0 the rows of all ranks, (num_rows, ...) on the CPU, of which row i is of rank i % world_size; `shard`
-    elsewhere. Rank 0 holds the result and one shard at a time."""
+    """On rank 0 the rows of all ranks, (num_rows, ...) on the CPU, of which row i is of rank i %
+    world_size; `shard` elsewhere. Rank 0 holds the result and one shard at a time.
+    """
     if group.cpu_group is None:
         return shard
     if not group.is_main:
@@ -63,7 +66,9 @@ def gather_on_all(value: T, group: Group) -> list[T]:
 
 
 def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int]]:
-    """Names of values that differ from rank 0's, with the ranks where they do; the same result on every rank."""
+    """Names of values that differ from rank 0's, with the ranks where they do; the same result on
+    every rank.
+    """
     gathered, found = gather_on_all(values, group), {}
     for name in sorted(set().union(*gathered)):
         ranks = [
@@ -75,7 +80,9 @@ def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int
 
 
 def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
-    """Broadcast rank 0's named CPU tensors, of any shapes and dtypes, in their order, over the CPU group."""
+    """Broadcast rank 0's named CPU tensors, of any shapes and dtypes, in their order, over the CPU
+    group.
+    """
     if group.cpu_group is None:
         assert tensors is not None
         return tensors
@@ -93,7 +100,9 @@ def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[s
 
 
 def run_on_main(group: Group, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and return its result, which is pickled, or raise its UserError, on every rank."""
+    """Run `action` on rank 0 and return its result, which is pickled, or raise its UserError, on
+    every rank.
+    """
     if group.cpu_group is None:
         return action()
     outcome: list[Any] = [None, None]

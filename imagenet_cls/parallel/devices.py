@@ -7,22 +7,26 @@ from dataclasses import dataclass
 
 import torch
 
-from imagenet_cls.errors import ResourceError, UsageError, command_line, first_line
+from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.text import command_line, first_line
 
 
 def choose_device(
     device: str, rank_info: RankInfo, device_ids: Sequence[int] | None = None
 ) -> torch.device:
-    """The device of this rank; with `auto` and `cuda`, each rank of a machine gets its own GPU. Raises UsageError."""
+    """The device of this rank; with `auto` and `cuda`, each rank of a machine gets its own GPU.
+    Raises UsageError.
+    """
     if device == "mps":
         if not torch.backends.mps.is_available():
             raise UsageError(
-                f"device=mps: torch {torch.__version__} has no mps device here.\nUse device=cpu."
+                f"device=mps: torch {torch.__version__} has no mps device here.", "Use device=cpu."
             )
         if rank_info.world_size > 1:
             raise UsageError(
-                f"device=mps with {rank_info.world_size} ranks: mps has one device.\nUse one rank."
+                f"device=mps with {rank_info.world_size} ranks: mps has one device.",
+                "Use one rank.",
             )
         return torch.device("mps")
     gpus = torch.cuda.device_count()
@@ -30,7 +34,8 @@ def choose_device(
         return torch.device("cpu")
     if gpus == 0:
         raise UsageError(
-            f"device={device}, but torch {torch.__version__} sees no GPU here.\nUse device=cpu or device=auto."
+            f"device={device}, but torch {torch.__version__} sees no GPU here.",
+            "Use device=cpu or device=auto.",
         )
     return torch.device("cuda", gpu_index(device, rank_info, gpus, device_ids))
 
@@ -38,17 +43,20 @@ def choose_device(
 def gpu_index(
     device: str, rank_info: RankInfo, gpus: int, device_ids: Sequence[int] | None = None
 ) -> int:
-    """The GPU of a rank among the `gpus` visible ones: `device_ids[local_rank]`, by default the local rank."""
+    """The GPU of a rank among the `gpus` visible ones: `device_ids[local_rank]`, by default the
+    local rank.
+    """
     local_rank = rank_info.local_rank
     who = f"rank {rank_info.rank} (local rank {local_rank})"
     if rank_info.world_size > 1 and ":" in device:
         raise UsageError(
-            f"device={device} with {rank_info.world_size} ranks: each rank needs its own GPU.\nUse device=cuda."
+            f"device={device} with {rank_info.world_size} ranks: each rank needs its own GPU.",
+            "Use device=cuda.",
         )
     if device_ids is not None and local_rank >= len(device_ids):
         raise UsageError(
-            f"{who} has no GPU: parallel.device_ids has {len(device_ids)}.\n"
-            "Start as many ranks on this machine as it has GPUs, or add GPUs to it."
+            f"{who} has no GPU: parallel.device_ids has {len(device_ids)}.",
+            "Start as many ranks on this machine as it has GPUs, or add GPUs to it.",
         )
     index = int(
         device.partition(":")[2] or (local_rank if device_ids is None else device_ids[local_rank])
@@ -62,8 +70,9 @@ def gpu_index(
     if index >= gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise UsageError(
-            f"{who} needs GPU {index}, but {gpus} are visible here (CUDA_VISIBLE_DEVICES: {visible}).\n"
-            f"Start at most {gpus} ranks on this machine, or use device=cpu."
+            f"{who} needs GPU {index}, but {gpus} are visible here (CUDA_VISIBLE_DEVICES: "
+            f"{visible}).",
+            f"Start at most {gpus} ranks on this machine, or use device=cpu.",
         )
     return index
 
@@ -96,12 +105,14 @@ def explain_start_errors(device: torch.device) -> Iterator[None]:
                 "(CUDA_VISIBLE_DEVICES), or use device=cpu."
             )
         problem = f"torch {torch.__version__} can't use {device}:\n{reason[:200]}"
-        raise ResourceError(f"{problem}\n{remedy}") from error
+        raise ResourceError(problem, remedy) from error
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a process. all: the first has the parameters. output: of logits and loss. note: for the user."""
+    """The devices of a process. all: the first has the parameters. output: of logits and loss.
+    note: for the user.
+    """
 
     all: tuple[torch.device, ...]
     output: torch.device
@@ -111,7 +122,8 @@ class Devices:
 def choose_devices(
     device: str, ids: Sequence[int] | None, output_id: int | None, visible: int
 ) -> Devices:
-    """The devices of a DataParallel run: the GPUs `ids` of the `visible` ones, by default all. Raises UsageError.
+    """The devices of a DataParallel run: the GPUs `ids` of the `visible` ones, by default all.
+    Raises UsageError.
 
     output_id: None for the first. With fewer than two visible GPUs the model runs on one device.
     """
@@ -130,12 +142,15 @@ def choose_devices(
     if absent := sorted({index for index in (*chosen, output) if index >= visible}):
         key = "device_ids" if set(absent) & set(chosen) else "output_device"
         raise UsageError(
-            f"parallel.{key} names GPU {', '.join(map(str, absent))}, but {visible} are visible: 0 to {visible - 1}.\n"
-            "Number GPUs from 0 in the order of CUDA_VISIBLE_DEVICES."
+            f"parallel.{key} names GPU {', '.join(map(str, absent))}, but {visible} are visible: "
+            f"0 to {visible - 1}.",
+            "Number GPUs from 0 in the order of CUDA_VISIBLE_DEVICES.",
         )
     note = (
-        f"parallel.mode=dp: DataParallel on GPUs {chosen} of one process. DistributedDataParallel is faster: "
-        f"leave parallel.mode at auto and start with `{command_line('train')} CONFIG --gpus {len(chosen)}`"
+        f"parallel.mode=dp: DataParallel on GPUs {chosen} of one process. DistributedDataParallel "
+        f"is faster: "
+        f"leave parallel.mode at auto and start with `{command_line('train')} CONFIG --gpus "
+        f"{len(chosen)}`"
         if len(chosen) > 1
         else f"parallel.mode=dp: only GPU {chosen[0]} is named, so the model runs on it"
     )

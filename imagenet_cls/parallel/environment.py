@@ -1,18 +1,12 @@
-"""Rank information from the environment of any launcher; network interface; CPUs of a rank. Imports no torch."""
+"""Rank information from the environment of any launcher. Imports no torch."""
 
-import fcntl
-import math
-import os
 import re
-import socket
-import struct
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from imagenet_cls.errors import UsageError, command_line
+from imagenet_cls.errors import UsageError
+from imagenet_cls.text import command_line
 
 LAUNCHERS = ("auto", "none", "pytorch", "spawn", "slurm", "mpi")
 
@@ -35,6 +29,11 @@ class RankInfo:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def is_single_process(self) -> bool:
+        """Whether there is one rank, and our launching process has not started it."""
+        return self.world_size == 1 and not self.launched
+
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """`rank 1`, `ranks 1, 3`; at most eight."""
@@ -47,26 +46,28 @@ _PYTORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # The step's, not the job's: a shell in an allocation is a step of one task in a job of many.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
 _OPEN_MPI = (
-    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE",
-)  # fmt: skip
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
 _PMI = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")  # MPICH's and Intel's mpirun
 _MPI = (_OPEN_MPI, _PMI)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_ANY_OTHER_MACHINE = (
-    "192.0.2.1"  # reserved for documentation (RFC 5737), so its route is the default route
-)
 
 LAUNCHED_VARIABLE = "IMAGENET_CLS_LAUNCHED"  # set by our launching process for its ranks
 
 
 def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo | None:
-    """Rank information from the environment, or None if no launcher has started this process as a rank.
+    """Rank information from the environment, or None if no launcher has started this process as a
+    rank.
 
-    launcher: `auto` reads torch's variables, then MPI's, then SLURM's, since mpirun in a batch job may start helpers by
-    srun; `none` reads none; any other is required. The script of `sbatch`, which has SLURM_PROCID, is not a rank, nor
-    is a step of one task, such as a shell, unless with `--launcher slurm`. RANK without LOCAL_RANK is the number of a
-    pod if the launcher is `pytorch` or there is a single pod. Raises UsageError.
+    launcher: `auto` reads torch's variables, then MPI's, then SLURM's, since mpirun in a batch job
+    may start helpers by srun; `none` reads none; any other is required. The script of `sbatch`,
+    which has SLURM_PROCID, is not a rank, nor is a step of one task, such as a shell, unless with
+    `--launcher slurm`. RANK without LOCAL_RANK is the number of a pod if the launcher is `pytorch`
+    or there is a single pod. Raises UsageError.
     """
     if launcher == "none":
         return None
@@ -91,8 +92,10 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
             ("SLURM_STEP_ID", "srun") if launcher == "slurm" else (_OPEN_MPI[0], "mpirun")
         )
         raise UsageError(
-            f"--launcher {launcher}: {variable} is not set, so this process was not started as a rank.\n"
-            f"Start it with `{starter} ... {command_line('train')} CONFIG`, or leave --launcher out."
+            f"--launcher {launcher}: {variable} is not set, so this process was not started as a "
+            f"rank.",
+            f"Start it with `{starter} ... {command_line('train')} CONFIG`, or leave --launcher "
+            f"out.",
         )
     return None
 
@@ -102,9 +105,11 @@ def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: st
         text = env.get(name, "not set" if default is None else str(default))
         if not text.isdigit():
             raise UsageError(
-                f"{name} is {text}; it must be a whole number.\n"
-                "Started by hand, each process needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.\n"
-                "In a pod of Kubernetes, use scripts/dist_train.sh, or --launcher pytorch --gpus N."
+                f"{name} is {text}; it must be a whole number.",
+                "Started by hand, each process needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR "
+                "and MASTER_PORT.\n"
+                "In a pod of Kubernetes, use scripts/dist_train.sh, or --launcher pytorch "
+                "--gpus N.",
             )
         return int(text)
 
@@ -121,20 +126,23 @@ def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: st
         )
     if rank >= world_size:
         raise UsageError(
-            f"{names[0]}={rank} with {names[2]}={world_size}: ranks count from 0 to {names[2]} - 1.\n"
-            "Give each process its own rank below the world size."
+            f"{names[0]}={rank} with {names[2]}={world_size}: ranks count from 0 to {names[2]} - "
+            f"1.",
+            "Give each process its own rank below the world size.",
         )
     return RankInfo(
         rank, local_rank, world_size, local_world_size, launcher, LAUNCHED_VARIABLE in env
     )
 
 
-def machine_options(env: Mapping[str, str]) -> dict[str, str]:
-    """Options of `--launcher pytorch` (nodes, node_rank, ...) from the environment of a Kubernetes pod.
+def options_from_kubernetes(env: Mapping[str, str]) -> dict[str, str]:
+    """Options of `--launcher pytorch` (nodes, node_rank, ...) from the environment of a Kubernetes
+    pod.
 
-    Kubeflow's training operator sets RANK, the number of the pod, and WORLD_SIZE: the number of pods up to version 1.6,
-    since 1.7 multiplied by `nprocPerNode`. Since 1.7 it also sets variables that torchrun reads (PET_...); Kubeflow
-    Trainer 2 sets only those. An elastic job has PET_RDZV_ENDPOINT and a range in PET_NNODES; its pods need no number.
+    Kubeflow's training operator sets RANK, the number of the pod, and WORLD_SIZE: the number of
+    pods up to version 1.6, since 1.7 multiplied by `nprocPerNode`. Since 1.7 it also sets variables
+    that torchrun reads (PET_...); Kubeflow Trainer 2 sets only those. An elastic job has
+    PET_RDZV_ENDPOINT and a range in PET_NNODES; its pods need no number.
     """
     if "LOCAL_RANK" in env:  # of a rank
         return {}
@@ -165,7 +173,9 @@ def tasks_here(tasks_per_node: str, node: int) -> int:
 
 
 def complete_master_address(env: MutableMapping[str, str], rank_info: RankInfo) -> None:
-    """Set MASTER_ADDR (the first host) and MASTER_PORT for SLURM's or MPI's ranks if missing. Raises UsageError."""
+    """Set MASTER_ADDR (the first host) and MASTER_PORT for SLURM's or MPI's ranks if missing.
+    Raises UsageError.
+    """
     if rank_info.launcher not in ("slurm", "mpi"):
         return
     env.setdefault("MASTER_PORT", str(port_of_job(env, rank_info.launcher)))
@@ -178,13 +188,17 @@ def complete_master_address(env: MutableMapping[str, str], rank_info: RankInfo) 
         env.setdefault("MASTER_ADDR", first_host(hosts))
     elif "MASTER_ADDR" not in env:
         raise UsageError(
-            f"mpirun started {rank_info.world_size} ranks on several machines, and MASTER_ADDR is not set.\n"
-            "Set it to the host of rank 0, on all ranks: mpirun -x MASTER_ADDR=HOST ... (Open MPI), -genv (MPICH)."
+            f"mpirun started {rank_info.world_size} ranks on several machines, and MASTER_ADDR is "
+            f"not set.",
+            "Set it to the host of rank 0, on all ranks: mpirun -x MASTER_ADDR=HOST ... (Open "
+            "MPI), -genv (MPICH).",
         )
 
 
 def port_of_job(env: Mapping[str, str], launcher: str) -> int:
-    """A port for the id of the job, and of SLURM's step: 20000 to 31999, below Linux's ephemeral ports."""
+    """A port for the id of the job, and of SLURM's step: 20000 to 31999, below Linux's ephemeral
+    ports.
+    """
     if launcher == "slurm":
         return (
             20000
@@ -204,109 +218,8 @@ def port_of_job(env: Mapping[str, str], launcher: str) -> int:
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a SLURM node list: `gpu[003-007,9],cpu1` -> `gpu003`; "" gives the loopback address."""
+    """The first host of a SLURM node list: `gpu[003-007,9],cpu1` -> `gpu003`; "" gives the loopback
+    address.
+    """
     match = re.match(r"(?:[^\[,]|\[[^\]]*\])+", node_list)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group()) if match else "127.0.0.1"
-
-
-def choose_interface(
-    env: MutableMapping[str, str], master_addr: str, several_machines: bool
-) -> None:
-    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface towards the master, unless the user has.
-
-    By default gloo uses the address of the host's name, which is often loopback. The master's route to its own name may
-    be loopback, too: with several machines, it uses the interface of the default route.
-    """
-    interface = interface_towards(master_addr)
-    if interface == "lo" and several_machines and master_addr not in _LOOPBACK:
-        interface = interface_towards(_ANY_OTHER_MACHINE)
-    if interface is not None:
-        env.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if interface != "lo":  # on one machine nccl uses shared memory and NVLink
-            env.setdefault("NCCL_SOCKET_IFNAME", interface)
-
-
-def interface_towards(host: str) -> str | None:
-    """The interface of the route to `host`, or None if there is no route (IPv4)."""
-    own_address = _source_address(host)
-    if own_address is None:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-            except OSError:
-                continue  # an interface without an IPv4 address
-            if socket.inet_ntoa(reply[20:24]) == own_address:
-                return name
-    return None
-
-
-def address_towards(master_addr: str) -> str:
-    """This machine's address on the route to the master; on the master, `master_addr`."""
-    own_address = _source_address(master_addr)
-    return master_addr if own_address is None or own_address.startswith("127.") else own_address
-
-
-def _source_address(host: str) -> str | None:
-    """This machine's address on the route to `host`, found with an unsent datagram (IPv4)."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
-def cpu_threads(rank_info: RankInfo) -> int:
-    """CPU threads of a rank: its CPUs, rounded down, at least one."""
-    return max(1, int(cpus_per_rank(rank_info)))
-
-
-def cpus_per_rank(rank_info: RankInfo) -> float:
-    """The CPUs of this rank: its share of CPU affinity, cgroup quota and SLURM's number, whichever is least."""
-    affinity = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )  # macOS
-    cpus = min(affinity, cgroup_cpus())
-    task_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
-    if task_cpus.isdigit():
-        cpus = min(cpus, int(task_cpus))
-        tasks = tasks_here(
-            os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""),
-            int(os.environ.get("SLURM_NODEID", "0")),
-        )
-        if rank_info.launcher == "slurm" or tasks > 1:  # each rank is a task
-            return cpus
-    return cpus / rank_info.local_world_size
-
-
-def cgroup_cpus(root: Path = Path("/")) -> float:
-    """The smallest quota of this process's cgroups and their parents (`docker run --cpus`); infinity without one."""
-    quotas = [math.inf]
-    for version, folder in cgroup_folders("cpu", root):
-        files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-        with suppress(OSError):  # the root of all cgroups has no cpu.max
-            quota, period = " ".join((folder / file).read_text() for file in files).split()
-            if quota not in ("max", "-1"):
-                quotas.append(int(quota) / int(period))
-    return min(quotas)
-
-
-def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
-    """(version 1 or 2, folder) of each cgroup of this process for a controller, and of its parents."""
-    # In a container without a cgroup namespace, /proc has paths of the host, and /sys/fs/cgroup is the container's.
-    with suppress(OSError):  # no cgroups: macOS
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            group = Path(path.lstrip("/"))
-            if controllers == "":
-                yield from (
-                    (2, root / "sys/fs/cgroup" / level) for level in (group, *group.parents)
-                )
-            elif controller in controllers.split(","):
-                yield from (
-                    (1, root / "sys/fs/cgroup" / controller / level)
-                    for level in (group, *group.parents)
-                )

@@ -1,4 +1,7 @@
-"""Start the ranks of this machine with torch's elastic agent, which torchrun uses, and wait for them."""
+"""Start the ranks of this machine with torch's elastic agent, and wait for them.
+
+torchrun uses the same agent.
+"""
 
 import atexit
 import json
@@ -12,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -22,15 +24,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from imagenet_cls.errors import ResourceError, UsageError, first_line
-from imagenet_cls.parallel.environment import (
-    LAUNCHED_VARIABLE,
-    RankInfo,
-    address_towards,
-    cpu_threads,
-)
-from imagenet_cls.parallel.exit import end_process, handle_stop_signals, print_rank_failure
+from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.parallel.cpus import cpu_threads
+from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, RankInfo
+from imagenet_cls.parallel.exit import hard_exit, print_error, print_rank_failure
+from imagenet_cls.parallel.network import address_towards
 from imagenet_cls.parallel.process_group import Rendezvous, check_rendezvous_file, find_rendezvous
+from imagenet_cls.parallel.signals import handle_stop_signals
+from imagenet_cls.private_names import is_restarting_ranks
+from imagenet_cls.text import first_line
 
 DEFAULT_PORT = 29500  # for the rendezvous of several machines: torch's default
 _STOP_TIMEOUT_SEC = 300  # for ranks to save after a stop signal
@@ -50,26 +52,33 @@ def configure_agent(
 ) -> LaunchConfig:
     """The configuration of the elastic agent that starts this machine's ranks.
 
-    nodes: machines; `1:4` for an elastic job. Agents that may restart ranks, and a single machine without a given port,
-    use a c10d rendezvous, in which any machine may get rank 0; others the static one. Raises UsageError for options
-    that contradict each other or a wrong `PET_RDZV_CONF`, ResourceError for a rendezvous file of an earlier run.
+    nodes: the number of machines; `1:4` for an elastic job. A c10d rendezvous, in which any machine
+    may get rank 0, is used if ranks may be restarted, and on a single machine without a given port;
+    otherwise the static one. Raises UsageError for options that contradict each other or a wrong
+    `PET_RDZV_CONF`, ResourceError for a rendezvous file of an earlier run.
     """
     first, _, last = nodes.partition(":")
-    min_nodes, max_nodes = int(first), int(last or first)
-    restarts = last != "" or max_restarts > 0
+    min_nodes = int(first)
+    max_nodes = int(last or first)
+    may_restart = last != "" or max_restarts > 0
     if node_rank >= max_nodes:
         raise UsageError(
-            f"--node-rank {node_rank} with --nodes {nodes}: machines count from 0.\n"
-            "Give each machine its own NODE_RANK (--node-rank), and all of them the same NNODES (--nodes)."
+            f"--node-rank {node_rank} with --nodes {nodes}: machines count from 0.",
+            "Give each machine its own NODE_RANK (--node-rank), and all of them the same NNODES "
+            "(--nodes).",
         )
-    if restarts and init_method.startswith("file:"):
+    if may_restart and init_method.startswith("file:"):
         raise UsageError(
-            "parallel.init_method: ranks that may be restarted can't use a file, which keeps entries of ranks that "
-            "have exited.\n"
-            "Leave it out, and set MASTER_ADDR (--master-addr) if there are several machines."
+            "parallel.init_method is a file, which keeps entries of ranks that have exited; ranks "
+            "that may be restarted can't use it.",
+            "Leave it out, and set MASTER_ADDR (--master-addr) if there are several machines.",
         )
     rendezvous = choose_rendezvous(nodes, master_addr, master_port, init_method)
-    static = not restarts and rendezvous.port != 0
+    is_static = not may_restart and rendezvous.port != 0
+    if is_static:
+        options: dict[str, Any] = {"rank": node_rank, "timeout": math.ceil(timeout_sec)}
+    else:
+        options = elastic_options(os.environ)
     # torch 2.11 has no such field: its agent waits 30 seconds.
     has_timeout = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
     stop_timeout: dict[str, Any] = {"shutdown_timeout": _STOP_TIMEOUT_SEC} if has_timeout else {}
@@ -80,13 +89,12 @@ def configure_agent(
         max_restarts=max_restarts,
         logs_specs=DefaultLogsSpecs(os.devnull),
         run_id="imagenet-cls",
-        rdzv_backend="static" if static else "c10d",
+        rdzv_backend="static" if is_static else "c10d",
         rdzv_endpoint=str(rendezvous),
-        rdzv_configs={"rank": node_rank, "timeout": math.ceil(timeout_sec)}
-        if static
-        else elastic_options(os.environ),
-        local_addr=None if static else address_towards(rendezvous.host),
-        signals_to_handle="",  # the agent's handler raises for each signal, also during the clean-up
+        rdzv_configs=options,
+        local_addr=None if is_static else address_towards(rendezvous.host),
+        # the agent's handler raises for each signal, also during the clean-up
+        signals_to_handle="",
         **stop_timeout,
     )
 
@@ -96,9 +104,10 @@ def elastic_options(env: Mapping[str, str]) -> dict[str, Any]:
     options = {}
     for item in filter(None, env.get("PET_RDZV_CONF", "").split(",")):
         name, _, value = map(str.strip, item.partition("="))
-        if not (name and value) or (name.endswith("_timeout") and not value.strip("0").isdecimal()):
+        is_positive = value.isdecimal() and int(value) > 0
+        if not name or not value or (name.endswith("_timeout") and not is_positive):
             remedy = "Set it as in last_call_timeout=10,join_timeout=600 (seconds), or unset it."
-            raise UsageError(f"PET_RDZV_CONF: {item!r} is not valid.\n{remedy}")
+            raise UsageError(f"PET_RDZV_CONF: {item!r} is not valid.", remedy)
         options[name] = value
     return options
 
@@ -106,22 +115,26 @@ def elastic_options(env: Mapping[str, str]) -> dict[str, Any]:
 def choose_rendezvous(
     nodes: str, master_addr: str | None, master_port: int | None, init_method: str
 ) -> Rendezvous:
-    """The rendezvous of the agents of all machines. Port 0: one machine, whose agent takes a free port.
+    """The rendezvous of the agents of all machines. Port 0: one machine, whose agent takes a free
+    port.
 
-    An address in `init_method` has priority. Ranks with a rendezvous file use that; their agents need an address, too.
+    An address in `init_method` has priority. Ranks with a rendezvous file use that; their agents
+    need an address, too.
     """
     configured = (
         Rendezvous() if init_method == "env://" else find_rendezvous({}, init_method, RankInfo())
     )
-    host, port = configured.host or master_addr, configured.port or master_port
+    host = configured.host or master_addr
+    port = configured.port or master_port
     if nodes == "1":
         if configured.file is not None:
             check_rendezvous_file(configured.file, 0.0)
         return Rendezvous(host or "127.0.0.1", port) if port else Rendezvous("127.0.0.1", 0)
     if host is None:
         raise UsageError(
-            f"{nodes} machines need an address for their rendezvous.\n"
-            "On each, set MASTER_ADDR (--master-addr) to the first machine's address, and NODE_RANK to 0, 1, ..."
+            f"{nodes} machines need an address for their rendezvous.",
+            "On each, set MASTER_ADDR (--master-addr) to the first machine's address, and "
+            "NODE_RANK to 0, 1, ...",
         )
     return Rendezvous(host, port or DEFAULT_PORT)
 
@@ -129,10 +142,12 @@ def choose_rendezvous(
 def launch_ranks(
     config: LaunchConfig, command: Sequence[str] | None, argv: Sequence[str], run_rank: RunRank
 ) -> int:
-    """Start the ranks, wait for them, and return the exit code for the shell: that of the rank that failed first.
+    """Start the ranks, wait for them, and return the exit code for the shell: the code of the rank
+    that failed first.
 
-    Prints the message of that rank. A rank executes `command` with `argv`, or, without a command, `run_rank(argv)` in a
-    process of torch.multiprocessing. Raises ResourceError if a port is taken, or the agents don't find each other.
+    Prints the message of that rank. A rank executes `command` with `argv`, or, without a command,
+    `run_rank(argv)` in a process of torch.multiprocessing. Raises ResourceError if a port is taken,
+    or the agents don't find each other.
     """
     for name in logging.root.manager.loggerDict:  # each of torch's modules sets its own level
         if name.startswith(
@@ -143,50 +158,60 @@ def launch_ranks(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # the number changes last bits
     os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
     if config.max_restarts > 0 or (config.rdzv_backend == "c10d" and config.max_nodes > 1):
-        # Each round of ranks gets a new port: torch 2.15 else keeps the store with addresses of ranks that have exited.
+        # Each round of ranks gets a new port: torch 2.15 else keeps the store with addresses of
+        # ranks that have exited.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _install_signal_handlers()
     if config.rdzv_backend == "static" and config.max_nodes > 1:  # torch waits silently
         node = f"node {config.rdzv_configs['rank']} of {config.max_nodes}"
         print(f"{node}: rendezvous at {config.rdzv_endpoint}", flush=True)
-    words: list[Any] = [*(command or ()), *argv]
-    if command is None:
-        words = [_spawned_rank, run_rank, list(argv)]
+    entrypoint: Any
+    if command is not None:
+        entrypoint = command[0]
+        entry_arguments: list[Any] = [*command[1:], *argv]
+    else:
+        entrypoint = _spawned_rank
+        entry_arguments = [run_rank, list(argv)]
         # The ranks import torch's modules, and not a `queue.py` of the user's working directory.
         sys.path[:] = [entry for entry in sys.path if entry not in ("", str(Path.cwd()))]
         os.environ["PYTHONSAFEPATH"] = "1"
     with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as folder:
         config.logs_specs = DefaultLogsSpecs(folder)  # error files are there, too
         try:
-            elastic_launch(config, words[0])(*words[1:])
+            elastic_launch(config, entrypoint)(*entry_arguments)
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             message = failure.message if Path(failure.error_file).is_file() else ""
             return print_rank_failure(rank, failure.exitcode, message)
         except SignalException as stop:
-            for file in sorted(Path(folder).rglob("*.json")):  # a rank that failed to save
-                error = json.loads(file.read_text())
-                return print_rank_failure(0, error["exit_code"], error["message"])
+            # A rank may have failed to save. Older files are of ranks that were restarted since.
+            files = sorted(Path(folder).rglob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+            if files:
+                error = json.loads(files[-1].read_text())
+                print_error(error["message"], error["exit_code"])
+                return int(error["exit_code"])
             return 128 + int(stop.sigval)
         except (OSError, DistError, RendezvousError) as error:
             raise ResourceError(
-                f"could not start {config.nproc_per_node} ranks: {first_line(error)[:200]}\n"
-                "Check the address, the port (MASTER_PORT) and the limits, and that every machine was started."
+                f"Could not start {config.nproc_per_node} ranks ({first_line(error)[:200]}).",
+                "Check the address, the port (MASTER_PORT) and the limits, and that every machine "
+                "was started.",
             ) from error
         finally:
-            for (
-                process
-            ) in multiprocessing.active_children():  # torch leaves them running if the start fails
+            # torch leaves them running if the start fails
+            for process in multiprocessing.active_children():
                 process.terminate()
     return 0
 
 
 def _install_signal_handlers() -> None:
-    """Raise SignalException for the first signal; exit at a second Ctrl-C. Ignore others: schedulers repeat SIGTERM."""
+    """Raise SignalException for the first signal; exit at a second Ctrl-C. Ignore others:
+    schedulers repeat SIGTERM.
+    """
     seen = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and _is_restarting_ranks(frame):
+        if number == signal.SIGTERM and is_restarting_ranks(frame):
             return  # the ranks pass on the agent's own signal
         seen.append(number)
         if len(seen) == 1:
@@ -195,17 +220,10 @@ def _install_signal_handlers() -> None:
     handle_stop_signals(handle)
 
 
-def _is_restarting_ranks(frame: FrameType | None) -> bool:
-    """Whether torch's agent waits for its ranks to end, to start them again: a machine has joined, or a rank failed."""
-    return {"_restart_workers", "_stop_workers"} <= {
-        caller.f_code.co_name for caller, _ in walk_stack(frame)
-    }
-
-
 def _spawned_rank(run_rank: RunRank, argv: list[str]) -> None:
     """One rank, in a process of torch.multiprocessing."""
     os.setsid()  # a terminal's Ctrl-C reaches the launching process only, which forwards it
     code = run_rank(argv)
     if code != 0:
-        end_process(code)
-    atexit.register(end_process, 0)  # the agent waits until this function has returned on all ranks
+        hard_exit(code)
+    atexit.register(hard_exit, 0)  # the agent waits until this function has returned on all ranks

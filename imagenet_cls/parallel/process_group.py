@@ -1,4 +1,7 @@
-"""The ranks of a run: rendezvous, the main process group for gradients, and a gloo group on the CPU for all else."""
+"""Rendezvous and process groups of the ranks.
+
+The main group for gradients, and a gloo group on the CPU for all else.
+"""
 
 import contextlib
 import os
@@ -15,23 +18,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imagenet_cls.errors import ResourceError, UsageError, command_line, first_line
+from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.parallel.devices import start_gpu
-from imagenet_cls.parallel.environment import (
-    RankInfo,
-    address_towards,
-    choose_interface,
-    complete_master_address,
-    name_ranks,
-)
+from imagenet_cls.parallel.environment import RankInfo, complete_master_address, name_ranks
 from imagenet_cls.parallel.exit import abort_rank
+from imagenet_cls.parallel.network import address_towards, choose_interface
+from imagenet_cls.text import command_line, first_line
 
 # nccl's texts for failures of its own. Its other errors name a remote process or a timeout.
 _NCCL_FAILURE = "unhandled (cuda|system) error|internal error|invalid (argument|usage)"
 _RETRY_SEC = 0.2
-_SERVE_SEC = 2.0  # if ranks are missing, rank 0 serves the store this much longer: the others read there which ones
+# if ranks are missing, rank 0 serves the store this much longer: the others read there which ones
+_SERVE_SEC = 2.0
 _RENDEZVOUS_EXTRA_SEC = 10.0  # a rendezvous has failed after two timeouts and this
-# nccl's watchdog ends a process without naming a rank. So its timeout is longer than that of CPU group and heartbeat.
+# nccl's watchdog ends a process without naming a rank. So its timeout is longer than the timeout of
+# CPU group and heartbeat.
 _NCCL_EXTRA = timedelta(seconds=10)
 
 
@@ -39,8 +40,10 @@ _NCCL_EXTRA = timedelta(seconds=10)
 class Group:
     """One rank's view of all ranks.
 
-    cpu_group: the gloo group; None for a single rank. rendezvous_file: of a file:// rendezvous. address: this
-    machine's, as other ranks reach it. heartbeat: a `guards.heartbeat.Heartbeat` or None.
+    cpu_group: the gloo group; None for a single rank. rendezvous_file: the rendezvous file of a
+    file:// rendezvous.
+    address: this machine's, as other ranks reach it. heartbeat: a `guards.heartbeat.Heartbeat` or
+    None.
     """
 
     rank_info: RankInfo
@@ -77,7 +80,9 @@ class Rendezvous:
 
 
 def check_backend(backend: str, launcher: str) -> None:
-    """Raise UsageError for a backend that torch lacks, that needs GPUs, or that the launcher does not support."""
+    """Raise UsageError for a backend that torch lacks, that needs GPUs, or that the launcher does
+    not support.
+    """
     if backend != "auto" and not dist.is_backend_available(backend):
         problem = f"torch {torch.__version__} was built without it"
     elif backend == "nccl" and torch.cuda.device_count() == 0:
@@ -87,8 +92,8 @@ def check_backend(backend: str, launcher: str) -> None:
     else:
         return
     raise UsageError(
-        f"parallel.backend={backend}: {problem}.\n"
-        "Use parallel.backend=auto (nccl on GPUs, gloo on CPUs), also under mpirun."
+        f"parallel.backend={backend}: {problem}.",
+        "Use parallel.backend=auto (nccl on GPUs, gloo on CPUs), also under mpirun.",
     )
 
 
@@ -100,11 +105,12 @@ def init_group(
     init_method: str,
     timeout_sec: float,
 ) -> Group:
-    """Rendezvous with the other ranks. A single rank needs none, and gets a process group only if `mode` is `ddp`.
+    """Rendezvous with the other ranks. A single rank needs none, and gets a process group only if
+    `mode` is `ddp`.
 
-    backend: `auto` (nccl on GPUs, gloo on CPUs), `nccl`, `gloo` or `mpi`. timeout_sec: longest wait for another rank,
-    here and in collectives. Raises UsageError for a wrong MASTER_ADDR, MASTER_PORT or backend, ResourceError if the
-    rendezvous fails.
+    backend: `auto` (nccl on GPUs, gloo on CPUs), `nccl`, `gloo` or `mpi`. timeout_sec: longest wait
+    for another rank, here and in collectives. Raises UsageError for a wrong MASTER_ADDR,
+    MASTER_PORT or backend, ResourceError if the rendezvous fails.
     """
     if rank_info.world_size > 1 or mode == "ddp":
         check_backend(backend, rank_info.launcher)
@@ -120,13 +126,12 @@ def init_group(
             bound_to = bound_device(backend, device)
             dist.init_process_group(
                 backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound_to
-            )  # fmt: skip
+            )
         return Group(rank_info, device)
     complete_master_address(os.environ, rank_info)
     if rank_info.launched and init_method.startswith("tcp:"):
-        init_method = (
-            "env://"  # the launching processes use that address; the ranks have another port
-        )
+        # the launching processes use that address; the ranks have another port
+        init_method = "env://"
     rendezvous = find_rendezvous(os.environ, init_method, rank_info)
     several_machines = rank_info.local_world_size < rank_info.world_size
     if rendezvous.file is not None and rank_info.is_main:
@@ -148,18 +153,18 @@ def init_group(
         wait_for_all_ranks(store, rank_info, timeout_sec)
         store.set_timeout(timeout)
         dist.init_process_group(
-            backend, store=dist.PrefixStore("group", store), rank=rank_info.rank, world_size=rank_info.world_size,
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
             timeout=timeout + (_NCCL_EXTRA if backend == "nccl" else timedelta()),
             device_id=bound_device(backend, device),
-        )  # fmt: skip
-        # Separate even if gloo reduces the gradients: a stop request may come between any two collectives.
+        )
+        # Separate even if gloo reduces the gradients: a stop request may come between any two
+        # collectives.
         cpu_group = dist.new_group(backend="gloo", timeout=timeout)
-    except (
-        dist.DistError,
-        RuntimeError,
-        ValueError,
-        OSError,
-    ) as error:  # UnicodeError, for a bad host name, too
+    # UnicodeError, for a bad host name, too
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         failed = nccl_error(error, rank_info.rank)  # with a device_id, nccl connects here
         raise failed or rendezvous_error(error, rendezvous, rank_info, timeout_sec) from error
     finally:
@@ -173,21 +178,27 @@ def bound_device(backend: str, device: torch.device) -> torch.device | None:
 
 
 def enable_flight_recorder(env: MutableMapping[str, str]) -> None:
-    """Have nccl's process group, made later, record its last collectives and write them to a file after a timeout."""
+    """Have nccl's process group, made later, record its last collectives and write them to a file
+    after a timeout.
+    """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:
         env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     env.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def name_flight_recorder_files(env: MutableMapping[str, str], logs: Path) -> None:
-    """Have nccl's process group write `nccl_trace_rank<r>` in the folder `logs`, unless a variable names a file."""
+    """Have nccl's process group write `nccl_trace_rank<r>` in the folder `logs`, unless a variable
+    names a file.
+    """
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     if is_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in env:
         env.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{logs.absolute()}/nccl_trace_rank")
 
 
 def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInfo) -> Rendezvous:
-    """The rendezvous that `parallel.init_method` names, or with `env://` the environment. Raises UsageError."""
+    """The rendezvous that `parallel.init_method` names, or with `env://` the environment. Raises
+    UsageError.
+    """
     if init_method.startswith("file:"):
         return Rendezvous(file=Path(init_method.removeprefix("file://")))
     if init_method != "env://":
@@ -196,9 +207,11 @@ def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInf
     host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise UsageError(
-            f"rank {rank_info.rank} of {rank_info.world_size} can't find the others: MASTER_ADDR is {host!r}, "
-            f"MASTER_PORT is {port!r}.\n"
-            "Set both to the first machine's address and a free port of it, or start the ranks by --gpus N."
+            f"Rank {rank_info.rank} of {rank_info.world_size} can't find the others: MASTER_ADDR "
+            f"is {host!r}, "
+            f"MASTER_PORT is {port!r}.",
+            "Set both to the first machine's address and a free port of it, or start the ranks by "
+            "--gpus N.",
         )
     return Rendezvous(
         host.strip("[]"), int(port), served=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -206,20 +219,23 @@ def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInf
 
 
 def check_rendezvous_file(path: Path, max_age_sec: float) -> None:
-    """Raise UsageError for a file that can't be made, ResourceError for one that is older than max_age_sec."""
+    """Raise UsageError for a file that can't be made, ResourceError for one that is older than
+    max_age_sec.
+    """
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(
-            f"parallel.init_method: can't make {path}.\nName a new file in an existing folder."
+            f"parallel.init_method: can't make {path}.", "Name a new file in an existing folder."
         )
     if path.exists() and path.stat().st_size and time.time() - path.stat().st_mtime >= max_age_sec:
         raise ResourceError(
-            f"rendezvous failed in {path}: a killed run has left this file.\n"
-            "Remove that file (parallel.init_method), and start again."
+            f"Rendezvous failed in {path}: a killed run has left this file.",
+            "Remove that file (parallel.init_method), and start again.",
         )
 
 
 def wait_until_reachable(rendezvous: Rendezvous, timeout_sec: float, is_server: bool) -> None:
-    """Wait until the rendezvous's machine answers. Raises OSError with the reason, which torch's store does not name.
+    """Wait until the rendezvous's machine answers. Raises OSError with the reason, which torch's
+    store does not name.
 
     is_server: this process will listen there, so a refused connection is enough.
     """
@@ -238,15 +254,22 @@ def wait_until_reachable(rendezvous: Rendezvous, timeout_sec: float, is_server: 
 
 
 def open_store(rendezvous: Rendezvous, rank_info: RankInfo, timeout_sec: float) -> dist.Store:
-    """torch's store at the rendezvous, served by rank 0 unless a launching process serves it. Waits for the server."""
+    """torch's store at the rendezvous, served by rank 0 unless a launching process serves it. Waits
+    for the server.
+    """
     if rendezvous.file is not None:
         return dist.FileStore(str(rendezvous.file), rank_info.world_size)
     store = dist.TCPStore(
-        rendezvous.host, rendezvous.port, is_master=rank_info.is_main and not rendezvous.served,
-        timeout=timedelta(seconds=timeout_sec), wait_for_workers=False, multi_tenant=True,
-    )  # fmt: skip
-    # A launcher's store outlives ranks that it restarts, with all their keys. Rank 0's store is new each time, and the
-    # launchers of several machines may have counted different numbers of restarts.
+        rendezvous.host,
+        rendezvous.port,
+        is_master=rank_info.is_main and not rendezvous.served,
+        timeout=timedelta(seconds=timeout_sec),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    # A launcher's store outlives ranks that it restarts, with all their keys. Rank 0's store is new
+    # each time, and the launchers of several machines may have counted different numbers of
+    # restarts.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"start {restarts}", store) if rendezvous.served else store
 
@@ -270,14 +293,17 @@ def rendezvous_error(
 ) -> ResourceError:
     """The error of a rank whose rendezvous failed."""
     return ResourceError(
-        f"rank {rank_info.rank} of {rank_info.world_size}: rendezvous at {rendezvous} failed "
-        f"(timeout {timeout_sec:g} s):\n{first_line(error)[:200]}\n"
-        "Check that every rank was started, once, that all name the same address and port, and that the port is free."
+        f"Rank {rank_info.rank} of {rank_info.world_size}: rendezvous at {rendezvous} failed "
+        f"(timeout {timeout_sec:g} s):\n{first_line(error)[:200]}",
+        "Check that every rank was started, once, that all name the same address and port, and "
+        "that the port is free.",
     )
 
 
 def nccl_error(error: BaseException, rank: int) -> ResourceError | None:
-    """The error of a rank on which nccl itself has failed; None for other errors and a lost rank."""
+    """The error of a rank on which nccl itself has failed; None for other errors and a lost
+    rank.
+    """
     text = str(error)
     is_of_nccl = isinstance(error, RuntimeError) and "nccl" in text.lower()
     if not (is_of_nccl and re.search(_NCCL_FAILURE, text, re.IGNORECASE)):
@@ -285,19 +311,21 @@ def nccl_error(error: BaseException, rank: int) -> ResourceError | None:
     lines = re.split("last error:", text, flags=re.IGNORECASE)[-1].strip().splitlines()
     reason = lines[0] if lines else first_line(error)
     return ResourceError(
-        f"rank {rank}: nccl failed: {reason[:300]}\n"
+        f"Rank {rank}: nccl failed: {reason[:300]}",
         "Frequent causes are a full /dev/shm, two ranks on one GPU, and an old driver. "
-        f"Set NCCL_DEBUG=INFO for more, and run `{command_line('check-dist')}`, which checks the ranks."
+        f"Set NCCL_DEBUG=INFO for more, and run `{command_line('check-dist')}`, which checks the "
+        f"ranks.",
     )
 
 
-def leave_group(group: Group, failed: bool) -> None:
-    """Leave the other ranks: together with them, at the end or a stop of the run, or alone after this rank's error."""
+def destroy_group(group: Group, failed: bool) -> None:
+    """Leave the other ranks: together with them, at the end or a stop of the run, or alone after
+    this rank's error.
+    """
     if group.cpu_group is None:
         return
-    if (
-        not failed
-    ):  # wait for all: rank 0 may be saving, and a launcher ends all ranks once one has failed
+    # wait for all: rank 0 may be saving, and a launcher ends all ranks once one has failed
+    if not failed:
         if group.heartbeat is not None:
             group.heartbeat.aborts = False
         with contextlib.suppress(RuntimeError):

@@ -1,103 +1,97 @@
-"""Stop requests: a signal on any rank stops all ranks at the same step.
+"""The handlers of signals that stop a process, and the signal at the end of its parent.
 
-The handler sets a flag. A single rank reads it after each step. Several ranks all-reduce their flags every few steps,
-asynchronously: a check waits for the result of the previous check.
+Imports no torch.
 """
 
-import contextlib
+import ctypes
 import os
 import signal
+import threading
+import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
+from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE
 
-from imagenet_cls.parallel.exit import (
-    LAUNCHED_VARIABLE,
-    handle_stop_signals,
-    set_parent_death_signal,
-)
-from imagenet_cls.parallel.process_group import Group
-
-_INTERVAL_SEC = 0.5  # between two checks, unless a step takes longer
+# What stops a run after saving. A terminal that closes sends SIGHUP; SLURM sends SIGUSR2 before the
+# time limit of a job that was submitted with --signal=USR2@SECONDS; SIGUSR1 is used by NCCL.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 
 
-class StopRequested(Exception):
-    """All ranks agreed to stop at this step, because of `signal_number`."""
-
-    def __init__(self, signal_number: int):
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
-        self.signal_number = signal_number
+Handler = Callable[[int, FrameType | None], object]
 
 
-class StopSignalHandler:
-    """Handles `exit.STOP_SIGNALS` from `install` to `close`, both called in the main thread.
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
-    Of several ranks' signals, the highest number has priority. After the first signal of a rank only a second Ctrl-C,
-    which ends the process, has an effect.
+
+# Two interrupts closer than this are one: `timeout` and some launchers deliver a single Ctrl-C
+# twice.
+_SECOND_INTERRUPT_SEC = 0.5
+
+
+def handle_interrupts(handler: Handler | signal.Handlers) -> None:
+    """Set the handler of Ctrl-C in the main thread, unless it is ignored, as in a background job of
+    a script.
     """
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    ):
+        signal.signal(signal.SIGINT, handler)
 
-    def __init__(self, group: Group):
-        self.group = group
-        self.signal = 0
-        self.every_steps = 1
-        self._steps = 0  # since the last check
-        self._pending: tuple[Any, torch.Tensor] | None = None
-        self._previous: dict[int, Any] = {}
 
-    def install(self) -> None:
-        self._previous = handle_stop_signals(self._handle)
+def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    """A signal handler that ends this process silently."""
+    os._exit(128 + number)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and LAUNCHED_VARIABLE in os.environ:
-            set_parent_death_signal(
-                signal.SIGKILL
-            )  # a second Ctrl-C ends the launching process, and so this one
-        self.signal = self.signal or number
 
-    def set_interval(self, steps: int, seconds: float) -> None:
-        """Set `every_steps` to the steps that take half a second. seconds: of this rank's last `steps` steps."""
-        self.every_steps = 1
-        if self.group.cpu_group is not None and steps > 1:
-            slowest = torch.tensor([seconds / steps], dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group.cpu_group)
-            self.every_steps = max(1, min(steps, int(_INTERVAL_SEC / slowest.item())))
+def handle_stop_signals(handler: Handler) -> dict[int, Any]:
+    """Set the handler of the `STOP_SIGNALS` that are not ignored; returns the previous ones. A
+    second Ctrl-C exits.
+    """
+    times: list[float] = []
 
-    def check_after_step(self, force: bool = False) -> None:
-        """Call `check` after every `every_steps`-th step, or if `force`; a single rank checks after each step."""
-        self._steps += 1
-        if force or self._steps >= self.every_steps:
-            self.check()
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            times.append(time.monotonic())
+            if times[-1] - times[0] > _SECOND_INTERRUPT_SEC:
+                exit_on_signal(number, frame)
+        handler(number, frame)
 
-    def check(self) -> None:
-        """Raise StopRequested on all ranks at the same step, if any of them received a stop signal. A collective."""
-        self._steps = 0
-        number = self.signal
-        if self.group.cpu_group is not None:
-            number = 0
-            if self._pending is not None:
-                work, flag = self._pending
-                work.wait()
-                number, self._pending = int(flag.item()), None
-            if not number:
-                flag = torch.tensor([self.signal], dtype=torch.int32)
-                work = dist.all_reduce(
-                    flag, dist.ReduceOp.MAX, group=self.group.cpu_group, async_op=True
-                )
-                self._pending = (work, flag)
-        if number:
-            self.signal = self.signal or number
-            raise StopRequested(number)
+    return {
+        n: signal.signal(n, handle) for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN
+    }
 
-    def close(self) -> None:
-        """Wait for a pending all-reduce. Restore the previous signal handlers, unless a signal was received."""
-        if self._pending is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # a rank has exited; the exception that is propagating names it
-                self._pending[0].wait()
-            self._pending = None
-        if not self.signal:
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)
+
+def terminate_with_launching_process() -> None:
+    """In a rank started by our launching process: receive SIGTERM when that process ends, even by
+    SIGKILL (Linux).
+    """
+    launcher = os.environ.get(LAUNCHED_VARIABLE)
+    if (
+        launcher is not None
+        and set_parent_death_signal(signal.SIGTERM)
+        and os.getppid() != int(launcher)
+    ):
+        os._exit(128 + signal.SIGTERM)  # the launching process ended before the call to prctl
+
+
+def set_parent_death_signal(number: signal.Signals) -> bool:
+    """Set the signal that the kernel sends to this process when its parent ends. False if
+    unsupported.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    return prctl is not None and prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0
+
+
+def signal_launching_process(number: int) -> None:
+    """Send our launching process, if any, the signal by which this rank was stopped, or it restarts
+    the ranks.
+
+    SIGINT is sent as SIGTERM, since a second SIGINT would end it at once.
+    """
+    if os.environ.get(LAUNCHED_VARIABLE) == str(os.getppid()):
+        for forwarded in STOP_SIGNALS:
+            signal.signal(forwarded, signal.SIG_IGN)
+        os.kill(os.getppid(), signal.SIGTERM if number == signal.SIGINT else number)

@@ -1,4 +1,7 @@
-"""BatchNorm over the images of all ranks: torch's SyncBatchNorm, and one for CPUs, where torch has none."""
+"""SyncBatchNorm: torch's on GPUs, and one of this package on CPUs.
+
+torch's has no implementation for CPU tensors.
+"""
 
 from typing import Any
 
@@ -6,17 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.private_names import BatchNormBase, change_class
 
 
 def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
-    """Make every BatchNorm of `model` a SyncBN layer, before the model is wrapped. With a single rank: no change.
+    """Make every BatchNorm of `model` a SyncBN layer, before the model is wrapped. With a single
+    rank: no change.
 
-    Changes the model in place and returns it, or the new layer if the model is a BatchNorm itself. Names and tensors
-    stay. Raises UsageError for a BatchNorm with another forward, such as timm's split BatchNorm.
+    Changes the model in place and returns it, or the new layer if the model is a BatchNorm itself.
+    Names and tensors stay. Raises UsageError for a BatchNorm with another forward, such as timm's
+    split BatchNorm.
     """
     if group.world_size == 1:
         return model
@@ -25,19 +30,21 @@ def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
     layers = [
         layer
         for layer in model.modules()
-        if isinstance(layer, _BatchNorm) and not is_synchronized(layer)
+        if isinstance(layer, BatchNormBase) and not is_synchronized(layer)
     ]
     for layer in layers:
-        if type(layer).forward not in (_BatchNorm.forward, BatchNormAct2d.forward):
+        if type(layer).forward not in (BatchNormBase.forward, BatchNormAct2d.forward):
             raise UsageError(
-                f"parallel.sync_bn: {type(layer).__name__} can't be synchronized, since it overrides forward.\n"
-                "Set parallel.sync_bn to false, or use a model with plain BatchNorm layers."
+                f"parallel.sync_bn: {type(layer).__name__} can't be synchronized, since it "
+                f"overrides forward.",
+                "Set parallel.sync_bn to false, or use a model with plain BatchNorm layers.",
             )
     if group.device.type == "cuda":
         return convert_sync_batchnorm(model)
     for layer in layers:
-        # Same tensors, children and options, another forward; torch's lazy layers change class in this way, too.
-        layer.__class__ = SyncBatchNormAct if isinstance(layer, BatchNormAct2d) else SyncBatchNorm
+        change_class(
+            layer, SyncBatchNormAct if isinstance(layer, BatchNormAct2d) else SyncBatchNorm
+        )
     return model
 
 
@@ -45,11 +52,13 @@ def is_synchronized(layer: nn.Module) -> bool:
     return isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
 
 
-class SyncBatchNorm(_BatchNorm):
-    """BatchNorm over (N, C, ...) of any floating dtype, on any device, with the statistics of all ranks in training.
+class SyncBatchNorm(BatchNormBase):
+    """BatchNorm over (N, C, ...) of any floating dtype, on any device, with the statistics of all
+    ranks in training.
 
-    Ranks may have different numbers of images, at least one each. In evaluation it is plain BatchNorm. Formulas: Ioffe
-    and Szegedy, 2015 (arXiv:1502.03167), section 3; statistics are computed in at least float32.
+    Ranks may have different numbers of images, at least one each. In evaluation it is plain
+    BatchNorm. Formulas: Ioffe and Szegedy, 2015 (arXiv:1502.03167), section 3; statistics are
+    computed in at least float32.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -87,13 +96,17 @@ class SyncBatchNormAct(SyncBatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """(input - mean) / sqrt(variance + eps) * weight + bias, over all ranks; a collective, forward and backward."""
+    """(input - mean) / sqrt(variance + eps) * weight + bias, over all ranks; a collective, forward
+    and backward.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the output and, for the running statistics, all ranks' mean (C,) and unbiased variance (C,)."""
+        """Returns the output and, for the running statistics, all ranks' mean (C,) and unbiased
+        variance (C,).
+        """
         channels, shape = input.shape[1], _per_channel(input)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, [0, *range(2, input.ndim)], correction=0)
@@ -101,7 +114,8 @@ class _Normalize(torch.autograd.Function):
         own = torch.cat([mean, variance, count])
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(ranks, own)
-        # Merges means and variances; the difference of sums of squares would suffer from cancellation.
+        # Merges means and variances; the difference of sums of squares would suffer from
+        # cancellation.
         means, variances, counts = torch.stack(ranks).split([channels, channels, 1], dim=1)
         total = counts.sum()
         mean = (counts * means).sum(0) / total
@@ -120,7 +134,9 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the sum of all ranks' losses for this rank's input; this rank's share for weight and bias."""
+        """Gradient of the sum of all ranks' losses for this rank's input; this rank's share for
+        weight and bias.
+        """
         input, weight, bias, mean, inverse_std, total = ctx.saved_tensors
         shape, others = _per_channel(input), [0, *range(2, input.ndim)]
         grad = grad.to(mean.dtype)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel or DataParallel around the model; BatchNorm's running statistics on all ranks."""
+"""DistributedDataParallel or DataParallel around the model; BatchNorm's running statistics."""
 
 import contextlib
 import warnings
@@ -9,25 +9,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_cls.parallel.collectives import all_reduce_mean
 from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import is_synchronized
+from imagenet_cls.private_names import BatchNormBase
 
 
 def wrap_model(model: nn.Module, group: Group, mode: str) -> nn.Module:
-    """The model in DistributedDataParallel if there are several ranks or `mode` is `ddp`, else the model itself.
+    """The model in DistributedDataParallel if there are several ranks or `mode` is `ddp`, else the
+    model itself.
 
-    Every rank's parameters and buffers become rank 0's. A collective. `BatchNormStatistics` synchronizes the buffers.
-    Not static_graph: it fails under `no_sync` (accumulation) with an internal assert (pytorch#143580).
+    Every rank's parameters and buffers become rank 0's. A collective. `BatchNormStatistics`
+    synchronizes the buffers. Not static_graph: it fails under `no_sync` (accumulation) with an
+    internal assert (pytorch#143580).
     """
     if group.world_size == 1 and mode != "ddp":
         return model
     with warnings.catch_warnings():
-        # Deprecated since torch 2.13. Its replacement broadcasts buffers once, and gloo does not support every dtype.
+        # Deprecated since torch 2.13. Its replacement broadcasts buffers once, and gloo does not
+        # support every dtype.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         wrapped = DistributedDataParallel(
             model,
@@ -41,7 +44,9 @@ def wrap_model(model: nn.Module, group: Group, mode: str) -> nn.Module:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Broadcast rank 0's buffers, which DDP does not do with broadcast_buffers=False. A collective."""
+    """Broadcast rank 0's buffers, which DDP does not do with broadcast_buffers=False. A
+    collective.
+    """
     for buffer in model.buffers():
         if buffer.numel():  # as bytes: gloo does not support every dtype
             received = buffer.detach().contiguous()
@@ -50,16 +55,20 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 
 def gradient_sync(wrapped: nn.Module, enabled: bool) -> AbstractContextManager:
-    """Context of one micro-batch's forward and backward: DDP all-reduces gradients only if `enabled`."""
+    """Context of one micro-batch's forward and backward: DDP all-reduces gradients only if
+    `enabled`.
+    """
     if isinstance(wrapped, DistributedDataParallel) and not enabled:
         return wrapped.no_sync()
     return contextlib.nullcontext()
 
 
 def rebuild_ddp_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]) -> None:
-    """Make DDP rebuild its gradient buckets now, before the first step and before any state is loaded.
+    """Make DDP rebuild its gradient buckets now, before the first step and before any state is
+    loaded.
 
-    Makes two passes, clears the gradients and restores the buffers. See "DDP's buckets" in docs/architecture.md.
+    Makes two passes, clears the gradients and restores the buffers. See "DDP's buckets" in
+    docs/architecture.md.
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return
@@ -73,7 +82,9 @@ def rebuild_ddp_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]
 
 
 def wrap_data_parallel(model: nn.Module, devices: Devices) -> nn.Module:
-    """`model`, whose tensors are on the first device, replicated on all devices; the model itself if there is one."""
+    """`model`, whose tensors are on the first device, replicated on all devices; the model itself
+    if there is one.
+    """
     if len(devices.all) < 2:
         return model
     wrapped = AutocastDataParallel(model, list(devices.all), devices.output)
@@ -109,16 +120,17 @@ def with_callers_autocast(replica: Callable[..., Tensor], device_type: str) -> A
 class BatchNormStatistics:
     """BatchNorm's running means and variances, kept equal on all ranks.
 
-    `sync` averages them over the ranks after each optimizer step, in one all-reduce; after a skipped step it restores
-    the previous values. Those of SyncBN layers are equal already and are not averaged: the mean of three equal numbers
-    may differ in its last bit. Layers in evaluation mode when this is constructed are frozen and ignored.
+    `sync` averages them over the ranks after each optimizer step, in one all-reduce; after a
+    skipped step it restores the previous values. Those of SyncBN layers are equal already and are
+    not averaged: the mean of three equal numbers may differ in its last bit. Layers in evaluation
+    mode when this is constructed are frozen and ignored.
     """
 
     def __init__(self, model: nn.Module, group: Group):
         norms = [
             module
             for module in model.modules()
-            if isinstance(module, _BatchNorm) and module.training
+            if isinstance(module, BatchNormBase) and module.training
         ]
         buffers = [
             b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None
@@ -130,17 +142,20 @@ class BatchNormStatistics:
         self.store_current()
 
     def store_current(self) -> None:
-        """Store the current values, to which `sync` returns after a skipped step. Call it after loading state."""
+        """Store the current values, to which `sync` returns after a skipped step. Call it after
+        loading state.
+        """
         self.last = torch.cat(self.buffers) if self.buffers else None
 
     @torch.no_grad()
     def sync(self, skipped: Tensor) -> None:
-        """skipped: bool scalar on the device, equal on all ranks; restores the values from before the step."""
+        """skipped: bool scalar on the device, equal on all ranks; restores the values from before
+        the step.
+        """
         if self.last is None:
             return
-        if (
-            self.are_equal and skipped.is_cpu and not skipped.item()
-        ):  # nothing to write back; on a CPU no wait
+        # nothing to write back; on a CPU no wait
+        if self.are_equal and skipped.is_cpu and not skipped.item():
             torch.cat(self.buffers, out=self.last)
             return
         flat = torch.cat(self.buffers)

@@ -1,8 +1,9 @@
-"""A run's lines on stdout, and the log files that keep messages of libraries off it.
+"""What a run prints on stdout, and the log files that receive the messages of libraries.
 
-On a terminal there is a progress bar, elsewhere plain lines. The run continues if stdout fails or nobody reads it. The
-bar is drawn when a record arrives and not by a thread, so that no lock is held when DataLoader forks its workers. The
-cursor is never hidden, so that even SIGKILL leaves a usable terminal.
+On a terminal there is a progress bar, elsewhere there are plain lines. The run continues if stdout
+fails or nobody reads it. The bar is drawn when a record arrives and not by a thread, so that no
+lock is held when DataLoader forks its workers. The cursor is never hidden, so that even SIGKILL
+leaves a usable terminal.
 """
 
 import contextlib
@@ -22,9 +23,9 @@ from typing import Any, TextIO, cast
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from imagenet_cls.errors import printable
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.report.jsonl import Record, describe_result
+from imagenet_cls.text import printable
 
 WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
 _EVAL_LINE_SEC = 10.0  # between two plain lines about one evaluation
@@ -35,7 +36,9 @@ _LAST_TEXT_SEC = 5.0  # the longest wait for a slow reader at the end
 class BackgroundStream:
     """Writes text in a thread: `write` neither blocks nor raises.
 
-    If the reader is too slow, the oldest texts are dropped. After an error the file becomes /dev/null.
+    If the reader is too slow, the oldest texts are dropped. After an error, nothing more is written
+    (the file descriptor becomes /dev/null). `logging.handlers.QueueListener` is not used: its
+    `stop` waits forever for a pipe that nobody reads.
     """
 
     def __init__(self, stream: io.TextIOWrapper):
@@ -56,9 +59,8 @@ class BackgroundStream:
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_waiting, name="console", daemon=True)
             self._thread.start()
-        self._put(
-            text.encode(self._stream.encoding, "backslashreplace")
-        )  # an ASCII-only stdout gets escapes
+        # an ASCII-only stdout gets escapes
+        self._put(text.encode(self._stream.encoding, "backslashreplace"))
 
     def wait(self) -> None:
         """Wait until all is written, for at most five seconds."""
@@ -74,7 +76,9 @@ class BackgroundStream:
         self._waiting.put(item)
 
     def _write_waiting(self) -> None:
-        """In the thread. By os.write: a lock of Python's streams could be held when DataLoader forks its workers."""
+        """Run in the thread. Writes by os.write: a lock of Python's streams could be held when
+        DataLoader forks its workers.
+        """
         while (data := self._waiting.get()) is not None:
             try:
                 while data:
@@ -130,19 +134,17 @@ class Console:
             ]
         eta = f"eta {self._eta(step, total_steps)}"
         if self._is_terminal:
-            self._draw(
-                "train",
-                epoch,
-                step,
-                total_steps,
-                " ".join([f"{step}/{total_steps}", eta, *numbers]),
-            )
+            text = " ".join([f"{step}/{total_steps}", eta, *numbers])
+            self._draw("train", epoch, step, total_steps, text)
         else:
             self.message("  ".join([epoch, f"step {step}/{total_steps}", *numbers, eta]))
 
     def eval_progress(self, images_done: int, images_total: int) -> None:
-        """Show how far an evaluation is, without a terminal every ten seconds. images_done: 0 in its first call."""
-        numbers, now = f"{images_done}/{images_total} images", time.monotonic()
+        """Show how far an evaluation is, without a terminal every ten seconds. images_done: 0 in
+        its first call.
+        """
+        numbers = f"{images_done}/{images_total} images"
+        now = time.monotonic()
         if self._is_terminal:
             self._draw("eval", "evaluating", images_done, images_total, numbers)
         elif images_done == 0:
@@ -164,7 +166,9 @@ class Console:
         self.message("  ".join(parts))
 
     def close(self) -> None:
-        """Leave the bar with the cursor below it, and wait for the last text. May be called again."""
+        """Leave the bar with the cursor below it, and wait for the last text. May be called
+        again.
+        """
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -172,24 +176,28 @@ class Console:
             self._stream.wait()
 
     def _draw(self, task: str, description: str, done: int, total: int, numbers: str) -> None:
-        """Draw the bar of a task ("train" or "eval"). The end of `numbers` is cut off where the terminal is narrow."""
+        """Draw the bar of a task ("train" or "eval"). The end of `numbers` is cut off where the
+        terminal is narrow.
+        """
         if self._bar is None:
-            self._bar, self._tasks = _open_bar(self._stream), {}
+            self._bar = _open_bar(self._stream)
+            self._tasks = {}
         if task not in self._tasks:
             self._tasks[task] = self._bar.add_task(description, total=total, numbers="")
-        numbers = numbers[
-            : self._bar.console.width - len(description) - _bar_width(self._bar.console) - 2
-        ]
+        console = self._bar.console
+        width = console.width - len(description) - _bar_width(console) - 2
         self._bar.update(
             self._tasks[task],
             description=description,
             completed=done,
-            numbers=numbers,
+            numbers=numbers[:width],
             refresh=True,
         )
 
     def _eta(self, step: int, total_steps: int) -> str:
-        """Time to the last step at the pace since the first record, evaluations and checkpoints included."""
+        """Time to the last step at the pace since the first record, evaluations and checkpoints
+        included.
+        """
         now = time.monotonic()
         if self._pace_from is None:  # the time before it includes the start of the workers
             self._pace_from = (step, now)
@@ -240,9 +248,11 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 def open_log(folder: Path | None, rank: int) -> logging.Logger:
-    """Append all logging and warnings of this process to `folder/logs/rank<rank>.log` instead of the terminal.
+    """Append all log records and warnings of this process to `folder/logs/rank<rank>.log` instead
+    of printing them.
 
-    folder: None to keep them in memory until the next call. Returns the project's logger. Raises ResourceError.
+    folder: None to keep them in memory until the next call. Returns the project's logger. Raises
+    ResourceError.
     """
     handler: logging.Handler = MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
     if folder is not None:
@@ -250,15 +260,12 @@ def open_log(folder: Path | None, rank: int) -> logging.Logger:
         with explain_write_errors(path, WRITE_REMEDY):
             path.parent.mkdir(parents=True, exist_ok=True)
             handler = RankLogHandler(path, encoding="utf-8")
-    buffers = [
-        old
-        for old in logging.root.handlers
-        if isinstance(old, MemoryHandler) and folder is not None
-    ]
+    earlier = [old for old in logging.root.handlers if isinstance(old, MemoryHandler)]
     line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(handlers=[handler], format=line, level=logging.INFO, force=True)
-    for record in (record for buffer in buffers for record in buffer.buffer):
-        handler.handle(record)
+    for old in earlier if folder is not None else ():
+        for record in old.buffer:
+            handler.handle(record)
     _remove_terminal_handlers()
     logging.captureWarnings(True)
     threading.excepthook = _log_thread_error
@@ -266,12 +273,15 @@ def open_log(folder: Path | None, rank: int) -> logging.Logger:
 
 
 def _remove_terminal_handlers() -> None:
-    """Remove the handlers of torch, timm and huggingface_hub that print; their loggers propagate instead."""
+    """Remove the handlers of torch, timm and huggingface_hub that print; their loggers propagate
+    instead.
+    """
     terminal = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     entries = logging.root.manager.loggerDict.values()
     for logger in [entry for entry in entries if isinstance(entry, logging.Logger)]:
         for handler in logger.handlers[:]:
-            # By its stream: files are StreamHandlers as well, and so is torch's trace handler, which writes nowhere.
+            # By its stream: files are StreamHandlers as well, and so is torch's trace handler,
+            # which writes nowhere.
             if getattr(handler, "stream", handler) in terminal:
                 logger.removeHandler(handler)
                 logger.propagate = True

@@ -1,4 +1,7 @@
-"""The report of an evaluation: statistics of classes, confusion, calibration and image sizes, and a page of them."""
+"""The report of an evaluation.
+
+Statistics of classes, confusion, calibration and image sizes, and a page of them.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from imagenet_cls.errors import shorten
 from imagenet_cls.report.jsonl import user_metrics
-from imagenet_cls.report.page import Html, gallery, heading, image, page, plot, table, text
+from imagenet_cls.report.page import Html, gallery, heading, image, page, plot, table
+from imagenet_cls.text import shorten, utf8_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,11 +45,13 @@ _DETAILS = (
 def evaluation_statistics(
     rows: np.ndarray, classes: Sequence[str], name_of: Callable[[int], str]
 ) -> tuple[Statistics, np.ndarray]:
-    """The statistics of an evaluation, and the confusion matrix, int64 (K, K): a row for each true class.
+    """The statistics of an evaluation, and the confusion matrix, int64 (K, K): a row for each true
+    class.
 
-    rows: `ROW`, one for each image. K is the number of classes, or higher where a wider head predicts more.
-    name_of: the name of an image by its index. The precision of a class that is never predicted, and the recall of one
-    without images, are NaN.
+    rows: `ROW`, one for each image. K is the number of classes, or higher where a wider head
+    predicts more.
+    name_of: the name of an image by its index. The precision of a class that is never predicted,
+    and the recall of one without images, are NaN.
     """
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
@@ -54,7 +59,10 @@ def evaluation_statistics(
     height, width, confidence = rows["height"], rows["width"], rows["confidence"]
     correct = target == prediction
     count = max(len(classes), prediction.max() + 1)
-    labels = [*map(text, classes), *(f"class {number}" for number in range(len(classes), count))]
+    labels = [
+        *map(utf8_text, classes),
+        *(f"class {number}" for number in range(len(classes), count)),
+    ]
     confusion = confusion_matrix(target, prediction, labels=range(count))
     precision, recall, f1, images = precision_recall_fscore_support(
         target, prediction, labels=range(count), zero_division=np.nan
@@ -64,10 +72,15 @@ def evaluation_statistics(
 
     def examples(order: np.ndarray) -> list[Statistics]:
         return [
-            {"index": int(index[i]), "image": text(name_of(int(index[i]))), "target": labels[target[i]],
-             "prediction": labels[prediction[i]], "confidence": float(confidence[i])}
+            {
+                "index": int(index[i]),
+                "image": utf8_text(name_of(int(index[i]))),
+                "target": labels[target[i]],
+                "prediction": labels[prediction[i]],
+                "confidence": float(confidence[i]),
+            }
             for i in order[:_MAX_EXAMPLES]
-        ]  # fmt: skip
+        ]
 
     by_confidence = np.argsort(-confidence, kind="stable")
     statistics = {
@@ -78,12 +91,23 @@ def evaluation_statistics(
         "balanced_accuracy_pct": 100 * float(recall[images > 0].mean()),
         "macro_f1_pct": 100 * float(np.nanmean(f1)),
         "nll": float(rows["loss"].mean()),
-        "ece": sum(r["images"] * abs(r["accuracy_pct"] / 100 - r["confidence"]) for r in calibration) / len(rows),
+        "ece": sum(
+            r["images"] * abs(r["accuracy_pct"] / 100 - r["confidence"]) for r in calibration
+        )
+        / len(rows),
         "mean_confidence": float(confidence.mean()),
         "classes": [
-            {"name": labels[k], "precision_pct": p, "recall_pct": r, "f1_pct": f, "images": int(images[k]),
-             "predicted": int(predicted[k])}
-            for k, (p, r, f) in enumerate((100 * np.stack([precision, recall, f1], axis=1)).tolist())
+            {
+                "name": labels[k],
+                "precision_pct": p,
+                "recall_pct": r,
+                "f1_pct": f,
+                "images": int(images[k]),
+                "predicted": int(predicted[k]),
+            }
+            for k, (p, r, f) in enumerate(
+                (100 * np.stack([precision, recall, f1], axis=1)).tolist()
+            )
         ],
         "confused": confused_pairs(confusion, labels),
         "calibration": calibration,
@@ -91,7 +115,7 @@ def evaluation_statistics(
         "by_aspect_ratio": quantile_bins(width / np.maximum(height, 1), correct),
         "mistakes": examples(by_confidence[~correct[by_confidence]]),
         "hits": examples(by_confidence[correct[by_confidence]][::-1]),
-    }  # fmt: skip
+    }
     return statistics, confusion
 
 
@@ -100,14 +124,21 @@ def calibration_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Statis
     edges = np.linspace(0, 1, _CALIBRATION_BINS + 1)
     number = np.searchsorted(edges[1:-1], confidence)
     return [
-        {"low": float(edges[n]), "high": float(edges[n + 1]), "images": int((number == n).sum()),
-         "confidence": float(confidence[number == n].mean()), "accuracy_pct": 100 * float(correct[number == n].mean())}
+        {
+            "low": float(edges[n]),
+            "high": float(edges[n + 1]),
+            "images": int((number == n).sum()),
+            "confidence": float(confidence[number == n].mean()),
+            "accuracy_pct": 100 * float(correct[number == n].mean()),
+        }
         for n in np.unique(number)
-    ]  # fmt: skip
+    ]
 
 
 def quantile_bins(values: np.ndarray, correct: np.ndarray) -> list[Statistics]:
-    """The accuracy in bins with about equal numbers of images; [] without values. Equal values are in one bin."""
+    """The accuracy in bins with about equal numbers of images; [] without values. Equal values are
+    in one bin.
+    """
     if not values.any():
         return []
     highest = np.unique(
@@ -115,29 +146,41 @@ def quantile_bins(values: np.ndarray, correct: np.ndarray) -> list[Statistics]:
     )
     number = np.searchsorted(highest, values)
     return [
-        {"low": float(values[number == n].min()), "high": float(values[number == n].max()),
-         "images": int((number == n).sum()), "top1_pct": 100 * float(correct[number == n].mean())}
+        {
+            "low": float(values[number == n].min()),
+            "high": float(values[number == n].max()),
+            "images": int((number == n).sum()),
+            "top1_pct": 100 * float(correct[number == n].mean()),
+        }
         for n in np.unique(number)
-    ]  # fmt: skip
+    ]
 
 
 def confused_pairs(confusion: np.ndarray, labels: Sequence[str]) -> list[Statistics]:
-    """The most frequent mistakes: true class, predicted class, images, and their share of the true class."""
+    """The most frequent mistakes: true class, predicted class, images, and their share of the true
+    class.
+    """
     wrong = confusion.copy()
     np.fill_diagonal(wrong, 0)
     order = np.argsort(-wrong, axis=None, kind="stable")[:_MAX_PAIRS]
     pairs = [divmod(int(place), len(labels)) for place in order]
     return [
-        {"target": labels[k], "prediction": labels[m], "images": int(wrong[k, m]),
-         "share_pct": 100 * float(wrong[k, m] / confusion[k].sum())}
-        for k, m in pairs if wrong[k, m]
-    ]  # fmt: skip
+        {
+            "target": labels[k],
+            "prediction": labels[m],
+            "images": int(wrong[k, m]),
+            "share_pct": 100 * float(wrong[k, m] / confusion[k].sum()),
+        }
+        for k, m in pairs
+        if wrong[k, m]
+    ]
 
 
 def evaluation_page(
     statistics: Mapping[str, Any], confusion: np.ndarray, thumbnails: Mapping[int, bytes]
 ) -> bytes:
-    """The page of an evaluation. statistics: also `model`, `weights`, `messages`, `settings`, and `metrics` by weights.
+    """The page of an evaluation. statistics: also `model`, `weights`, `messages`, `settings`, and
+    `metrics` by weights.
 
     thumbnails: JPEG files of `mistakes` and `hits`, by index.
     """
@@ -152,9 +195,11 @@ def evaluation_page(
     results = statistics["metrics"]
     result = results.get(statistics["weights"], {})
     columns = [
-        ("top-1 %", "top1_pct", ".3f"), ("top-5 %", "top5_pct", ".3f"), ("loss", "loss", ".4f"),
+        ("top-1 %", "top1_pct", ".3f"),
+        ("top-5 %", "top5_pct", ".3f"),
+        ("loss", "loss", ".4f"),
         ("images", "images", _COUNT),
-    ]  # fmt: skip
+    ]
     if "real_pct" in result:
         columns += [
             ("ReaL %", "real_pct", ".3f"),
@@ -165,16 +210,24 @@ def evaluation_page(
     messages = [*statistics["messages"]]
     if "classes" in result:
         messages.append(
-            f"Masked: the outputs of all but {result['classes']} classes are ignored (eval.classes=present)."
+            f"Masked: the outputs of all but {result['classes']} classes are ignored "
+            f"(eval.classes=present)."
         )
     bounds = [("above", ".3f"), ("up to", ".3f")]
     calibration = [*bounds, ("images", _COUNT), ("confidence", ".4f"), ("accuracy %", _PERCENT)]
 
     def examples(rows: Sequence[Statistics]) -> Html:
         return gallery(
-            (image(thumbnails[row["index"]]), [f"{row['prediction']} ({row['confidence']:.4f})",
-             f"true: {row['target']}", row["image"]]) for row in rows
-        )  # fmt: skip
+            (
+                image(thumbnails[row["index"]]),
+                [
+                    f"{row['prediction']} ({row['confidence']:.4f})",
+                    f"true: {row['target']}",
+                    row["image"],
+                ],
+            )
+            for row in rows
+        )
 
     parts = [
         heading("Result", *messages),
@@ -182,23 +235,35 @@ def evaluation_page(
             [("weights", ""), *((title, number_format) for title, _, number_format in columns)],
             [[name, *(row.get(key) for _, key, _ in columns)] for name, row in results.items()],
         ),
-        heading("Details", f"The sections below show the {_WEIGHTS[statistics['weights']]} weights."),
-        table([("", ""), ("value", "s")], [[title, format(statistics[key], style)] for title, key, style in _DETAILS]),
-        heading("Confusion", f"{reduced}Rows: true classes. Color: share of the true class. Counts: confusion.csv."),
+        heading(
+            "Details", f"The sections below show the {_WEIGHTS[statistics['weights']]} weights."
+        ),
+        table(
+            [("", ""), ("value", "s")],
+            [[title, format(statistics[key], style)] for title, key, style in _DETAILS],
+        ),
+        heading(
+            "Confusion",
+            f"{reduced}Rows: true classes. Color: share of the true class. Counts: confusion.csv.",
+        ),
         plot(7, 6, partial(_draw_confusion, sums, [row["name"] for row in classes])),
-        heading("Most confused", "The most frequent mistakes, and their share of the images of the true class."),
+        heading(
+            "Most confused",
+            "The most frequent mistakes, and their share of the images of the true class.",
+        ),
         table(
             [("true", ""), ("predicted", ""), ("images", _COUNT), ("share %", _PERCENT)],
             [list(row.values()) for row in statistics["confused"]],
         ),
         heading(
             "Calibration",
-            f"{_CALIBRATION_BINS} bins of equal width by confidence, the probability of the predicted class. "
+            f"{_CALIBRATION_BINS} bins of equal width by confidence, the probability of the "
+            f"predicted class. "
             "A calibrated model is on the diagonal.",
         ),
         plot(5, 3.6, partial(_draw_calibration, statistics["calibration"])),
         table(calibration, [list(row.values()) for row in statistics["calibration"]]),
-    ]  # fmt: skip
+    ]
     for key, title, style in (
         ("by_short_side_px", "short side, px", ",.0f"),
         ("by_aspect_ratio", "width / height", ".3f"),

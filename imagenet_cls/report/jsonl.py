@@ -1,17 +1,21 @@
-"""`metrics.jsonl`: one JSON object on each line, appended. A resumed run first drops the records that it writes again.
+"""`metrics.jsonl`: one JSON object on each line.
+
+A resumed run first drops the records that it writes again.
 
 `step` counts optimizer steps from 1, skipped ones included; `epoch` counts from 0:
 
-    {"kind": "train", "step", "epoch", "loss", "top1_pct", "lr", "grad_norm"}  for every step; the last of each logging
-                                                       interval also has "images_per_sec", "data_wait_pct", "memory_mib"
-    {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss", "balanced_accuracy_pct",
-     "images", "seconds"}              with eval.real_labels also "real_pct", "real_images"; with eval.classes=present
+    {"kind": "train", "step", "epoch", "loss", "top1_pct", "lr", "grad_norm"}  for every step; the
+                                                       last of each logging interval also has
+                                                       "images_per_sec", "data_wait_pct",
+                                                       "memory_mib"
+    {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss",
+     "balanced_accuracy_pct", "images", "seconds"}              with eval.real_labels also
+     "real_pct", "real_images"; with eval.classes=present
                                        "classes", such as "200 of 1000"; with eval.metrics their
                                        values; "left_out" where data.exclude leaves images out
     {"kind": "event", "step", "message"}
 
-A step whose update was skipped has "skipped": true. With `log.grad_norm=report`, and without `train.clip_norm`, only
-every `log.every_steps`-th step has "grad_norm".
+A step whose update was skipped has "skipped": true.
 
 NaN and infinity are the strings "NaN", "Infinity" and "-Infinity", which JSON lacks as numbers.
 """
@@ -49,15 +53,16 @@ def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_result(result: Mapping[str, Any], digits: int) -> list[str]:
-    """Texts about the result of an evaluation; balanced accuracy if it differs from top-1 by 0.1 points or more.
+    """Texts about the result of an evaluation. Balanced accuracy is left out if it differs from
+    top-1 by less than 0.1 points.
 
-    digits: after the point of a percentage.
+    digits: after the decimal point of percentages.
     """
     texts = [
-        f"{name} {result[key]:.{digits}f} %"
-        for name, key in (("top-1", "top1_pct"), ("top-5", "top5_pct"))
+        f"top-1 {result['top1_pct']:.{digits}f} %",
+        f"top-5 {result['top5_pct']:.{digits}f} %",
+        f"loss {result['loss']:.4f}",
     ]
-    texts.append(f"loss {result['loss']:.4f}")
     if "real_pct" in result:
         texts.append(f"ReaL {result['real_pct']:.{digits}f} % of {result['real_images']}")
     balanced = result.get("balanced_accuracy_pct", result["top1_pct"])
@@ -121,18 +126,21 @@ class MetricsFile:
 def read_metrics(path: str | Path) -> list[Record]:
     """All records of a file, or of the one in a run folder, without an unfinished last line.
 
-    Raises CheckpointError if there is no file, and, with file and line, for any other line that is no record.
+    Raises CheckpointError if there is no file, and, with file and line, for any other line that is
+    no record.
     """
     file = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise CheckpointError(f"{file}: no such file\nName a run folder, or its metrics.jsonl.")
+        raise CheckpointError(f"{file}: no such file.", "Name a run folder, or its metrics.jsonl.")
     return [record for _, record in _read_lines(file)]
 
 
 def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
-    """Drop the records of steps after `step`, of evaluations after `evaluated_step`, and an unfinished last line.
+    """Drop the records of steps after `step`, the evaluations after `evaluated_step`, and an
+    unfinished last line.
 
-    A kill at any moment leaves the old file or the new one. Raises CheckpointError as `read_metrics`, and OSError.
+    A kill at any moment leaves the old file or the new one. Raises CheckpointError as
+    `read_metrics`, and OSError.
     """
     if path.exists():
         last = {"eval": evaluated_step}
@@ -156,14 +164,12 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, Record]]:
                     k: float(v) if isinstance(v, str) and k not in TEXT_KEYS else v
                     for k, v in items
                 }
-            except (
-                ValueError,
-                AttributeError,
-                RecursionError,
-            ):  # not JSON, not an object, or nested too deeply
+            # not JSON, not an object, or nested too deeply
+            except (ValueError, AttributeError, RecursionError):
                 record = {}
             if not {"kind", "step"} <= record.keys():
                 raise CheckpointError(
-                    f"{path}:{number}: not a record of this file\nRemove this line; the others do not depend on it."
+                    f"{path}:{number}: not a record of this file.",
+                    "Remove this line; the others do not depend on it.",
                 )
             yield line, record

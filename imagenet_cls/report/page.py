@@ -1,4 +1,7 @@
-"""Self-contained HTML pages: style, tables, images and plots. No scripts; nothing is loaded from elsewhere."""
+"""Self-contained HTML pages: style, tables, images and plots.
+
+No scripts; nothing is loaded from elsewhere.
+"""
 
 import base64
 import html
@@ -10,26 +13,30 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from imagenet_cls.errors import printable
+from imagenet_cls.text import utf8_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --soft: #60666d; --line: #d9dde1; --back: #fff; --head: #f3f5f7 }
+:root { color-scheme: light dark; --ink: #1c2024; --soft: #60666d; --line: #d9dde1;
+  --back: #fff; --head: #f3f5f7 }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e4e7ea; --soft: #9aa2aa; --line: #3a4047; --back: #15181b; --head: #1f2428 }
 }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--back); max-width: 68rem;
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--back);
+  max-width: 68rem;
   margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
-p, figcaption { color: var(--soft); overflow-wrap: anywhere } a { color: inherit; white-space: nowrap }
+p, figcaption { color: var(--soft); overflow-wrap: anywhere }
+a { color: inherit; white-space: nowrap }
 .table { overflow: auto; max-height: 32rem; margin: .8rem 0 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: left;
   max-width: 18rem; overflow-wrap: break-word }
 th { position: sticky; top: 0; background: var(--head); vertical-align: bottom }
-td { min-width: 4.5rem } .number { text-align: right; min-width: 0 } td.number { white-space: nowrap }
+td { min-width: 4.5rem }
+.number { text-align: right; min-width: 0 } td.number { white-space: nowrap }
 .plot { overflow-x: auto }
 svg { max-width: 100%; height: auto } svg text { font-family: inherit !important }
 .images { display: flex; flex-wrap: wrap; gap: 1rem } .images figure { margin: 0; width: 10rem }
@@ -53,13 +60,8 @@ class Html(str):
     """Text that is HTML already; all other text is escaped."""
 
 
-def text(value: Any) -> str:
-    """The value as text that any file of UTF-8 can hold: control characters and undecodable bytes as escapes."""
-    return printable(str(value)).encode(errors="backslashreplace").decode()
-
-
 def escape(value: Any) -> str:
-    return value if isinstance(value, Html) else html.escape(text(value))
+    return value if isinstance(value, Html) else html.escape(utf8_text(value))
 
 
 def page(title: str, parts: Iterable[str]) -> bytes:
@@ -81,7 +83,9 @@ def heading(title: str, *paragraphs: str) -> Html:
 
 
 def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]]) -> Html:
-    """A table. columns: titles, and formats of numbers, such as `.2f`; "" for text. None and NaN are dashes."""
+    """A table. columns: titles, and formats of numbers, such as `.2f`; "" for text. None and NaN
+    are dashes.
+    """
     css = [' class="number"' if number_format else "" for _, number_format in columns]
 
     def cell(value: Any, number_format: str) -> str:
@@ -133,15 +137,16 @@ def gallery(images: Iterable[tuple[Html, Sequence[str]]]) -> Html:
 
 
 def plot(width: float, height: float, draw: "Callable[[Figure], None]") -> Html:
-    """What `draw` draws into a figure of matplotlib, as SVG in the color of the page's text. Sizes are in inches."""
+    """What `draw` draws into a figure of matplotlib, as SVG in the color of the page's text. Sizes
+    are in inches.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     file = io.BytesIO()
     with mpl.rc_context(_PLOT), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # glyphs that matplotlib's font lacks: the browser has its own
+        # glyphs that matplotlib's font lacks: the browser has its own
+        warnings.simplefilter("ignore")
         figure = Figure((width, height), layout="constrained")
         draw(figure)
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
@@ -152,7 +157,6 @@ def plot(width: float, height: float, draw: "Callable[[Figure], None]") -> Html:
         drawn,
     )
     drawn = drawn[drawn.index("<svg") :].replace(_INK, "currentColor")
-    smallest = (
-        f'<svg style="min-width: {0.7 * width:g}in"'  # in a narrow window the text stays legible
-    )
+    # in a narrow window the text stays legible
+    smallest = f'<svg style="min-width: {0.7 * width:g}in"'
     return Html(f'<div class="plot">{drawn.replace("<svg", smallest, 1)}</div>')

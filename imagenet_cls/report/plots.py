@@ -1,7 +1,7 @@
 """PNG files: the curves of a run, of a schedule or of a learning rate range test.
 
-Figures are drawn without pyplot, whose figures and backend are global. matplotlib is imported inside the functions,
-since that takes half a second.
+Figures are drawn without pyplot, whose figures and backend are global. matplotlib is imported
+inside the functions, since that takes half a second.
 """
 
 import math
@@ -33,53 +33,70 @@ CURVES = {
 
 
 def plot_run(metrics: Sequence[Record], folder: Path) -> None:
-    """Draw `loss.png`, `lr.png` and `top1.png` of a run into `folder`. Existing files are replaced. Raises OSError."""
+    """Draw `loss.png`, `lr.png` and `top1.png` of a run into `folder`. Existing files are replaced.
+    Raises OSError.
+    """
     for name, key in (("loss", "loss"), ("lr", "lr"), ("top1", "top1_pct")):
         with _plot(folder / f"{name}.png") as axes:
             draw_curve(axes, key, [("", metrics)])
 
 
 def draw_curve(axes: "Axes", key: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> None:
-    """Draw a field of `CURVES` over the steps of runs: means of neighboring training steps, evaluations, resumes.
+    """Draw a field of `CURVES` over the steps of runs: means of neighboring training steps, the
+    evaluations, and where a run was resumed.
 
-    runs: the beginning of the labels of each run, and its records, see `jsonl`. Values that are not finite leave gaps.
+    runs: the beginning of the labels of each run, and its records, see `jsonl`. Values that are not
+    finite leave gaps.
     """
     for number, (label, metrics) in enumerate(runs):
         color = f"C{number}"
-        steps = [record for record in metrics if record["kind"] == "train" and key in record]
-        if steps and key != "top1_pct":
-            size = math.ceil(len(steps) / _MAX_POINTS)
-            parts = [
-                np.split(column, range(size, len(steps), size)) for column in _columns(steps, key)
-            ]
-            means = [part.mean() for part in parts[1]]
-            axes.plot([part[-1] for part in parts[0]], means, color=color, label=f"{label}training")
+        training = [record for record in metrics if record["kind"] == "train" and key in record]
+        if training and key != "top1_pct":
+            steps, values = _mean_points(*_columns(training, key))
+            axes.plot(steps, values, color=color, label=f"{label}training")
         for weights, style in (("raw", "o-"), ("ema", "s--")):
             results = [
-                r for r in metrics if r["kind"] == "eval" and r["weights"] == weights and key in r
+                record
+                for record in metrics
+                if record["kind"] == "eval" and record["weights"] == weights and key in record
             ]
             if results:
-                columns = _columns(results, key)
+                steps, values = _columns(results, key)
                 axes.plot(
-                    *columns,
+                    steps,
+                    values,
                     style,
                     color=color,
                     markersize=4,
                     linewidth=1,
                     label=f"{label}{weights} weights",
                 )
-        events = [record for record in metrics if record["kind"] == "event"]
         resumed = {
-            event["step"] for event in events if event["message"].startswith("resumed from ")
+            record["step"]
+            for record in metrics
+            if record["kind"] == "event" and record["message"].startswith("resumed from ")
         }
-        for count, step in enumerate(sorted(resumed)):
-            line_label = None if count else f"{label}resumed"
+        line_label: str | None = f"{label}resumed"
+        for step in sorted(resumed):
             axes.axvline(step, color=color, linestyle=":", linewidth=0.8, label=line_label)
+            line_label = None  # one entry in the legend
     _finish(axes, "step", CURVES[key])
 
 
+def _mean_points(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most `_MAX_POINTS` points of a curve: means of neighboring values, each at the last of
+    their steps.
+    """
+    size = math.ceil(len(steps) / _MAX_POINTS)
+    cuts = range(size, len(steps), size)
+    last_steps = [part[-1] for part in np.split(steps, cuts)]
+    means = [part.mean() for part in np.split(values, cuts)]
+    return np.array(last_steps), np.array(means)
+
+
 def plot_images(path: Path, images: np.ndarray, labels: Sequence[str]) -> None:
-    """Draw images in rows of eight, each with its label above. An existing file is replaced. Raises OSError.
+    """Draw images in rows of eight, each with its label above it. An existing file is replaced.
+    Raises OSError.
 
     images: float (N, H, W, C) from 0 to 1, with one or three channels.
     """
@@ -93,9 +110,8 @@ def plot_images(path: Path, images: np.ndarray, labels: Sequence[str]) -> None:
         axes.axis("off")
     for axes, image, label in zip(grid.flat, images, labels, strict=False):
         axes.imshow(image, cmap="gray", vmin=0, vmax=1)
-        axes.set_title(
-            "\n".join(line[:_MAX_LABEL] for line in label.split("\n")), fontsize=7, parse_math=False
-        )
+        lines = [line[:_MAX_LABEL] for line in label.split("\n")]
+        axes.set_title("\n".join(lines), fontsize=7, parse_math=False)
     _write(path, figure)
 
 
@@ -104,7 +120,8 @@ def plot_panels(
 ) -> None:
     """Draw quantities over the epochs, each in a panel, one below the other.
 
-    panels: values at `epochs`, by the label of their axis; at least one. An existing file is replaced. Raises OSError.
+    panels: values at `epochs`, by the label of their axis; at least one. An existing file is
+    replaced. Raises OSError.
     """
     from matplotlib.figure import Figure
 
@@ -128,7 +145,9 @@ def plot_lr_range(
     smoothed: Sequence[float],
     marked: Mapping[str, float],
 ) -> None:
-    """Draw losses over learning rates on a logarithmic axis. marked: learning rates by label. Raises OSError."""
+    """Draw losses over learning rates on a logarithmic axis. marked: learning rates by label.
+    Raises OSError.
+    """
     with _plot(path) as axes:
         axes.plot(lrs, losses, alpha=0.25, linewidth=0.8, color="C0")
         axes.plot(lrs, smoothed, color="C0", label="smoothed")
@@ -137,9 +156,8 @@ def plot_lr_range(
         axes.set_xscale("log")
         lowest = min(smoothed)
         height = max(smoothed[: smoothed.index(lowest) + 1]) - lowest
-        axes.set_ylim(
-            lowest - height / 2, lowest + 2 * height
-        )  # a loss that diverges would hide the rest
+        # a loss that diverges would hide the rest
+        axes.set_ylim(lowest - height / 2, lowest + 2 * height)
         _finish(axes, "learning rate", "loss")
 
 
@@ -170,8 +188,8 @@ def _finish(axes: "Axes", x_label: str, y_label: str) -> None:
 
 
 def _columns(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values; those that are not finite are NaN."""
+    """The steps and values of records. Values that are not finite are NaN, which leaves a gap."""
+    steps = np.array([record["step"] for record in records])
     values = np.array([record[key] for record in records], dtype=np.float64)
-    return np.array([record["step"] for record in records]), np.where(
-        np.isfinite(values), values, np.nan
-    )
+    values[~np.isfinite(values)] = np.nan
+    return steps, values

@@ -3,12 +3,12 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import ResourceError, first_line
+from imagenet_cls.errors import ResourceError
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.report.console import WRITE_REMEDY, Console
 from imagenet_cls.report.jsonl import (
@@ -20,34 +20,32 @@ from imagenet_cls.report.jsonl import (
 )
 from imagenet_cls.report.plots import plot_run
 from imagenet_cls.report.writers import Row, Writer, open_writers
+from imagenet_cls.text import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _MAX_IMAGES = 32
-_TAGS = {
-    "train": (
-        "loss",
-        "top1_pct",
-        "lr",
-        "grad_norm",
-        "images_per_sec",
-        "data_wait_pct",
-        "memory_mib",
-    ),
-    "val": ("top1_pct", "top5_pct", "loss", "balanced_accuracy_pct", "real_pct"),
-    "val_ema": ("top1_pct", "top5_pct", "loss", "balanced_accuracy_pct", "real_pct"),
-}
+_TRAIN_FIELDS = (
+    "loss",
+    "top1_pct",
+    "lr",
+    "grad_norm",
+    "images_per_sec",
+    "data_wait_pct",
+    "memory_mib",
+)
+_EVAL_FIELDS = ("top1_pct", "top5_pct", "loss", "balanced_accuracy_pct", "real_pct")
 
 
 class Reporter:
     """All outputs of a run but its checkpoints. A context manager that closes itself.
 
-    folder: the run folder; None for the console only. resume_step: the step of the checkpoint that the run resumes
-    from, or 0. evaluated_step: see `truncate_after`. is_main: False makes every method a no-op.
+    folder: the run folder; None for the console only. resume_step: the step of the checkpoint that
+    the run resumes from, or 0. evaluated_step: see `truncate_after`. is_main: False makes every
+    method a no-op.
 
-    Methods raise ResourceError if the file system fails. With `checkpoint.on_error: continue`, only `sync` and `close`
-    do, and the others print each error once: metrics.jsonl catches up when there is room again.
+    Methods raise ResourceError if the file system fails.
     """
 
     def __init__(
@@ -62,8 +60,6 @@ class Reporter:
     ):
         self._folder = folder if is_main else None
         self._total_steps, self._total_epochs = total_steps, total_epochs
-        self._continue_on_error = config.checkpoint.on_error == "continue"
-        self._reported: set[str] = set()
         self._console = Console() if is_main else Console(open(os.devnull, "w"))  # noqa: SIM115, PTH123
         self._metrics: MetricsFile | None = None
         self._writers: dict[str, Writer] = {}
@@ -99,7 +95,9 @@ class Reporter:
         self._to_writers(lambda writer: writer.first_batch(shown, labels))
 
     def report_steps(self, records: Sequence[Record]) -> None:
-        """Report the steps since the last call, if any, a record each; the last also has the speed."""
+        """Report the steps since the last call, if any: one record for each; the last one also has
+        the speed.
+        """
         if records:
             self._record(records)
             self._console.show_step(records[-1], self._total_steps, self._total_epochs)
@@ -116,11 +114,13 @@ class Reporter:
     def plot(self) -> None:
         """Draw `plots/*.png` from all records of the run."""
         if self._folder and self._metrics:
-            with self._writing("plots"):
+            with explain_write_errors(self._folder / "plots", WRITE_REMEDY):
                 plot_run(read_metrics(self._metrics.path), self._folder / "plots")
 
     def sync(self) -> None:
-        """Write every record to the disk, before a checkpoint. For the thread that writes it, which must not print."""
+        """Write every record to the disk, before a checkpoint. For the thread that writes it, which
+        must not print.
+        """
         if self._metrics:
             with explain_write_errors(self._metrics.path, WRITE_REMEDY):
                 self._metrics.sync()
@@ -129,7 +129,9 @@ class Reporter:
                 writer.flush()
 
     def close(self, finished: bool = True) -> None:
-        """Release the terminal, then close the files. May be called again. finished: see `Writer.close`."""
+        """Release the terminal, then close the files. May be called again. finished: see
+        `Writer.close`.
+        """
         self._console.close()
         if finished and self._last_row:
             self._write_rows([self._last_row])
@@ -144,13 +146,16 @@ class Reporter:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        with contextlib.suppress(ResourceError) if error is not None else contextlib.nullcontext():
-            self.close(finished=error is None)  # of two errors, the first one is raised
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(ResourceError):  # the first error is the one to report
+            self.close(finished=False)
 
     def _record(self, records: Sequence[Record]) -> None:
         """Write records to every file."""
         if self._metrics:
-            with self._writing("metrics.jsonl"):
+            with explain_write_errors(self._metrics.path, WRITE_REMEDY):
                 self._metrics.write(records)
         self._write_scalars(records)
 
@@ -159,11 +164,14 @@ class Reporter:
         rows = []
         for record in records:
             values = scalars(record)
-            if values and self._last_row and record["step"] == self._last_row[0]:
+            if not values:
+                continue
+            if self._last_row is not None and record["step"] == self._last_row[0]:
                 self._last_row[1].update(values)
-            elif values:
-                rows += [self._last_row] if self._last_row else []
-                self._last_row = (record["step"], values)
+                continue
+            if self._last_row is not None:
+                rows.append(self._last_row)
+            self._last_row = (record["step"], values)
         self._write_rows(rows)
 
     def _write_rows(self, rows: Sequence[Row]) -> None:
@@ -179,37 +187,20 @@ class Reporter:
             except (Exception, SystemExit) as error:
                 del self._writers[name]
                 logging.getLogger("imagenet_cls").exception("log.writers: %r failed", name)
-                text = f"{type(error).__name__}: {first_line(error)}"
                 self.message(
-                    f"warning: log.writers: {name!r} failed and gets no more steps in this process: {text}"
+                    f"warning: log.writers: {name!r} failed and gets no more steps in this "
+                    f"process: {type(error).__name__}: {first_line(error)}"
                 )
-
-    @contextlib.contextmanager
-    def _writing(self, name: str) -> Iterator[None]:
-        """Raise ResourceError if writing `name` in the run folder fails, or print it if the run continues without."""
-        assert self._folder is not None
-        try:
-            with explain_write_errors(self._folder / name, WRITE_REMEDY):
-                yield
-        except ResourceError as error:
-            if not self._continue_on_error:
-                raise
-            message = f"{first_line(error)}; training continues (checkpoint.on_error)"
-            if message not in self._reported:
-                self._reported.add(message)
-                self.message(message)
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The scalars of a record of metrics.jsonl by tag, such as `train/loss`; events have none."""
-    group = (
-        {"raw": "val", "ema": "val_ema"}[record["weights"]]
-        if record["kind"] == "eval"
-        else record["kind"]
-    )
-    own = user_metrics(record) if record["kind"] == "eval" else {}
-    return {
-        f"{group}/{field}": record[field]
-        for field in (*_TAGS.get(group, ()), *own)
-        if field in record
-    }
+    """The scalars of a record of metrics.jsonl by tag, such as `train/loss`; none of an event."""
+    if record["kind"] == "train":
+        group = "train"
+        fields = [*_TRAIN_FIELDS]
+    elif record["kind"] == "eval":
+        group = "val" if record["weights"] == "raw" else "val_ema"
+        fields = [*_EVAL_FIELDS, *user_metrics(record)]
+    else:
+        return {}
+    return {f"{group}/{field}": record[field] for field in fields if field in record}

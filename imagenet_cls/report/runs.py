@@ -1,4 +1,4 @@
-"""The page of one run or several: results, curves, versions, differences of the configs, checkpoints."""
+"""The page of one run or several: results, curves, differences of the configs."""
 
 import io
 import json
@@ -21,15 +21,15 @@ from PIL import Image
 from imagenet_cls.errors import CheckpointError, explain_content_errors
 from imagenet_cls.files import is_locked
 from imagenet_cls.report.jsonl import TEXT_KEYS, Record, read_metrics, user_metrics
-from imagenet_cls.report.page import Html, escape, heading, image, page, plot, table, text, to_jpeg
+from imagenet_cls.report.page import Html, escape, heading, image, page, plot, table, to_jpeg
 from imagenet_cls.report.plots import CURVES, draw_curve
+from imagenet_cls.text import utf8_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MAX_EVENTS = (
-    100  # of TensorBoard's file that are searched for the first batch, which is among the first
-)
+# of TensorBoard's file that are searched for the first batch, which is among the first
+_MAX_EVENTS = 100
 _BATCH_PX = 1000
 _MAX_LABEL = 40  # characters of a run's path in a legend
 _MAX_STEP, _MAX_NUMBER = 2**53, 1e300
@@ -58,8 +58,9 @@ _RESULTS = (
 class RunRecords:
     """What a run folder holds, finished or not; None and empty where a file is missing.
 
-    metrics: without an incomplete last line. is_running: its process has the lock. total_steps, saved_step and
-    stopped_early: of the newest checkpoint that is there. checkpoints: by step, newest first.
+    metrics: without an incomplete last line. is_running: its process has the lock. total_steps,
+    saved_step and
+    stopped_early: as the newest checkpoint that is there says. checkpoints: by step, newest first.
     """
 
     name: str
@@ -79,7 +80,7 @@ class RunRecords:
 
 
 def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
-    """Read a run folder. checkpoints: of the run by step, newest first.
+    """Read a run folder. checkpoints: the checkpoints of the run by step, newest first.
 
     Raises CheckpointError with the file that can't be read or has missing or invalid values.
     """
@@ -97,7 +98,7 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
                 if not is_valid:
                     reason = f"{key!r} is missing or invalid"
                     raise CheckpointError(
-                        f"{file}:{line}: {reason}\nRemove this line, or leave the run out."
+                        f"{file}:{line}: {reason}", "Remove this line, or leave the run out."
                     )
     versions: dict[str, str | None] = {"commit": None}
     ranks = total_steps = saved_step = None
@@ -124,7 +125,7 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
                 stopped_early = bool(state["progress"].get("stopped_early"))
                 break
     return RunRecords(
-        text(folder),
+        utf8_text(folder),
         metrics,
         has_incomplete_last_line,
         is_locked(folder),
@@ -150,8 +151,9 @@ def _is_number(value: Any, whole: bool) -> bool:
 def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     """The statistics of a run by name, None where unknown.
 
-    best: the highest top-1; last: the last evaluation of the same weights. hours: of training steps and evaluations,
-    from the speed of each logging interval. images_per_sec: the median of the intervals; data_wait_pct: their mean.
+    best: the highest top-1; last: the last evaluation of the same weights. hours: of training steps
+    and evaluations, from the speed of each logging interval. images_per_sec: the median of the
+    intervals; data_wait_pct: their mean.
     """
     train, results = run.records("train"), run.records("eval")
     best = max(results, key=itemgetter("top1_pct"), default={})
@@ -159,9 +161,8 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
         (record for record in reversed(results) if record["weights"] == best["weights"]), {}
     )
     intervals = [record for record in train if record.get("images_per_sec")]
-    first = (
-        train[0]["step"] if train else 1
-    )  # above 1 for a run that continues another one's checkpoint
+    # above 1 for a run that continues another one's checkpoint
+    first = train[0]["step"] if train else 1
     counts = np.diff([first - 1, *(record["step"] for record in intervals)])
     seconds = [
         (global_batch or 0) * n / record["images_per_sec"]
@@ -200,8 +201,10 @@ def runs_page(
 ) -> bytes:
     """The page of the runs.
 
-    global_batches: of each run, None if unknown. differences: values of the configs by key, in the order of the runs.
-    notes: to be said first. folder: of the page, from which the links to checkpoints lead.
+    global_batches: the global batch sizes of each run, None if unknown. differences: values of the
+    configs by key, in the order of the runs.
+    notes: to be said first. folder: the folder of the page, from which the links to checkpoints
+    lead.
     """
     names = [run.name for run in runs]
     statistics = [
@@ -237,7 +240,8 @@ def runs_page(
         ),
         heading(
             "Curves",
-            "Lines of training steps are means of neighboring steps, points are evaluations. Where a run was "
+            "Lines of training steps are means of neighboring steps, points are evaluations. "
+            "Where a run was "
             "interrupted and resumed is a dotted vertical line.",
         ),
         *(
@@ -282,9 +286,8 @@ def _state(run: RunRecords, statistics: Mapping[str, Any]) -> str:
 
 
 def _draw(runs: Sequence[RunRecords], key: str, figure: "Figure") -> None:
-    labels = [
-        f"./{run.name}" if run.name.startswith("_") else run.name for run in runs
-    ]  # matplotlib hides "_..."
+    # matplotlib hides "_..."
+    labels = [f"./{run.name}" if run.name.startswith("_") else run.name for run in runs]
     short = [label if len(label) <= _MAX_LABEL else f"…{label[-_MAX_LABEL:]}" for label in labels]
     draw_curve(
         figure.subplots(),
@@ -294,7 +297,9 @@ def _draw(runs: Sequence[RunRecords], key: str, figure: "Figure") -> None:
 
 
 def _first_batch(folder: Path) -> bytes | None:
-    """The first augmented batch of a run as JPEG, from TensorBoard's files; None if there is none that can be read."""
+    """The first augmented batch of a run as JPEG, from TensorBoard's files; None if there is none
+    that can be read.
+    """
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     with suppress(Exception):

@@ -1,4 +1,7 @@
-"""Writers of scalars besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, or a class of the user."""
+"""Writers of scalars besides metrics.jsonl.
+
+TensorBoard, Weights & Biases, MLflow, or a class of the user.
+"""
 
 import inspect
 import os
@@ -12,12 +15,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imagenet_cls.config.load import dump_yaml, values_by_key
-from imagenet_cls.config.reader import dump_inline
+from imagenet_cls.config.compare import changed_values
+from imagenet_cls.config.load import dump_yaml
 from imagenet_cls.config.schema import Config, LogConfig
-from imagenet_cls.errors import Problem, ResourceError, first_line
+from imagenet_cls.errors import Problem, ResourceError
 from imagenet_cls.files import write_file
 from imagenet_cls.lookup import find_factory
+from imagenet_cls.text import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,11 +31,13 @@ Row = tuple[int, dict[str, float]]
 
 
 class Writer:
-    """Base class of writers. `log.writers: [my_module:MyWriter]` calls `MyWriter(folder, config, resume_step)`.
+    """Base class of writers. `log.writers: [my_module:MyWriter]` calls `MyWriter(folder, config,
+    resume_step)`.
 
-    folder: for this writer's files. resume_step: the step of the checkpoint that the run resumes from, 0 for a new run.
-    Rank 0 only. A writer that raises in `__init__` ends the run; one that raises later is not called again in this
-    process. last_step: the last step that is not to be written again.
+    folder: for this writer's files. resume_step: the step of the checkpoint that the run resumes
+    from, 0 for a new run. Rank 0 only. A writer that raises in `__init__` ends the run; one that
+    raises later is not called again in this process. last_step: the last step that is not to be
+    written again.
     """
 
     last_step = 0
@@ -40,7 +46,9 @@ class Writer:
         pass
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Write steps in increasing order, possibly none. Each step comes once, complete with its evaluations."""
+        """Write steps in increasing order, possibly none. Each step comes once, complete with its
+        evaluations.
+        """
         raise NotImplementedError
 
     def first_batch(self, images: "Tensor", labels: Sequence[str]) -> None:
@@ -54,31 +62,31 @@ class Writer:
 
 
 class TensorBoard(Writer):
-    """TensorBoard's event files: scalars, the config, the hyperparameters that are not defaults, and the first batch.
+    """TensorBoard's event files: scalars, the config, the hyperparameters that are not defaults,
+    and the first batch.
 
-    Existing events of the resumed step and later ones are hidden (`purge_step`). A thread writes the files: errors are
-    raised late.
+    TensorBoard hides the events of earlier processes from the resumed step on (`purge_step`). A
+    thread writes the files, so that an error is raised by a later call.
     """
 
     def __init__(self, folder: Path, config: Config, resume_step: int):
-        from torch.utils.tensorboard import (
-            SummaryWriter,
-        )  # here: takes over a second, and may be switched off
+        # This import takes over a second, and TensorBoard may be switched off.
+        from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
         self.last_step = resume_step - 1 if any(folder.glob("events.*")) else 0
         self._first_step = max(resume_step, 1)
         self._writer = SummaryWriter(str(folder), purge_step=self._first_step, max_queue=1000)
-        code = "\n".join(
-            "    " + line for line in dump_yaml(config).splitlines()
-        )  # code in Markdown
+        # indented lines are code in Markdown
+        code = "\n".join("    " + line for line in dump_yaml(config).splitlines())
         self._writer.add_text("config", code, self._first_step)
-        # `SummaryWriter.add_hparams` would make a folder of its own. The last of its three records ends a session.
+        # `SummaryWriter.add_hparams` would make a folder of its own. The last of the three records
+        # of `hparams` ends the session, so that it is written by `close`.
         *start, self._end = hparams(
             changed_values(config), dict.fromkeys(["val/top1_pct", "val_ema/top1_pct"], 0.0)
         )
         for summary in start:
-            self._writer._get_file_writer().add_summary(summary)
+            self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
 
     def write(self, rows: Sequence[Row]) -> None:
         for step, values in rows:
@@ -97,14 +105,16 @@ class TensorBoard(Writer):
 
     def close(self, finished: bool) -> None:
         if finished:
-            self._writer._get_file_writer().add_summary(self._end)
+            self._writer.file_writer.add_summary(self._end)  # type: ignore[attr-defined]
         self._writer.close()
 
 
 class Wandb(Writer):
-    """A run of Weights & Biases, set up by its environment variables, such as WANDB_PROJECT and WANDB_MODE=offline.
+    """A run of Weights & Biases, set up by its environment variables, such as WANDB_PROJECT and
+    WANDB_MODE=offline.
 
-    A resumed run continues it: steps that it has keep their first values. Offline, each start writes a new folder.
+    A resumed run continues the same run there: steps that it has keep their first values. Offline,
+    each start writes a new folder.
     """
 
     def __init__(self, folder: Path, config: Config, resume_step: int):
@@ -123,9 +133,8 @@ class Wandb(Writer):
             allow_val_change=True,
             settings=wandb.Settings(console="off"),
         )
-        self.last_step = (
-            self._run.step - 1
-        )  # `step` is the one that the next `log` would write: 0 for a new run
+        # `step` is the step that the next `log` would write, 0 for a new run
+        self.last_step = self._run.step - 1
 
     def write(self, rows: Sequence[Row]) -> None:
         for step, values in rows:
@@ -138,8 +147,8 @@ class Wandb(Writer):
 class Mlflow(Writer):
     """A run of MLflow, at MLFLOW_TRACKING_URI; default: `mlflow/mlflow.db` in the run folder.
 
-    A resumed run continues it: steps that it has keep their first values. A background thread sends the metrics; the
-    metric `step` is the last step that was sent.
+    A resumed run continues the same run there: steps that it has keep their first values. A
+    background thread sends the metrics. The metric `step` is the last step that was sent.
     """
 
     def __init__(self, folder: Path, config: Config, resume_step: int):
@@ -169,12 +178,10 @@ class Mlflow(Writer):
     def _send(self, rows: Sequence[Row]) -> None:
         metric = partial(self._mlflow.entities.Metric, timestamp=int(time.time() * 1000))
         for start in range(0, len(rows), 50):  # a batch has at most 1,000 metrics
-            part = [(step, {**values, "step": step}) for step, values in rows[start : start + 50]]
-            metrics = [
-                metric(tag, value, step=step)
-                for step, values in part
-                for tag, value in values.items()
-            ]
+            metrics = []
+            for step, values in rows[start : start + 50]:
+                metrics += [metric(tag, value, step=step) for tag, value in values.items()]
+                metrics.append(metric("step", step, step=step))
             self._mlflow.MlflowClient().log_batch(self._run_id, metrics)
 
     def close(self, finished: bool) -> None:
@@ -187,16 +194,6 @@ class Mlflow(Writer):
 BUILT_IN: dict[str, type[Writer]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 
 
-def changed_values(config: Config) -> dict[str, float | str]:
-    """The values of a config that differ from the schema's defaults, by key, except published results (`expect`)."""
-    defaults = values_by_key(Config())
-    return {
-        key: value if isinstance(value, bool | int | float | str) else dump_inline(value)
-        for key, value in values_by_key(config).items()
-        if value != defaults.get(key) and not key.startswith("expect.")
-    }
-
-
 def writer_names(log: LogConfig) -> list[str]:
     """The writers of a run besides metrics.jsonl."""
     left_out = ("jsonl",) if log.tensorboard else ("jsonl", "tensorboard")
@@ -204,7 +201,9 @@ def writer_names(log: LogConfig) -> list[str]:
 
 
 def open_writers(folder: Path, config: Config, resume_step: int) -> dict[str, Writer]:
-    """Start the writers of a config, by name, in a run folder. Raises ResourceError if one of them fails."""
+    """Start the writers of a config, by name, in a run folder. Raises ResourceError if one of them
+    fails.
+    """
     writers = {}
     for name in writer_names(config.log):
         own_folder = folder / (name if name in BUILT_IN else f"writers/{name}")
@@ -213,14 +212,17 @@ def open_writers(folder: Path, config: Config, resume_step: int) -> dict[str, Wr
             writers[name] = find_factory("writer", name, BUILT_IN)(own_folder, config, resume_step)
         except (Exception, SystemExit) as error:
             raise ResourceError(
-                f"log.writers: {name!r} could not start: {type(error).__name__}: {first_line(error)}\n"
-                "Fix this, or remove it from log.writers."
+                f"log.writers: {name!r} could not start: {type(error).__name__}: "
+                f"{first_line(error)}",
+                "Fix this, or remove it from log.writers.",
             ) from error
     return writers
 
 
 def writer_problems(log: LogConfig) -> list[Problem]:
-    """All problems of `log.writers`: unknown names, classes that take other arguments, and missing packages."""
+    """All problems of `log.writers`: unknown names, classes that take other arguments, and missing
+    packages.
+    """
     problems = []
     for name in writer_names(log):
         try:
@@ -232,8 +234,11 @@ def writer_problems(log: LogConfig) -> list[Problem]:
             problems.append(Problem("log.writers", f"{name!r}: {error}"))
         # A folder `wandb` in the working directory has a spec without an origin.
         if name in ("wandb", "mlflow") and getattr(find_spec(name), "origin", None) is None:
-            text = (
-                f"{name!r} needs a package that is missing; run: pip install 'imagenet-cls[{name}]'"
+            problems.append(
+                Problem(
+                    "log.writers",
+                    f"{name!r} needs a package that is missing; run: pip install "
+                    f"'imagenet-cls[{name}]'",
+                )
             )
-            problems.append(Problem("log.writers", text))
     return problems

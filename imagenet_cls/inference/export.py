@@ -17,25 +17,30 @@ from torch import Tensor, nn
 from imagenet_cls.checkpoint.format import size_bytes
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.transforms import to_channels
-from imagenet_cls.engine.predictor import OnnxModel, Predictor
-from imagenet_cls.errors import CheckpointError, DataError, UsageError, first_line
+from imagenet_cls.errors import CheckpointError, DataError, UsageError
+from imagenet_cls.inference.predictor import OnnxModel, Predictor
 from imagenet_cls.lookup import is_factory_name
+from imagenet_cls.text import first_line
 
 BATCHES = (1, 7)
-"""Sizes of the batches that are compared."""
+"""Sizes of the batches whose logits are compared with PyTorch's."""
 TOLERANCE = 1e-4
 """Largest allowed difference of two logits, relative to the largest absolute logit."""
 METADATA = "imagenet_cls.json"
-"""The extra file of a torch.export archive; an ONNX file has the same values in its metadata_props."""
+"""The extra file of a torch.export archive. An ONNX file has the same values in its
+metadata_props.
+"""
 _EVAL_KEYS = ("mode", "crop_px", "crop_pct", "resize_px", "interpolation", "flip_tta")
 _ONNX_BYTES = 2**31  # of a protobuf message
+_TORCH = Path(torch.__file__).parent
 _EXAMPLE_BATCH = 2  # the exporter takes sizes of 0 and 1 for constants
 
 
 class ExportedModel(nn.Module):
-    """A model with one input, `images`.
+    """A model with one input, `images` (N, C, *crop_px).
 
-    preprocess: `none`: the images are normalized, float32 (N, C, *crop_px). `normalize`: uint8.
+    preprocess: `none` for normalized images in float32, `normalize` for uint8 images, which the
+    graph normalizes.
     """
 
     shift: Tensor
@@ -57,7 +62,10 @@ class ExportedModel(nn.Module):
 
 @dataclass(frozen=True)
 class Export:
-    """The content of a file, and a function from its input to logits."""
+    """An exported model: the content of its file, and a function from the input to logits.
+
+    preprocess: of `ExportedModel`.
+    """
 
     content: bytes
     run: Callable[[Tensor], Tensor]
@@ -65,14 +73,15 @@ class Export:
 
 
 def export_model(predictor: Predictor, format: str, preprocess: str, opset: int | None) -> Export:
-    """Export a model. Raises CheckpointError if that fails, UsageError if it has another opset.
+    """Export a model. Raises CheckpointError if that fails, UsageError if torch can't export it
+    with this opset.
 
-    predictor: on the CPU. opset: of ONNX; None for torch's default.
+    predictor: on the CPU. opset: version of ONNX's operators; None for torch's default.
     """
     exported = ExportedModel(predictor, preprocess).eval()
     if format == "onnx" and size_bytes(exported.state_dict()) >= _ONNX_BYTES:
         raise UsageError(
-            f"{predictor.path}: an ONNX file holds at most 2 GiB.\nUse --format torch."
+            f"{predictor.path}: an ONNX file holds at most 2 GiB.", "Use --format torch."
         )
     shape = (_EXAMPLE_BATCH, len(predictor.mean), *predictor.transform.crop)
     images = torch.zeros(shape, dtype=torch.uint8 if exported.normalizes else torch.float32)
@@ -88,9 +97,14 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
     remedy = "Replace that operator in the model, or give another --opset, or use --format torch."
     with _export_errors(predictor, format, remedy):
         onnx = torch.onnx.export(
-            program, dynamo=True, opset_version=opset, input_names=["images"], output_names=["logits"],
-            dynamic_shapes=dynamic, verbose=False,
-        )  # fmt: skip
+            program,
+            dynamo=True,
+            opset_version=opset,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=dynamic,
+            verbose=False,
+        )
         assert onnx is not None
         onnx.model.metadata_props.update({key: json.dumps(value) for key, value in values.items()})
         content = onnx.model_proto.SerializeToString()
@@ -98,13 +112,14 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
     found = onnx.model.opset_imports[""]
     if opset not in (None, found):  # torch keeps its own version if it can't convert the model
         raise UsageError(
-            f"--opset {opset}: torch exports this model with {found} instead.\nGive --opset {found}."
+            f"--opset {opset}: torch exports this model with {found} instead.",
+            f"Give --opset {found}.",
         )
     return Export(content, run, preprocess)
 
 
 def metadata(predictor: Predictor, preprocess: str) -> dict[str, Any]:
-    """What a program needs to prepare images and to name classes."""
+    """What a program needs to prepare images and to name the classes."""
     config = predictor.config
     return {
         "model": config.model.name,
@@ -122,7 +137,9 @@ def metadata(predictor: Predictor, preprocess: str) -> dict[str, Any]:
 
 @contextmanager
 def _export_errors(predictor: Predictor, format: str, remedy: str) -> Iterator[None]:
-    """Turn errors of exporters into a CheckpointError with the first reason and the line of the model's code."""
+    """Silence the exporters, and turn their errors into a CheckpointError with the first cause and
+    the line of the model's code.
+    """
     disabled = logging.root.manager.disable
     logging.disable()
     try:
@@ -136,15 +153,14 @@ def _export_errors(predictor: Predictor, format: str, remedy: str) -> Iterator[N
         while first.__cause__ is not None:
             first = first.__cause__
             frames.extend(traceback.extract_tb(first.__traceback__))
-        outside = (Path(__file__), Path(torch.__file__).parent)
-        lines = [
-            f"{frame.filename}, line {frame.lineno}: {frame.line}"
-            for frame in frames
-            if Path(frame.filename).is_file()
-            and not any(map(Path(frame.filename).is_relative_to, outside))
-        ]
-        reason = f"{predictor.config.model.name} can't be exported ({format}): {first_line(first)}"
-        raise CheckpointError("\n".join([reason, *lines[-1:], remedy])) from error
+        problem = f"{predictor.config.model.name} can't be exported ({format}): {first_line(first)}"
+        for frame in reversed(frames):
+            file = Path(frame.filename)
+            is_exporter = file == Path(__file__) or file.is_relative_to(_TORCH)
+            if file.is_file() and not is_exporter:
+                problem += f"\n{file}, line {frame.lineno}: {frame.line}"
+                break
+        raise CheckpointError(problem, remedy) from error
     finally:
         logging.disable(disabled)
 
@@ -152,76 +168,88 @@ def _export_errors(predictor: Predictor, format: str, remedy: str) -> Iterator[N
 def comparison_images(
     predictor: Predictor, allow_import: Collection[str] = ()
 ) -> tuple[list[Tensor], str]:
-    """Images of the run's validation data, uint8 (C, H, W), and a description; random ones without it.
+    """Images of the run's validation part, uint8 (C, H, W), or random ones where it can't be read;
+    and a description of them.
 
-    Code that reads the data is run only if `allow_import` names it.
+    allow_import: the data set's own code is run only if this names it.
     """
-    data, (height, width) = predictor.config.data, predictor.transform.crop
-    count, channels = max(BATCHES), len(predictor.mean)
-    is_code = (
-        is_factory_name(data.name)
-        and not data.name.startswith("torchvision:")
-        and data.name not in allow_import
-    )
+    count = max(BATCHES)
     try:
-        if is_code or not Path(data.root).expanduser().exists():
-            raise DataError(
-                f"data.name={data.name} is not opened" if is_code else f"no {data.root} here"
-            )
-        source = open_datasets(data, ("val",), subset=True).val
-        assert source is not None
-        found = min(count, len(source))
-        indices = [i * len(source) // found for i in range(found)]
-        return [
-            to_channels(source.load(i)[0], channels) for i in indices
-        ], f"{found} held-out images"
+        images = held_out_images(predictor, count, allow_import)
+        return images, f"{len(images)} held-out images"
     except (DataError, OSError) as error:
-        generator = torch.Generator().manual_seed(0)
-        shapes = [(channels, height + 9 * i, width + 17 * i) for i in range(count)]
-        images = [
-            torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for shape in shapes
-        ]
-        return images, f"{count} random images ({first_line(error)})"
+        reason = first_line(error)
+    height, width = predictor.transform.crop
+    generator = torch.Generator().manual_seed(0)
+    images = []
+    for i in range(count):  # of different sizes
+        shape = (len(predictor.mean), height + 9 * i, width + 17 * i)
+        images.append(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
+    return images, f"{count} random images ({reason})"
+
+
+def held_out_images(
+    predictor: Predictor, count: int, allow_import: Collection[str]
+) -> list[Tensor]:
+    """At most `count` images of the run's validation part. Raises DataError or OSError."""
+    data = predictor.config.data
+    is_code = is_factory_name(data.name) and not data.name.startswith("torchvision:")
+    if is_code and data.name not in allow_import:
+        raise DataError(
+            f"data.name={data.name} is not opened", f"To open it: --allow-import {data.name}"
+        )
+    if not Path(data.root).expanduser().exists():
+        raise DataError(f"no {data.root} here", "Mount it.")
+    source = open_datasets(data, ("val",), subset=True).val
+    assert source is not None
+    found = min(count, len(source))
+    images = []
+    for i in range(found):  # evenly spaced, of several classes
+        image, _ = source.load(i * len(source) // found)
+        images.append(to_channels(image, len(predictor.mean)))
+    return images
 
 
 @torch.no_grad()
 def compare(predictor: Predictor, export: Export, images: Sequence[Tensor]) -> list[str]:
-    """Lines about the difference of the logits of an export and of PyTorch, in batches of `BATCHES`.
+    """Compare the logits of an export with PyTorch's, in batches of the sizes `BATCHES`.
 
-    images: uint8 (C, H, W), of any sizes. Raises CheckpointError if logits differ by more than the
-    tolerance, or if logits of PyTorch are not finite.
+    images: uint8 (C, H, W), of any sizes. Returns a line about the largest difference, and a line
+    for each image with another top-1 class. Raises CheckpointError if logits differ by more than
+    the tolerance, or if logits of PyTorch are not finite.
     """
-    name = predictor.config.model.name
-    largest = scale = 0.0
-    lines = []
+    largest = 0.0
+    scale = 0.0
+    others = []
     for size in BATCHES:
         batch = [i % len(images) for i in range(size)]
         pixels = torch.stack([predictor.transform(images[i]) for i in batch])
         prepared = predictor.preprocess(pixels).contiguous()
         expected = predictor.model(prepared).float()
         if not expected.isfinite().all():
-            remedy = "No file was written. Its weights are the cause, not the export; use another checkpoint."
             raise CheckpointError(
-                f"{predictor.path}: logits of PyTorch are NaN or infinite.\n{remedy}"
+                f"{predictor.path}: logits of PyTorch are NaN or infinite. No file was written.",
+                "The cause are its weights and not the export: use another checkpoint.",
             )
         actual = export.run(prepared if export.preprocess == "none" else pixels)
         # NaN must not compare as equal: it is neither larger nor smaller than a tolerance.
         difference = (actual - expected).abs().nan_to_num(nan=float("inf")).max().item()
-        largest, scale = max(largest, difference), max(scale, expected.abs().max().item())
-        for i, torch_logits, exported_class in zip(
-            batch, expected, actual.argmax(dim=1), strict=True
-        ):
-            margin = torch_logits.max() - torch_logits[exported_class]
-            if exported_class != torch_logits.argmax():
-                text = f"another top-1; in PyTorch its logit is {margin:.3g} below the largest"
-                lines.append(f"image {i}, in a batch of {size}: the exported model has {text}")
+        largest = max(largest, difference)
+        scale = max(scale, expected.abs().max().item())
+        for row in (actual.argmax(dim=1) != expected.argmax(dim=1)).nonzero()[:, 0].tolist():
+            margin = expected[row].max() - expected[row, actual[row].argmax()]
+            others.append(
+                f"image {batch[row]}, in a batch of {size}: the exported model has another top-1; "
+                f"in PyTorch its logit is {margin:.3g} below the largest"
+            )
     tolerance = TOLERANCE * scale
-    verdict = f"logits differ by up to {largest:.3g}; tolerance {tolerance:.3g} ({TOLERANCE:g} of the largest logit)"
+    verdict = (
+        f"logits differ by up to {largest:.3g}; tolerance {tolerance:.3g} ({TOLERANCE:g} of the "
+        "largest logit)"
+    )
     if not largest <= tolerance:
-        shown = [
-            f"{verdict}.",
-            *lines[:1],
+        raise CheckpointError(
+            "\n".join([f"{predictor.config.model.name}: {verdict}.", *others[:1]]),
             "No file was written. Other versions of torch or onnxruntime may agree.",
-        ]
-        raise CheckpointError(f"{name}: " + "\n".join(shown))
-    return [*lines, verdict]
+        )
+    return [verdict, *others]

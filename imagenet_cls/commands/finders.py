@@ -1,18 +1,17 @@
-"""Short trainings that only measure: the largest micro-batch that fits, and a range of learning rates."""
+"""Short trainings that measure: the largest micro-batch, and a range of learning rates."""
 
 import gc
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
-from imagenet_cls.checkpoint.format import Progress
+from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.schema import (
     Config,
     DataConfig,
@@ -24,54 +23,31 @@ from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts, build
+from imagenet_cls.engine.meter import StepResult
+from imagenet_cls.engine.plan import ceil_div
 from imagenet_cls.engine.train import train
 from imagenet_cls.guards.device import explain_device_errors
-from imagenet_cls.guards.memory import (
-    is_out_of_memory,
+from imagenet_cls.guards.memory import is_out_of_memory
+from imagenet_cls.models.adapt import set_training
+from imagenet_cls.optim.schedule import Horizon, Schedule
+from imagenet_cls.parallel.memory import (
     memory_limit_bytes,
     peak_memory_bytes,
     reset_peak_memory,
 )
-from imagenet_cls.models.adapt import set_training
-from imagenet_cls.optim.schedule import Schedule, Span
 from imagenet_cls.parallel.process_group import Group
-
-if TYPE_CHECKING:
-    from imagenet_cls.engine.run import Run
 
 _MANY_EPOCHS = 10**6  # so that any ema.every_steps is less than the steps of the run
 _NO_UPDATE_LR = 1e-12  # the weights stay as they are; some optimizers reject 0
 _USABLE_MEMORY = 0.9  # of a host's, since the estimate is rough and other processes need some
 
 
-class _ShortRun:
-    """What the training loop uses of a `Run`, without a run folder, reports and evaluations."""
-
-    def __init__(self, parts: TrainingParts):
-        self.parts, self.progress = parts, Progress()
-
-    def train(self) -> None:
-        try:
-            train(cast("Run", self))
-        finally:
-            self.parts.train_loader.close()
-
-    def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        set_training(self.parts.model, self.parts.config.model)
-        return prefetch_to_device(
-            self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device
-        )
-
-    def after_epoch(self) -> None:
-        """Do nothing: no evaluation and no log line."""
-
-
 @dataclass(frozen=True)
 class Trial:
     """Training steps with micro-batches of `images` images.
 
-    images_per_sec: 0 where there is a `problem`. peak_bytes: an estimate where the trial was not made. reserved_bytes:
-    by the CUDA allocator, 0 on a CPU.
+    images_per_sec: 0 where there is a `problem`. peak_bytes: an estimate where the trial was not
+    made. reserved_bytes: by the CUDA allocator, 0 on a CPU.
     """
 
     images: int
@@ -81,20 +57,26 @@ class Trial:
     problem: str = ""
 
 
-class _TimedRun(_ShortRun):
-    """Trains on one random batch again and again; takes the time of the steps after the first `warmup` ones."""
+class _TimedRun:
+    """Trains on one random batch again and again; takes the time of the steps after the first
+    `warmup` ones.
+    """
 
     def __init__(self, parts: TrainingParts, warmup: int):
-        super().__init__(parts)
+        self.parts = parts
+        self.progress = Progress()
         self.warmup = warmup
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         set_training(self.parts.model, self.parts.config.model)
         return repeat(next(self.parts.train_loader.epoch(epoch)))
 
-    def after_step(self, *_: object) -> None:
-        if self.progress.step == self.warmup:
+    def after_step(self, result: StepResult) -> None:
+        if result.step == self.warmup:
             self.started = self.time()
+
+    def after_epoch(self) -> None:
+        pass
 
     def time(self) -> float:
         """The time at which the device has done its work."""
@@ -104,7 +86,8 @@ class _TimedRun(_ShortRun):
 
 
 def trial_config(config: Config) -> Config:
-    """The config for random images of the largest size, initial weights drawn at random, and a tiny learning rate.
+    """The config for random images of the largest size, initial weights drawn at random, and a tiny
+    learning rate.
 
     Opens the data to count the classes where `model.num_classes` is not set. Raises DataError.
     """
@@ -117,9 +100,8 @@ def trial_config(config: Config) -> Config:
         data=DataConfig(
             name="synthetic", kwargs=kwargs, channels=data.channels, mean=data.mean, std=data.std
         ),
-        augment=replace(
-            config.augment, progressive=ProgressiveConfig()
-        ),  # always size_px, which is the largest
+        # always size_px, which is the largest
+        augment=replace(config.augment, progressive=ProgressiveConfig()),
         loss=replace(loss, class_weights=None) if isinstance(loss.class_weights, str) else loss,
         distill=replace(config.distill, teacher=teacher),
         optimizer=replace(config.optimizer, lr=_NO_UPDATE_LR, lr_base_batch=None),
@@ -131,21 +113,21 @@ def trial_config(config: Config) -> Config:
 def micro_batch_trials(
     config: Config, group: Group, num_devices: int, most: int
 ) -> Iterator[Trial]:
-    """Try sizes of micro-batches, at most `most`: doubled until one does not fit, then between the last two.
+    """Try sizes of micro-batches, at most `most`: doubled until one does not fit, then between the
+    last two. The largest size without a problem is within an eighth, or 8 images, of the largest
+    that fits.
 
-    On a CPU a size is not tried if it is expected to take more memory than there is. num_devices: of the run. Steps
-    with several micro-batches, or on several devices, are tried with two: the gradients of the first, or the buckets
-    of DDP, then take memory in the second.
+    On a CPU a size is not tried if it is expected to take more memory than there is. num_devices:
+    of the run. Steps with several micro-batches, or on several devices, are tried with two: the
+    gradients of the first, or the buckets of DDP, then take memory in the second.
     """
-    share, trials = -(-config.train.global_batch_size // num_devices), list[Trial]()
+    share = ceil_div(config.train.global_batch_size, num_devices)
+    trials: list[Trial] = []
     config = trial_config(config)
     is_cpu = group.device.type == "cpu"
     low, high = 0, most + 1
-    # Above 8 in multiples of 8, above 64 in steps of at most an eighth.
-    while high - low > (unit := 1 if low < 8 else max(8, low // 64 * 8)):
-        size = low + max(unit, (high - low) // 2 // unit * unit)
-        if high > most:  # every size so far fits
-            size = min(2 * low or (2 if is_cpu else 8), most)
+    while high - low > size_unit(low):
+        size = next_size(low, high, most, 2 if is_cpu else 8)
         expected = expected_bytes(trials, size)
         if is_cpu and expected > _USABLE_MEMORY * memory_limit_bytes():
             trial = Trial(
@@ -165,8 +147,27 @@ def micro_batch_trials(
         yield trial
 
 
+def size_unit(low: int) -> int:
+    """The difference of sizes to try above `low`, which fits: above 8 multiples of 8, and above 64
+    steps of at most an eighth.
+    """
+    return 1 if low < 8 else max(8, low // 64 * 8)
+
+
+def next_size(low: int, high: int, most: int, first: int) -> int:
+    """The next size to try: `low` fits and `high` does not. While every size so far fits, `high` is
+    above `most`, and the size is doubled, beginning with `first`. Then about the middle.
+    """
+    if high > most:
+        return min(2 * low if low else first, most)
+    unit = size_unit(low)
+    return low + max(unit, (high - low) // 2 // unit * unit)
+
+
 def expected_bytes(trials: list[Trial], images: int) -> float:
-    """The memory that more images would take, by the line through the last two of `trials`; 0 with fewer."""
+    """The memory that more images would take, by the line through the last two of `trials`; 0 with
+    fewer.
+    """
     if len(trials) < 2:
         return 0.0
     first, last = trials[-2:]
@@ -183,20 +184,25 @@ def try_micro_batch(config: Config, group: Group, images: int, accumulation: int
         torch.compiler.reset()  # there is a limit to how often a model is compiled again
     warmup, steps = (1, 2) if group.device.type == "cpu" else (3, 10)
     if config.train.sam_rho is not None:
-        steps = -(-steps // config.train.sam_every_steps) * config.train.sam_every_steps
+        # as many steps with SAM as without
+        steps = ceil_div(steps, config.train.sam_every_steps) * config.train.sam_every_steps
     batch = images * accumulation
-    data = replace(
-        config.data, kwargs=config.data.kwargs | {"train_images": batch * (warmup + steps)}
+    kwargs = config.data.kwargs | {"train_images": batch * (warmup + steps)}
+    trial = replace(
+        config,
+        data=replace(config.data, kwargs=kwargs),
+        train=replace(
+            config.train,
+            global_batch_size=batch,
+            micro_batch_size=images,
+            epochs=_MANY_EPOCHS,
+            max_steps=warmup + steps,
+        ),
     )
-    train = replace(config.train, global_batch_size=batch, micro_batch_size=images)
-    train = replace(train, epochs=_MANY_EPOCHS, max_steps=warmup + steps)
     reset_peak_memory()
     try:
-        run = _TimedRun(
-            build(replace(config, train=train, data=data), group, load_initial_weights=False),
-            warmup,
-        )
-        run.train()
+        run = _TimedRun(build(trial, group, load_initial_weights=False), warmup)
+        train(run)
         seconds = run.time() - run.started
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -208,7 +214,9 @@ def try_micro_batch(config: Config, group: Group, images: int, accumulation: int
 
 @dataclass
 class LrRange:
-    """The steps of a learning rate range test. smoothed: moving average of the losses with bias correction."""
+    """The steps of a learning rate range test. smoothed: moving average of the losses with bias
+    correction.
+    """
 
     lrs: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -216,14 +224,18 @@ class LrRange:
     end: str = "at the last step"
 
     def lowest(self) -> int:
-        """The step with the lowest smoothed loss. The first tenth does not count: its averages are of few losses."""
+        """The step with the lowest smoothed loss. The first tenth does not count: its averages are
+        of few losses.
+        """
         first = len(self.lrs) // 10
         return first + int(np.argmin(self.smoothed[first:]))
 
     def steepest(self) -> float | None:
-        """The rate up to `lowest` where the smoothed loss falls fastest with the logarithm of the rate.
+        """The rate up to `lowest` where the smoothed loss falls fastest with the logarithm of the
+        rate.
 
-        A rule of fastai's lr_find, as is a tenth of the rate with the lowest loss. None if the loss does not fall.
+        A rule of fastai's lr_find, as is a tenth of the rate with the lowest loss. None if the loss
+        does not fall.
         """
         first = len(self.lrs) // 10
         if not self.lrs or self.lowest() == first:
@@ -236,18 +248,30 @@ class _RangeEnd(Exception):
     """Ends the loop within an epoch."""
 
 
-class _LrRangeRun(_ShortRun):
+class _LrRangeRun:
     """Records the loss of each step. Raises _RangeEnd once it is not finite or has diverged."""
 
     SMOOTHING = 0.9
     DIVERGED = 4.0  # times the lowest
 
     def __init__(self, parts: TrainingParts, report: Callable[[LrRange], None]):
-        super().__init__(parts)
-        self.found, self.report, self.average = LrRange(), report, 0.0
+        self.parts = parts
+        self.progress = Progress()
+        self.found = LrRange()
+        self.report = report
+        self.average = 0.0
 
-    def after_step(self, epoch: int, lr: float, loss_and_top1: torch.Tensor, *_: object) -> None:
-        loss, found = float(loss_and_top1[0]), self.found
+    def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
+        set_training(self.parts.model, self.parts.config.model)
+        batches = self.parts.train_loader.epoch(epoch, first_step)
+        return prefetch_to_device(batches, self.parts.group.device)
+
+    def after_epoch(self) -> None:
+        pass
+
+    def after_step(self, result: StepResult) -> None:
+        found, lr = self.found, result.lr
+        loss = float(result.loss_and_top1[0])
         if not math.isfinite(loss):
             found.end = f"at lr {lr:.3g}, where the loss is not finite"
             raise _RangeEnd
@@ -257,7 +281,10 @@ class _LrRangeRun(_ShortRun):
         found.smoothed.append(self.average / (1 - self.SMOOTHING ** len(found.lrs)))
         self.report(found)
         if found.smoothed[-1] > self.DIVERGED * min(found.smoothed):
-            found.end = f"at lr {lr:.3g}, where the smoothed loss is above {self.DIVERGED:g} times the lowest"
+            found.end = (
+                f"at lr {lr:.3g}, where the smoothed loss is above {self.DIVERGED:g} "
+                f"times the lowest"
+            )
             raise _RangeEnd
 
 
@@ -269,19 +296,24 @@ def lr_range(
     steps: int,
     report: Callable[[LrRange], None],
 ) -> LrRange:
-    """The learning rate range test (Smith 2015, "Cyclical Learning Rates for Training Neural Networks", section 3.3),
-    from the config's initial weights, with a rate that grows geometrically. report: called after each step.
+    """The learning rate range test (Smith 2015, "Cyclical Learning Rates for Training Neural
+    Networks", section 3.3), from the config's initial weights, with a rate that grows
+    geometrically. report: called after each step.
     """
-    train = replace(config.train, epochs=max(config.train.epochs, steps), max_steps=steps)
-    config = replace(config, train=train, schedule=ScheduleConfig(name="constant"), ema=EmaConfig())
+    length = replace(config.train, epochs=max(config.train.epochs, steps), max_steps=steps)
+    config = replace(
+        config, train=length, schedule=ScheduleConfig(name="constant"), ema=EmaConfig()
+    )
     parts = build(config, group)
     per_epoch = parts.plan.steps_per_epoch
 
-    def rate(t: float, _: Span) -> float:
+    def rate(t: float, _: Horizon) -> float:
         return low * (high / low) ** (t / (steps - 1))
 
-    parts.schedule = Schedule(config.schedule, rate, Span(high, steps, per_epoch), 0, 0, per_epoch)
+    parts.schedule = Schedule(
+        config.schedule, rate, Horizon(high, steps, per_epoch), 0, 0, per_epoch
+    )
     run = _LrRangeRun(parts, report)
-    with suppress(_RangeEnd):
-        run.train()
+    with closing(parts.train_loader), suppress(_RangeEnd):
+        train(run)
     return run.found

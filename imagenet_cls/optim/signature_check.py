@@ -6,8 +6,9 @@ from typing import Annotated, Any, get_args
 
 from imagenet_cls.config.keys import choices, split_optional
 from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE
-from imagenet_cls.errors import Problem, format_value
+from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import number_problem
+from imagenet_cls.text import format_value
 
 NotNegative = Annotated[float, NOT_NEGATIVE]
 Positive = Annotated[float, POSITIVE]
@@ -17,10 +18,12 @@ Count = Annotated[int, COUNT]
 def value_problems(
     key: str, factory: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> list[Problem]:
-    """The values in `kwargs` that don't fit the annotations of the factory's parameters, which have all these names.
+    """The values in `kwargs` that don't fit the annotations of the factory's parameters, which have
+    all these names.
 
-    key: such as `loss.kwargs`. Annotations: `bool`, a `Literal` of words, or `Annotated[type, Range]` with the type
-    float, int, one of them or None, or list[float], whose range is that of its numbers.
+    key: such as `loss.kwargs`. Annotations: `bool`, a `Literal` of words, or `Annotated[type,
+    Range]` with the type float, int, one of them or None, or list[float], whose range is the range
+    of its numbers.
     """
     parameters = inspect.signature(factory).parameters
     texts = {

@@ -1,4 +1,7 @@
-"""Which classes and labels an evaluation counts: outputs of absent classes, and ReaL labels of ImageNet."""
+"""Which classes and labels an evaluation counts.
+
+Outputs of absent classes, and ReaL labels of ImageNet.
+"""
 
 import json
 import re
@@ -11,11 +14,12 @@ import torch
 from torch import Tensor
 
 from imagenet_cls.config.schema import EvalConfig
+from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
 from imagenet_cls.data.sources import ImageSource, required_targets
 from imagenet_cls.errors import DataError
 from imagenet_cls.files import check_regular
-from imagenet_cls.models.imagenet import IMAGENET_CLASSES, imagenet_order
 
+_GIVE_FILE = "Give real.json of google-research/reassessed-imagenet."
 VALIDATION_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 
@@ -23,9 +27,9 @@ VALIDATION_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 class EvaluationLabels:
     """Which classes and labels count.
 
-    present: int64 (P,), the classes that the validation images have; None: all. real: int64 (images, most labels), the
-    ReaL labels of each image, and -1 where it has fewer; None without them. left_out: the number of
-    images that `data.exclude` has left out.
+    present: int64 (P,), the classes that the validation images have; None: all. real: int64
+    (images, most labels), the ReaL labels of each image, and -1 where it has fewer; None without
+    them. left_out: the number of images that `data.exclude` has left out.
     """
 
     present: Tensor | None = None
@@ -56,53 +60,48 @@ def evaluation_labels(
 def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) -> Tensor:
     """The ReaL labels of each image as classes of the dataset: see `EvaluationLabels.real`.
 
-    Beyer et al., "Are we done with ImageNet?", 2020. file: real.json of google-research/reassessed-imagenet, a list of
-    lists of outputs: at i the labels of ILSVRC2012_val_(i + 1).JPEG, of which some have none. Raises DataError.
+    Beyer et al., "Are we done with ImageNet?", 2020. file: real.json of
+    google-research/reassessed-imagenet, a list of lists of outputs. Entry i has the labels
+    of the image whose name has the number i + 1; it may be empty. Raises DataError.
     """
     place = f"{file} (eval.real_labels)"
     try:
         check_regular(file)
         lists = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(
-            f"{place}: {error.strerror}\ngive real.json of google-research/reassessed-imagenet"
-        ) from None
+        raise DataError(f"{place}: {error.strerror}", _GIVE_FILE) from None
     except (ValueError, RecursionError):
         lists = None
     try:
         order = imagenet_order(classes)
     except DataError as error:
-        text = f"{place}: the labels are classes of ImageNet-1k, and not all of the dataset's are"
-        raise DataError(f"{text}\n{str(error).splitlines()[-1]}") from None
+        raise DataError(
+            f"{place}: the labels are classes of ImageNet-1k, and not all of the dataset's are",
+            str(error).splitlines()[-1],
+        ) from None
     class_of = {output: number for number, output in enumerate(order)}
-
-    def is_valid(labels: object) -> bool:
-        return isinstance(labels, list) and all(
-            type(label) is int and label in class_of for label in labels
-        )
-
-    bad = (
-        [i for i, labels in enumerate(lists) if not is_valid(labels)]
-        if isinstance(lists, list)
-        else []
-    )
-    if bad or not isinstance(lists, list):
-        entry = f" (entry {bad[0]})" if bad else ""
-        text = f"{place}: not a list of lists of numbers from 0 to {IMAGENET_CLASSES - 1} in JSON{entry}"
-        raise DataError(f"{text}\ngive real.json of google-research/reassessed-imagenet")
+    problem = f"{place}: not a list of lists of numbers from 0 to {IMAGENET_CLASSES - 1} in JSON"
+    if not isinstance(lists, list):
+        raise DataError(problem, _GIVE_FILE)
+    for number, labels in enumerate(lists):
+        is_list = isinstance(labels, list)
+        if not is_list or not all(type(i) is int and i in class_of for i in labels):
+            raise DataError(f"{problem} (entry {number})", _GIVE_FILE)
     rows = []
     for i in range(len(source)):
         match = VALIDATION_NAME.search(source.name(i))
         number = int(match[1]) if match else 0
         if not 1 <= number <= len(lists):
             raise DataError(
-                f"{source.name(i)}: eval.real_labels needs names with ILSVRC2012_val_00000001 to {len(lists):08d}\n"
-                "evaluate ImageNet's validation images, or set eval.real_labels to null"
+                f"{source.name(i)}: eval.real_labels needs names with ILSVRC2012_val_00000001 to "
+                f"{len(lists):08d}",
+                "Evaluate ImageNet's validation images, or set eval.real_labels to null.",
             )
         rows.append([class_of[label] for label in lists[number - 1]])
     if not any(rows):
         raise DataError(
-            f"{place}: none of the {len(rows)} images has a label\ncheck the file and data.val"
+            f"{place}: none of the {len(rows)} images has a label.", "Check the file and data.val."
         )
     most = max(map(len, rows))
-    return torch.tensor([row + [-1] * (most - len(row)) for row in rows])
+    padded = [row + [-1] * (most - len(row)) for row in rows]
+    return torch.tensor(padded)

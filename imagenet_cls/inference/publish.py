@@ -1,4 +1,7 @@
-"""A trained timm model as a folder that timm and the Hugging Face Hub read: weights, `config.json`, model card."""
+"""Write a trained timm model as a folder that timm and the Hugging Face Hub read.
+
+Weights, `config.json`, model card.
+"""
 
 import json
 import math
@@ -10,16 +13,17 @@ from typing import Any
 import huggingface_hub
 import timm
 from safetensors import SafetensorError
-from timm.models._hub import generate_readme
 
 from imagenet_cls import __version__
 from imagenet_cls.checkpoint.format import invalid_content_errors, verified_files
+from imagenet_cls.config.compare import changed_values
 from imagenet_cls.config.keys import keys_with
-from imagenet_cls.engine.predictor import Predictor
-from imagenet_cls.errors import ResourceError, UsageError, first_line, printable
+from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.files import explain_write_errors
+from imagenet_cls.inference.predictor import Predictor
 from imagenet_cls.models.build import FOLDER, HUB, is_download_error
-from imagenet_cls.report.writers import changed_values
+from imagenet_cls.private_names import generate_readme
+from imagenet_cls.text import first_line, printable
 
 FILES = ("model.safetensors", "config.json", "README.md")
 CROP_MODES = {"crop": "center", "squash": "squash", "pad": "border"}
@@ -39,10 +43,12 @@ _RECIPE = ("augment", "mix", "loss", "distill", "optimizer", "schedule", "train"
 def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str | None) -> None:
     """Write `FILES` by timm's `save_for_hf`.
 
-    predictor: on the CPU. name: of the model, for the card. license_id: of the Hub, such as `apache-2.0`. Raises
-    UsageError for a model or preprocessing that timm does not have, CheckpointError and ResourceError.
+    predictor: on the CPU. name: the name of the model, for the card. license_id: as the Hub names
+    it, such as `apache-2.0`. Raises UsageError for a model or preprocessing that timm does not
+    have, CheckpointError and ResourceError.
     """
-    config, model = predictor.config, predictor.model
+    config = predictor.config
+    model = predictor.model
     check_timm_model(predictor)
     source: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
     model.pretrained_cfg = {key: source[key] for key in _ARCHITECTURE_KEYS if key in source}  # type: ignore[assignment]
@@ -73,15 +79,14 @@ def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str 
             )
         except SafetensorError as error:
             raise ResourceError(
-                f"can't write {folder}: {first_line(error)}\nGive another folder."
+                f"Can't write {folder}: {first_line(error)}", "Give another folder."
             ) from error
         # transformers passes num_classes and **model_args to timm, so it must not be in both.
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         stored.get("model_args", {}).pop("num_classes", None)
         (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
-        shutil.copymode(
-            folder / "config.json", folder / "model.safetensors"
-        )  # safetensors' is 0600
+        # safetensors gives its file the mode 0600
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")
         card = model_card(predictor, preprocessing, license_id)
         (folder / "README.md").write_text(generate_readme(card, name), encoding="utf-8")
 
@@ -89,16 +94,18 @@ def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str 
 def check_timm_model(predictor: Predictor) -> None:
     """Raise UsageError where timm alone does not build the model."""
     name = predictor.config.model.name
-    architecture = (getattr(predictor.model, "pretrained_cfg", None) or {}).get("architecture", "")
-    is_library = name.startswith((HUB, FOLDER)) or ":" not in name
-    is_library &= timm.is_model(architecture) and timm.model_entrypoint(
-        architecture
-    ).__module__.startswith("timm.")
-    if not is_library:
-        raise UsageError(
-            f"{predictor.path}: {name} is not a model of timm, so timm can't load it from a folder.\n"
-            "Use tools/export.py, or the weights in the checkpoint."
-        )
+    if name.startswith((HUB, FOLDER)) or ":" not in name:
+        settings = getattr(predictor.model, "pretrained_cfg", None) or {}
+        architecture = settings.get("architecture", "")
+        # a user's module may have registered a model in timm
+        if timm.is_model(architecture):
+            module = timm.model_entrypoint(architecture).__module__
+            if module.startswith("timm."):
+                return
+    raise UsageError(
+        f"{predictor.path}: {name} is not a model of timm, so timm can't load it from a folder.",
+        "Use tools/export.py, or the weights in the checkpoint.",
+    )
 
 
 def timm_crop_pct(predictor: Predictor) -> float:
@@ -106,18 +113,17 @@ def timm_crop_pct(predictor: Predictor) -> float:
 
     Raises UsageError for a rectangular crop after a resize of one side, for which there is none.
     """
-    crop, resized, evaluation = (
-        predictor.transform.crop,
-        predictor.transform.resized,
-        predictor.config.eval,
-    )
+    crop = predictor.transform.crop
+    resized = predictor.transform.resized
+    evaluation = predictor.config.eval
     share = evaluation.crop_pct if evaluation.resize_px is None else crop[0] / resized[0]
     if math.floor(crop[0] / share) < resized[0]:  # the quotient was rounded up
         share = math.nextafter(share, 0)
     if tuple(math.floor(side / share) for side in crop) != resized:
         raise UsageError(
-            f"{predictor.path}: timm has no eval.resize_px={evaluation.resize_px} with a crop of {crop} pixels.\n"
-            "Train and evaluate with eval.crop_pct and eval.resize_px=null."
+            f"{predictor.path}: timm has no eval.resize_px={evaluation.resize_px} with a crop of "
+            f"{crop} pixels.",
+            "Train and evaluate with eval.crop_pct and eval.resize_px=null.",
         )
     return share
 
@@ -126,9 +132,11 @@ def model_card(
     predictor: Predictor, preprocessing: dict[str, Any], license_id: str | None
 ) -> dict[str, Any]:
     """The argument of timm's `generate_readme`. Contains no paths of data or weights."""
-    config, kind = predictor.config, predictor.weights
+    config = predictor.config
+    kind = predictor.weights
+    expect = config.expect
     state = json.loads(verified_files(predictor.path, "state.json")["state.json"])
-    progress, expect = state["progress"], config.expect
+    progress = state["progress"]
     details: dict[str, Any] = {
         "Architecture": predictor.model.pretrained_cfg["architecture"],  # type: ignore[index]
         "Data": f"{config.data.name} (data.name of the config)",
@@ -139,47 +147,50 @@ def model_card(
     if kind in progress["latest"] and progress["evaluated_step"] == progress["step"]:
         metrics = progress["latest"][kind]
         details["Result on the validation images of the run"] = (
-            f"top-1 {metrics['top1_pct']:.2f} %, top-5 {metrics['top5_pct']:.2f} %, loss {metrics['loss']:.4f}, "
-            f"{metrics['images']:,} images"
+            f"top-1 {metrics['top1_pct']:.2f} %, top-5 {metrics['top5_pct']:.2f} %, "
+            f"loss {metrics['loss']:.4f}, {metrics['images']:,} images"
         )
-        not_in_timm = {
-            "eval.flip_tta": config.eval.flip_tta,
-            "data.exif": config.data.exif == "apply",
-        }
-        if names := [name for name, is_used in not_in_timm.items() if is_used]:
-            details["Not in timm's transform, but in the result"] = ", ".join(names)
+        not_in_timm = []
+        if config.eval.flip_tta:
+            not_in_timm.append("eval.flip_tta")
+        if config.data.exif == "apply":
+            not_in_timm.append("data.exif")
+        if not_in_timm:
+            details["Not in timm's transform, but in the result"] = ", ".join(not_in_timm)
     if expect.claimed_top1_pct is not None:
         details["Top-1 that the source of the recipe claims"] = (
             f"{expect.claimed_top1_pct:g} % ({expect.source})"
         )
-    details |= {"Note on the recipe": expect.note} if expect.note else {}
+    if expect.note:
+        details["Note on the recipe"] = expect.note
     if config.model.checkpoint is not None:
         details["Initial weights"] = f"{Path(config.model.checkpoint).name}; see their license"
     elif config.model.pretrained and not config.model.name.startswith(FOLDER):
         details["Initial weights"] = f"published for {config.model.name}; see their license"
     local = keys_with("per_machine", True) | {"distill.teacher.checkpoint"}
-    details["Settings that differ from the defaults"] = {
-        key: value
-        for key, value in changed_values(config).items()
-        if key.partition(".")[0] in _RECIPE
-        and key not in local
-        and not str(value).startswith(FOLDER)
-    }
+    settings = {}
+    for key, value in changed_values(config).items():
+        is_recipe = key.partition(".")[0] in _RECIPE and key not in local
+        if is_recipe and not str(value).startswith(FOLDER):
+            settings[key] = printable(str(value))
+    details["Settings that differ from the defaults"] = settings
     details["Ranks"] = state["world_size"]
-    details["Versions"] = state["versions"]
+    details["Versions"] = {
+        name: printable(str(version)) for name, version in state["versions"].items()
+    }
     usage = (
         "```python\nimport timm\n\n"
-        'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or hf-hub:USER/NAME\n'
-        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n```\n\n"
+        'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or '
+        "hf-hub:USER/NAME\n"
+        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n"
+        "```\n\n"
         'or `transformers.pipeline("image-classification", model="FOLDER")`'
     )
     return {
         "license": license_id or "unknown",
         "description": f"An image classifier trained with imagenet-cls {__version__}.",
         "details": {
-            key: {k: printable(str(v)) for k, v in value.items()}
-            if isinstance(value, dict)
-            else printable(str(value))
+            key: value if isinstance(value, dict) else printable(str(value))
             for key, value in details.items()
         },
         "usage": usage,
@@ -187,7 +198,9 @@ def model_card(
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload the files of `write_folder` to the Hub; return the URL. Raises ResourceError without network or login."""
+    """Upload the files of `write_folder` to the Hub; return the URL. Raises ResourceError without
+    network or login.
+    """
     try:
         api = huggingface_hub.HfApi(library_name="imagenet-cls", library_version=__version__)
         url = api.create_repo(repository, exist_ok=True)
@@ -199,6 +212,7 @@ def push(folder: Path, repository: str) -> str:
         if not is_download_error(error):
             raise
         raise ResourceError(
-            f"can't upload {folder} to {repository}: {first_line(error)}\n"
-            f"The folder is complete. Log in with `hf auth login`, then: hf upload {repository} {folder}"
+            f"Can't upload {folder} to {repository}: {first_line(error)}",
+            f"The folder is complete. Log in with `hf auth login`, then: hf upload {repository} "
+            f"{folder}",
         ) from error

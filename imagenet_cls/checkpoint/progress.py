@@ -1,0 +1,82 @@
+"""How far a run is: its step, and the results of its evaluations. `state.json` holds it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Results of an evaluation by their names in configs (`checkpoint.best`, `train.early_stop.metric`).
+METRICS = {
+    "top1": "top1_pct",
+    "top5": "top5_pct",
+    "loss": "loss",
+    "balanced_accuracy": "balanced_accuracy_pct",
+}
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    step: optimizer updates done. evaluated_step: the last step that was evaluated. best: for each
+    kind of weights (raw, ema) the `step` of the best evaluation and the metric of
+    `checkpoint.best`. latest: metrics of the last evaluation for each kind. evaluations: (step,
+    top-1 in percent of the raw weights), for `plateau`. history: metrics of the same evaluations,
+    for `train.early_stop`. stopped_early: whether that ended the run.
+    """
+
+    step: int = 0
+    evaluated_step: int = 0
+    best: dict[str, dict[str, Any]] = field(default_factory=dict)
+    latest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    history: list[dict[str, float]] = field(default_factory=list)
+    stopped_early: bool = False
+
+
+def score(results: Mapping[str, float], metric: str) -> float:
+    """A number that is higher for better results. metric: one of the values of `METRICS`."""
+    return -results[metric] if metric == "loss" else results[metric]
+
+
+def best_score(best: Mapping[str, float]) -> float:
+    """The score of an entry of `Progress.best`."""
+    (metric,) = (name for name in best if name != "step")
+    return score(best, metric)
+
+
+def read_progress(values: Mapping[str, Any]) -> Progress:
+    """The progress that `state.json` holds. Values that an older version did not write have their
+    defaults.
+
+    Raises TypeError, ValueError or LookupError if a value is missing or has another type, so that a
+    malformed checkpoint is an error when it is read and not in the middle of a run.
+    """
+    progress = Progress(**values)
+    _integer(progress.step)
+    _integer(progress.evaluated_step)
+    progress.evaluations = [
+        (_integer(step), _number(top1_pct)) for step, top1_pct in progress.evaluations
+    ]
+    for best in progress.best.values():
+        _integer(best["step"])
+        _number(best_score(best))
+    for results in progress.latest.values():
+        _number(results["top1_pct"])
+        _number(results["loss"])
+    progress.history = [
+        {metric: _number(value) for metric, value in results.items()}
+        for results in progress.history
+    ]
+    return progress
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not an integer")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r} is not a number")
+    return value

@@ -1,0 +1,339 @@
+"""The model of a run: its initial weights, changes by the config, and the teacher.
+
+Also whether it fits the data.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from imagenet_cls.checkpoint.format import invalid_content_errors, stored_mean_std
+from imagenet_cls.checkpoint.select import load_best
+from imagenet_cls.config.schema import (
+    Config,
+    DataConfig,
+    Size,
+    TrainConfig,
+    format_size,
+    height_width,
+)
+from imagenet_cls.data.classes import IMAGENET_CLASSES, class_difference, imagenet_order
+from imagenet_cls.data.transforms import sizes_px
+from imagenet_cls.errors import CheckpointError, ConfigError, DataError
+from imagenet_cls.files import is_url
+from imagenet_cls.guards.memory import is_out_of_memory
+from imagenet_cls.models.adapt import (
+    checkpoint_activations,
+    freeze,
+    pad_deterministically,
+    permute_outputs,
+    set_training,
+    size_remedy,
+    split_batch_norm,
+)
+from imagenet_cls.models.build import build_model, model_mean_std, published_weights, weights_source
+from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
+from imagenet_cls.models.weight_files import download_weights, read_all_weights
+from imagenet_cls.models.weights import load_weights, prefix_errors
+from imagenet_cls.parallel.collectives import run_on_main
+from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
+from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
+from imagenet_cls.text import first_line, format_value
+
+T = TypeVar("T")
+
+
+def build_training_model(
+    config: Config,
+    num_classes: int,
+    classes: Sequence[str],
+    group: Group,
+    load_initial_weights: bool,
+    smallest_norm_batch: int,
+) -> tuple[nn.Module, list[str]]:
+    """The model on this rank's device, not yet wrapped, and messages about its weights. A
+    collective.
+
+    classes: the classes of the data. load_initial_weights: whether to load the weights that the
+    config names.
+    smallest_norm_batch: see `check_model_outputs`.
+    """
+    # Only rank 0 reads weights from disk or network; the others get them by broadcast when DDP
+    # wraps the model.
+    to_build = config
+    if not (group.is_main and load_initial_weights):
+        to_build = replace(config, model=replace(config.model, pretrained=False, checkpoint=None))
+    model, messages = run_on_main_first(
+        group, lambda: build_initial_model(to_build, num_classes, classes)
+    )
+    if not load_initial_weights:
+        messages = []
+    model = split_batch_norm(model, config.model, config.augment.splits)
+    if frozen := freeze(model, config.model, num_classes):
+        messages.append(frozen)
+    model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
+    check_model_outputs(model, config, num_classes, smallest_norm_batch)
+    if config.distill.kind != "none":
+        enable_distillation_token(model)
+    if config.parallel.sync_bn:
+        model = synchronize_batch_norm(model, group)
+    if config.train.deterministic and group.device.type == "cuda":
+        pad_deterministically(model)
+    if config.train.grad_checkpointing:
+        checkpoint_activations(model)
+    set_training(model, config.model)  # the modes show which BatchNorm layers are frozen
+    return model, messages
+
+
+def build_initial_model(
+    config: Config, num_classes: int, classes: Sequence[str] = ()
+) -> tuple[nn.Module, list[str]]:
+    """The model on the CPU with its initial weights (random, published or from a file), and
+    messages about them and about differences between this run and their training. classes: the
+    classes of the data.
+    """
+    seed_generators(hash_key("init", config.seed))
+    model = build_model(config.model, num_classes, config.data.channels)
+    check_model_parameters(model, config.model.name)
+    trained_mean_std: MeanStd | None = None
+    known_classes: Sequence[str] | None = None
+    if config.model.checkpoint is not None:
+        with prefix_errors("model.checkpoint"):
+            stored = read_stored_weights(config.model.checkpoint)
+            sentence = load_weights(model, stored.tensors, num_classes)
+        messages = [*stored.warnings, f"starts from the weights of {stored.origin}: {sentence}"]
+        trained_mean_std = stored.mean_std
+        known_classes = stored.classes
+    else:
+        messages = [weights_source(config.model, model, num_classes)]
+        if config.model.pretrained:
+            trained_mean_std = model_mean_std(model, config.data.channels)
+            _, published_classes = published_weights(config.model, model)
+            if published_classes == num_classes == IMAGENET_CLASSES:
+                try:
+                    messages[0] += permute_outputs(model, imagenet_order(classes))
+                except DataError as error:  # a new task with as many classes
+                    messages.append(
+                        f"the head of the published weights is kept, but {first_line(error)}"
+                    )
+    own = choose_mean_std(config.data, model)
+    if trained_mean_std is not None and trained_mean_std != own:
+        messages.append(
+            f"the initial weights were trained with data.mean={trained_mean_std[0]} "
+            f"data.std={trained_mean_std[1]}, and this run uses data.mean={own[0]} "
+            f"data.std={own[1]}"
+        )
+    if difference := class_difference(known_classes, classes):
+        messages.append(f"the head of the initial weights is kept, but {difference}")
+    return model, messages
+
+
+def build_distillation_teacher(
+    config: Config, num_classes: int, classes: Sequence[str], group: Group, mean_std: MeanStd
+) -> Teacher | None:
+    """The teacher that the config names, if any. Raises a UserError for one of other classes. A
+    collective.
+
+    classes: the classes of the data. mean_std: the normalization of the images that the teacher
+    gets.
+    """
+    if config.distill.kind == "none":
+        return None
+
+    def read(path: str) -> tuple[dict[str, Tensor], MeanStd | None]:
+        stored = read_stored_weights(path)
+        if difference := class_difference(stored.classes, classes):
+            raise ConfigError(
+                [
+                    f"distill.teacher.checkpoint: {path}: {difference}; use a teacher "
+                    f"of the same classes"
+                ]
+            )
+        return stored.tensors, stored.mean_std
+
+    teacher = config.distill.teacher
+    order: list[int] = []
+    if teacher.pretrained and num_classes == IMAGENET_CLASSES:
+        order = run_on_main(group, lambda: imagenet_order(classes))
+    return build_teacher(
+        teacher,
+        num_classes,
+        group,
+        read,
+        mean_std,
+        sizes_px(config.augment),
+        config.seed,
+        memory_format(config.train),
+        order,
+    )
+
+
+def memory_format(train: TrainConfig) -> torch.memory_format:
+    return torch.channels_last if train.channels_last else torch.preserve_format
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights in a file or checkpoint folder, by name, on the CPU; how they were trained, if known.
+
+    kind: `raw` or `ema`.
+    """
+
+    tensors: dict[str, Tensor]
+    origin: str
+    kind: str
+    mean_std: MeanStd | None = None
+    classes: Sequence[str] | None = None
+    warnings: Sequence[str] = ()
+
+
+def read_stored_weights(source: str | Path, kind: str | None = None) -> StoredWeights:
+    """The weights of a file, a URL or a checkpoint; of a run folder, those of its best checkpoint.
+
+    kind: `raw` or `ema`. None: the kind that evaluated best in a run folder; otherwise the EMA if
+    there is one. Raises CheckpointError or ResourceError.
+    """
+    path = download_weights(str(source)) if is_url(source) else Path(source)
+    if not path.is_dir():
+        found = read_all_weights(path)
+        default = "ema" if "ema" in found else "raw"
+        kind = kind or default
+        check_kind(found, kind, path)
+        tensors, origin = found[kind]
+        return StoredWeights(tensors, origin, kind)
+    snapshot, best, damage = load_best(path)
+    with invalid_content_errors(snapshot.path):
+        weights = {"raw": snapshot.model}
+        if snapshot.ema is not None:
+            weights["ema"] = snapshot.ema
+        default = "raw" if best == "raw" or snapshot.ema is None else "ema"
+        kind = kind or default
+        check_kind(weights, kind, path)
+        note = ", its best" if best == kind else ""
+        return StoredWeights(
+            tensors=weights[kind],
+            origin=f"{path} (step {snapshot.state['step']}, {kind}{note})",
+            kind=kind,
+            mean_std=stored_mean_std(snapshot.state),
+            classes=[*map(str, snapshot.state["classes"])],
+            warnings=damage,
+        )
+
+
+def check_kind(weights: Collection[str], kind: str, origin: Path | str) -> None:
+    """Raise CheckpointError unless `kind` is one of `weights`."""
+    if kind not in weights:
+        raise CheckpointError(f"{origin}: no {kind} weights.", f"It has: {', '.join(weights)}.")
+
+
+def run_on_main_first(group: Group, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and then on the other ranks, so that an error of rank 0 (a missing
+    file, no network) is raised once, on all ranks.
+    """
+    # `run_on_main` would pickle and broadcast a returned value; the list keeps it on rank 0.
+    results: list[T] = []
+    run_on_main(group, lambda: results.append(action()))
+    return results[0] if group.is_main else action()
+
+
+def choose_mean_std(data: DataConfig, model: nn.Module) -> tuple[list[float], list[float]]:
+    """The config's normalization, else the model's."""
+    mean, std = model_mean_std(model, data.channels)
+    return list(data.mean or mean), list(data.std or std)
+
+
+def check_model_parameters(model: nn.Module, name: str) -> None:
+    """Raise ConfigError for a newly built model without parameters, or with uninitialized (lazy)
+    ones.
+    """
+    for parameter_name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                [
+                    f"model.name: {name} has uninitialized parameters ({parameter_name}); call the "
+                    f"model once on a batch of images before you return it"
+                ]
+            )
+    if next(model.parameters(), None) is None:
+        raise ConfigError([f"model.name: {name} has no parameters to train; name another"])
+
+
+def check_model_outputs(
+    model: nn.Module, config: Config, num_classes: int, smallest_norm_batch: int
+) -> None:
+    """Raise ConfigError where the model does not map one black image of each of the config's sizes
+    to (1, num_classes).
+
+    smallest_norm_batch: the smallest number of images over which BatchNorm computes its statistics
+    in training. If it is 1, a pass in training mode checks that each BatchNorm layer gets more than
+    one value per channel; otherwise torch raises an error.
+
+    Leaves the model in training mode.
+    """
+    size_px = config.augment.size_px
+    sizes = [
+        ("augment.progressive.sizes_px", size)
+        for size in sizes_px(config.augment)
+        if size != size_px
+    ]
+    sizes += [("augment.size_px", size_px), ("eval.crop_px", config.eval.crop_px)]
+    model.eval()
+    for key, size in sizes:
+        outputs = _forward_black_image(model, config, key, size, "images")
+        shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else None
+        if shape != (1, num_classes):
+            found = shape or f"a {type(outputs).__name__}"
+            raise ConfigError(
+                [
+                    f"model.name: {config.model.name} returns {found} for one image, not "
+                    f"{(1, num_classes)}"
+                ]
+            )
+    set_training(model, config.model)
+    if smallest_norm_batch == 1:
+        before = [buffer.clone() for buffer in model.buffers()]
+        with preserve_rng_state():
+            smallest = sizes_px(config.augment)[0]
+            _forward_black_image(
+                model, config, "train.micro_batch_size", smallest, "a single training image"
+            )
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+
+
+def _forward_black_image(
+    model: nn.Module, config: Config, key: str, size_px: Size, input_name: str
+) -> object:
+    """The output for one black image. Raises ConfigError for `key` where the model fails.
+    input_name: what the model gets, for the message.
+    """
+    channels = config.data.channels
+    kwargs = config.model.kwargs
+    device = next(model.parameters()).device
+    try:
+        with torch.no_grad():
+            return model(torch.zeros(1, channels, *height_width(size_px), device=device))
+    except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
+        # An AttributeError is a bug of the model, unless `model.kwargs` cause it: a timm ResNet
+        # that is built with two stages still calls the third one.
+        is_attribute_error = isinstance(error, AttributeError)
+        if is_out_of_memory(error) or (is_attribute_error and not kwargs):
+            raise
+        name = config.model.name
+        if kwargs:
+            name += f" with model.kwargs={format_value(kwargs)}"
+        size = format_size(size_px)
+        if channels == 1:
+            size = f"1 channel and {size}"
+        raise ConfigError(
+            [
+                f"{'model.kwargs' if is_attribute_error else key}: {name} does not take "
+                f"{input_name} of {size}: {first_line(error)}{size_remedy(model, size_px)}"
+            ]
+        ) from error

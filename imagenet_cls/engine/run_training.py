@@ -1,0 +1,206 @@
+"""A training run in its folder: start or resume, train, finish. Also a dry run."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from imagenet_cls.checkpoint.folders import list_checkpoints
+from imagenet_cls.checkpoint.progress import Progress
+from imagenet_cls.config.load import LoadedConfig, dump_yaml
+from imagenet_cls.config.schema import Config
+from imagenet_cls.engine.build import TrainingParts, build, num_devices
+from imagenet_cls.engine.plan import describe_batch_sizes
+from imagenet_cls.engine.profiler import StepProfiler
+from imagenet_cls.engine.run import Run
+from imagenet_cls.engine.run_folder import RunFolder, RunOptions
+from imagenet_cls.engine.state import disk_space_warning, open_saver, restore
+from imagenet_cls.engine.summary import final_message, start_warnings, startup_table
+from imagenet_cls.engine.train import forward_backward, train
+from imagenet_cls.errors import UserError
+from imagenet_cls.guards.device import explain_device_errors
+from imagenet_cls.guards.hang import HangLog
+from imagenet_cls.models.adapt import set_training
+from imagenet_cls.parallel.collectives import all_reduce_mean, gather_to_main, run_on_main
+from imagenet_cls.parallel.process_group import Group, name_flight_recorder_files
+from imagenet_cls.parallel.stop_requests import StopSignalHandler
+from imagenet_cls.report.console import log_file, open_log
+from imagenet_cls.report.reporter import Reporter
+from imagenet_cls.versions import library_versions
+
+
+def run_training(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
+    """A training run, or a dry run, on this rank. Raises Stopped after a stop signal, or another
+    UserError.
+    """
+    devices = num_devices(loaded.config, group.world_size)
+    with explain_device_errors(describe_batch_sizes(loaded.config, devices)):
+        folder, options, resumes = open_run_folder(loaded.config, options, group)
+        if options.dry_run:
+            parts = build(loaded.config, group, load_initial_weights=not resumes)
+            dry_run(loaded, options, folder, parts)
+            return
+        stop_signals = StopSignalHandler(group)
+        with closing(stop_signals), folder, log_error(folder, group):
+            stop_signals.install()
+            parts = build(loaded.config, group, load_initial_weights=not resumes)
+            with closing(parts.train_loader):
+                train_in_folder(loaded, options, parts, folder, stop_signals)
+
+
+def train_in_folder(
+    loaded: LoadedConfig,
+    options: RunOptions,
+    parts: TrainingParts,
+    folder: RunFolder,
+    stop_signals: StopSignalHandler,
+) -> None:
+    """Load the checkpoint to resume from, if any, open what the run writes, and train."""
+    config, group, work_dir = parts.config, parts.group, options.work_dir
+    progress, messages = restore(parts, folder, options)
+    open_log(work_dir, group.rank)
+    log_path = log_file(work_dir, group.rank)
+    name_flight_recorder_files(os.environ, log_path.parent)
+    folder.start_run(progress, resumed=options.resume)
+    # only now, so that a run that fails to start does not remove the existing one
+    if options.overwrite:
+        run_on_main(group, folder.clear)
+    launchers = gather_to_main(list(options.launchers), group)
+    with (
+        open_reporter(loaded, parts, work_dir, progress) as reporter,
+        open_saver(parts, progress, folder, reporter) as saver,
+    ):
+        if group.is_main:
+            folder.write_metadata(launchers, dump_yaml(config), library_versions())
+            if warning := disk_space_warning(parts, folder.checkpoints):
+                messages.append(warning)
+        for message in messages:
+            reporter.event(progress.step, message)
+        profiled = config.train.profile if group.is_main else None
+        profiler = StepProfiler(profiled, work_dir / "profile", group.device.type)
+        # The stacks are logged before the collectives of the other ranks time out.
+        with HangLog(log_path, 0.9 * config.parallel.timeout_sec) as hang_log:
+            run = Run(
+                parts,
+                progress,
+                reporter,
+                saver,
+                stop_signals,
+                hang_log,
+                profiler,
+                options.overwrite,
+            )
+            with run.save_when_stopped():
+                # the run may have stopped between the last step of an epoch and its evaluation
+                run.after_epoch()
+                run.profile()
+                train(run)
+        run_on_main(group, saver.wait)
+        if config.log.plots:
+            reporter.plot()
+        reporter.message(final_message(progress, work_dir, run.meter))
+
+
+def open_run_folder(
+    config: Config, options: RunOptions, group: Group
+) -> tuple[RunFolder, RunOptions, bool]:
+    """Choose and lock the run folder, on rank 0; for a dry run, only check it. Returns the folder,
+    the options with the chosen folder, and whether the run resumes from a checkpoint.
+
+    A command that torchrun or SLURM restarted resumes the run that it started before, as with
+    --resume. After a restart rank 0 may be on another machine, so the restarts that all ranks
+    report are considered.
+    """
+    restarted_by = gather_to_main(list(options.restarted_by), group)
+
+    def choose_name() -> str:
+        earlier = [
+            path.name
+            for path in options.work_dir.glob("*/")
+            if RunFolder(path).was_started_by(restarted_by)
+        ]
+        return max(earlier, default=time.strftime("%Y%m%d_%H%M%S"))
+
+    if options.new_folder:
+        options = replace(options, work_dir=options.work_dir / run_on_main(group, choose_name))
+    options_if_restarted = replace(options, resume=True, overwrite=False)
+    folder = RunFolder(options.work_dir)
+
+    def lock_folder() -> tuple[bool, bool]:
+        is_restart = folder.was_started_by(restarted_by)
+        folder.open(config, options_if_restarted if is_restart else options)
+        return is_restart, bool(list_checkpoints(folder.checkpoints))
+
+    is_restart, has_checkpoints = run_on_main(group, lock_folder)
+    if is_restart:
+        options = options_if_restarted
+    resumes = options.resume_from is not None or (options.resume and has_checkpoints)
+    return folder, options, resumes
+
+
+@contextmanager
+def log_error(folder: RunFolder, group: Group) -> Iterator[None]:
+    """Log the error that ends the run. A run that has not started keeps its log in memory, and
+    writes it only for an error that is no UserError: the message of a UserError is enough.
+    """
+    log = open_log(None, group.rank)
+    log.info(
+        "rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid()
+    )
+    try:
+        yield
+    except Exception as error:
+        with suppress(UserError):  # the log can't be written
+            if not folder.has_started and not isinstance(error, UserError):
+                open_log(folder.path, group.rank)
+            log.exception("the run ended early")
+        raise
+
+
+def dry_run(
+    loaded: LoadedConfig, options: RunOptions, folder: RunFolder, parts: TrainingParts
+) -> None:
+    """Do everything that a run does up to the gradient of its next step. Writes nothing."""
+    plan = parts.plan
+    with closing(parts.train_loader):
+        progress, messages = restore(parts, folder, options)
+        with open_reporter(loaded, parts, None, progress) as reporter:
+            for message in messages:
+                reporter.message(message)
+            set_training(parts.model, parts.config.model)
+            # a run that is complete repeats its last step
+            step = min(progress.step, plan.total_steps - 1)
+            epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
+            batches = parts.train_loader.epoch(epoch, step_of_epoch)
+            micro_batches = islice(batches, plan.accumulation)
+            loss_and_top1 = forward_backward(parts, micro_batches, epoch, step)
+            loss = all_reduce_mean(loss_and_top1, parts.group)[0].item()
+            reporter.message(
+                f"dry run: step {step + 1} has loss {loss:.4f}; no run folder was written"
+            )
+
+
+@contextmanager
+def open_reporter(
+    loaded: LoadedConfig, parts: TrainingParts, work_dir: Path | None, progress: Progress
+) -> Iterator[Reporter]:
+    """Open the reporter of a run, and print the start-up table, then the warnings and messages
+    about the config and the parts.
+    """
+    with Reporter(
+        work_dir,
+        resume_step=progress.step,
+        config=parts.config,
+        is_main=parts.group.is_main,
+        total_steps=parts.plan.total_steps,
+        total_epochs=parts.plan.epochs,
+        evaluated_step=progress.evaluated_step,
+    ) as reporter:
+        reporter.table(startup_table(parts, work_dir, progress))
+        config_warnings = [f"warning: {line}" for line in loaded.warnings]
+        for message in [*config_warnings, *parts.messages, *start_warnings(parts, progress)]:
+            reporter.message(message)
+        yield reporter

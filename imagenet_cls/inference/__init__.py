@@ -1,0 +1,1 @@
+"""Use of trained weights: load, predict, evaluate, compute features, export and publish."""

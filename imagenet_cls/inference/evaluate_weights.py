@@ -1,0 +1,422 @@
+"""Evaluate any weights on a config's validation images or on a separate test set.
+
+Writes the predictions and the report of `tools/test.py`.
+"""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional
+
+from imagenet_cls.config.schema import Config, DataConfig
+from imagenet_cls.data.classes import class_difference, classes_of_outputs, join_names
+from imagenet_cls.data.datasets import has_training_part, open_datasets
+from imagenet_cls.data.decode import ChooseBox
+from imagenet_cls.data.sources import ImageSource, SubsetSource, targets_of, with_classes
+from imagenet_cls.data.test_set import describe_images, open_test_set
+from imagenet_cls.data.turbojpeg import Box
+from imagenet_cls.engine.build import rank_devices
+from imagenet_cls.engine.evaluate import Evaluation, Outputs, evaluate
+from imagenet_cls.engine.evaluation_labels import evaluation_labels
+from imagenet_cls.engine.metrics import build_metrics
+from imagenet_cls.errors import CheckpointError, DataError
+from imagenet_cls.files import explain_write_errors, write_file
+from imagenet_cls.inference.load_weights import (
+    EVALUATION_KEYS,
+    TrainedModels,
+    WeightsSource,
+    describe_weights,
+    load_on_all_ranks,
+    prepare_models,
+)
+from imagenet_cls.inference.predictor import output_names
+from imagenet_cls.parallel.collectives import (
+    all_reduce_sum,
+    gather_to_main,
+    mark_printed_by_main,
+    run_on_main,
+)
+from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.report.evaluation import ROW, evaluation_page, evaluation_statistics
+from imagenet_cls.report.page import to_jpeg
+from imagenet_cls.text import format_value
+
+_THUMBNAIL_PX = 160
+
+
+@dataclass(frozen=True)
+class WeightsEvaluation:
+    """The result of an evaluation.
+
+    messages: about the images and the weights. metrics: of `evaluate`, by the name of the weights.
+    weights: the name of the weights that `rows` are of. rows: on rank 0 an array of `image_dtype`
+    for all images in their order, if they were recorded; else None. present: see
+    `EvaluationLabels`. settings: values of `EVALUATION_KEYS` as text.
+    """
+
+    messages: list[str]
+    metrics: dict[str, dict[str, Any]]
+    model_name: str
+    weights: str
+    images: ImageSource
+    rows: np.ndarray | None
+    present: torch.Tensor | None
+    settings: dict[str, str]
+
+
+def evaluate_weights(
+    config: Config,
+    weights: WeightsSource,
+    group: Group,
+    test_set: DataConfig | None = None,
+    record: bool = False,
+) -> WeightsEvaluation:
+    """Evaluate weights on the validation images of the config, or on a separate test set. A
+    collective.
+
+    test_set: of `locate_test_set`. record: keep what `prediction_rows` and `write_report` need.
+    Raises CheckpointError if outputs are NaN or infinite.
+    """
+    trained, images = load_weights_and_images(config, weights, group, test_set)
+    data_messages = run_on_main(
+        group, lambda: check_not_trained_on(config, trained, test_set, images)
+    )
+    if test_set is not None:
+        config = replace(config, data=test_set)
+    messages = [
+        describe_images(config.data, images),
+        *describe_weights(config, trained),
+        *data_messages,
+        *prepare_models(trained, config, group),
+    ]
+    chosen = trained.select()
+    names = list(trained.models)
+    labels = evaluation_labels(config.eval, images, images.classes)
+    measured = MeasuredSource(images)
+    evaluation = Evaluation(
+        config, measured, group, rank_devices(config, group), trained.mean, trained.std, labels
+    )
+    recorder = OutputRecorder(names, group.device, chosen if record else None, measured.sizes)
+    outputs = recorder.watch(evaluation.outputs(trained.models))
+    user_metrics = build_metrics(config.eval.metrics, trained.num_classes, names, group)
+    metrics = evaluate(outputs, names, group, trained.num_classes, labels, user_metrics)
+    counts = all_reduce_sum(recorder.nonfinite, group).tolist()
+    if any(counts):
+        error = nonfinite_error(dict(zip(names, counts, strict=True)), len(images))
+        raise mark_printed_by_main(error, group)
+    rows = None
+    gathered = gather_to_main(recorder.rows, group)
+    if gathered:
+        rows = np.concatenate(gathered)
+        rows = rows[np.argsort(rows["index"])]
+        assert np.array_equal(rows["index"], np.arange(len(images)))  # each image exactly once
+    return WeightsEvaluation(
+        messages=messages,
+        metrics=metrics,
+        model_name=trained.config.model.name,
+        weights=chosen,
+        images=images,
+        rows=rows,
+        present=labels.present,
+        settings={key: format_value(attrgetter(key)(config)) for key in EVALUATION_KEYS},
+    )
+
+
+def load_weights_and_images(
+    config: Config, weights: WeightsSource, group: Group, test_set: DataConfig | None
+) -> tuple[TrainedModels, ImageSource]:
+    """The weights, and the images to evaluate, whose targets are in the order of the weights'
+    classes.
+    """
+    subset = config.eval.classes == "present"
+    if run_on_main(group, lambda: weights.path is not None and weights.path.is_dir()):
+        # A checkpoint names its classes, by which the images are matched.
+        trained = load_on_all_ranks(config, weights, (), group)
+        images = open_images(config, test_set, trained.classes)
+    else:
+        images = open_images(config, test_set, None)
+        has_training = test_set is None and has_training_part(config.data)
+        classes = classes_of_outputs(config, images.classes, has_training)
+        trained = load_on_all_ranks(config, weights, classes, group)
+        images = with_classes(images, classes, "the images", subset=True)
+    known = trained.classes or images.classes
+    if known != images.classes and not subset:
+        difference = class_difference(known, images.classes)
+        raise DataError(
+            f"The images have {len(images.classes)} classes ({join_names(images.classes)}), the "
+            f"checkpoint was trained on {len(known)} ({join_names(known)})"
+            f"{difference and f': {difference}'}.",
+            "Evaluate images of the classes that it was trained on. If only some of these have "
+            "images, set eval.classes=present.",
+        )
+    return trained, with_classes(images, known, "the images", subset)
+
+
+def open_images(
+    config: Config, test_set: DataConfig | None, known: Sequence[str] | None
+) -> ImageSource:
+    """The images to evaluate. known: the classes of the weights; None if they don't name them.
+
+    Raises DataError if images of the test set are missing for some of the classes.
+    """
+    data = config.data
+    subset = config.eval.classes == "present"
+    if test_set is not None:
+        images = open_test_set(test_set, known, subset)
+        if known is not None and not subset:
+            check_all_classes(images)
+        return images
+    if known is not None and data.val is not None and data.name in ("folder", "list"):
+        return open_test_set(data, known, subset)
+    val = open_datasets(data, ("val",), subset).val
+    assert val is not None
+    return val
+
+
+def check_all_classes(images: ImageSource) -> None:
+    """Raise DataError if a class has no image. A list need not name all classes."""
+    targets = targets_of(images)
+    if targets is None:
+        return
+    missing = [images.classes[k] for k in np.setdiff1d(np.arange(len(images.classes)), targets)]
+    if missing:
+        raise DataError(
+            f"The test set has no image of {len(missing)} of {len(images.classes)} classes "
+            f"({join_names(missing)}).",
+            "Add them. To evaluate only the classes that have images: eval.classes=present",
+        )
+
+
+def check_not_trained_on(
+    config: Config,
+    trained: TrainedModels,
+    test_set: DataConfig | None,
+    images: ImageSource,
+) -> list[str]:
+    """A warning if the images to evaluate are training images of the checkpoint's run, or may be.
+
+    images: the images of the validation part, or of the test set. Raises DataError as
+    `check_split`.
+    """
+    data = config.data
+    if trained.data_digest is None:
+        return []
+    is_training_part = images.digest() == trained.data_digest
+    if test_set is not None and not is_training_part:
+        location = replace(test_set, train=test_set.val or "", exclude=data.exclude)
+        is_training_part = has_training_images(trained, location)
+    if is_training_part:
+        return ["warning: these images have the names and classes of the run's training images"]
+    if test_set is None and data.val is None and data.name != "synthetic":
+        return check_split(data, trained)
+    return []
+
+
+def check_split(data: DataConfig, trained: TrainedModels) -> list[str]:
+    """A warning if the images that `data` holds out are not the images that the run held out.
+
+    Raises DataError if they would be held out of other images than the run's.
+    """
+
+    def place(part: DataConfig) -> tuple[str, str]:
+        return part.name, os.path.realpath(Path(part.root).expanduser() / part.train)
+
+    def split(part: DataConfig) -> tuple[object, ...]:
+        return part.val_fraction, part.fold, part.group
+
+    run_data = trained.config.data
+    is_same = has_training_images(trained, data)
+    if is_same and split(data) == split(run_data):
+        return []
+    if is_same or place(data) == place(run_data):
+        return ["warning: the run held out other images, and may have been trained on these"]
+    raise DataError(
+        f"{Path(data.root) / data.train}: these are not the images that the run was trained on, "
+        "and only a part of them would be evaluated.",
+        f"To evaluate all of them: --data {data.root}. To evaluate a folder in it: data.val=FOLDER",
+    )
+
+
+def has_training_images(trained: TrainedModels, location: DataConfig) -> bool:
+    """Whether the training part at a location, divided as in the run, has the run's digest."""
+    data = replace(
+        trained.config.data,
+        name=location.name,
+        root=location.root,
+        train=location.train,
+        exclude=location.exclude,
+    )
+    try:
+        train = open_datasets(data, ("train",)).train
+    except DataError:
+        return False
+    return train is not None and train.digest() == trained.data_digest
+
+
+def nonfinite_error(counts: Mapping[str, int], images: int) -> CheckpointError:
+    """The error for weights with NaN or infinite outputs. counts: the number of images with such
+    outputs, by the name of the weights. images: the number of all images.
+    """
+    bad = " and ".join(f"{count} ({name})" for name, count in counts.items() if count)
+    finite = [f"--weights {name}, or " for name, count in counts.items() if not count]
+    return CheckpointError(
+        f"The outputs are NaN or infinite for {bad} of {images} images.",
+        f"Evaluate {''.join(finite)}another checkpoint, or with train.precision=fp32.",
+    )
+
+
+class MeasuredSource(SubsetSource):
+    """All images of another source. Records the size of each image that is read for a batch.
+
+    sizes: int32 (N, 2), height and width, in memory that the workers share; 0 for images that were
+    not read.
+    """
+
+    def __init__(self, source: ImageSource):
+        super().__init__(source, np.arange(len(source)))
+        self.sizes = torch.zeros(len(source), 2, dtype=torch.int32).share_memory_()
+
+    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
+        def choose_and_record(height: int, width: int) -> Box:
+            self.sizes[i] = torch.tensor((height, width))
+            return choose(height, width)
+
+        return super().load_region(i, choose_and_record)
+
+
+class OutputRecorder:
+    """Keeps what is reported about single images while their outputs pass on to `evaluate`.
+
+    names: the names of the models. recorded: the name of the model whose outputs are kept, if any.
+    sizes: of the images, see `MeasuredSource`.
+
+    nonfinite: int64 (models,) on the device, the images without finite probabilities for each
+    model. An output of -inf, as of an absent class, is a probability of 0. rows: arrays of
+    `image_dtype`, one for each batch.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        device: torch.device,
+        recorded: str | None,
+        sizes: torch.Tensor,
+    ):
+        self.nonfinite = torch.zeros(len(names), dtype=torch.int64, device=device)
+        self.rows: list[np.ndarray] = []
+        self._names = names
+        self._recorded = recorded
+        self._sizes = sizes
+
+    def watch(self, outputs: Iterable[Outputs]) -> Iterator[Outputs]:
+        """Yield the outputs of an evaluation unchanged."""
+        for logits, targets, indices in outputs:
+            for number, name in enumerate(self._names):
+                is_finite = logits[name].logsumexp(dim=1).isfinite()
+                self.nonfinite[number] += is_finite.logical_not().sum()
+            if self._recorded is not None:
+                own = logits[self._recorded]
+                self.rows.append(image_rows(own, targets, indices, self._sizes[indices]))
+            yield logits, targets, indices
+
+
+def image_rows(
+    logits: torch.Tensor, targets: torch.Tensor, indices: torch.Tensor, sizes: torch.Tensor
+) -> np.ndarray:
+    """An array of `image_dtype` for a batch: logits (B, classes), targets (B,), indices (B,), sizes
+    (B, 2).
+    """
+    # as in `evaluate`, also for ties
+    top = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    rows = np.empty(len(targets), image_dtype(top.shape[1]))
+    rows["index"] = indices
+    rows["target"] = targets.cpu()
+    rows["height"] = sizes[:, 0]
+    rows["width"] = sizes[:, 1]
+    rows["top"] = top.cpu()
+    rows["probabilities"] = logits.softmax(dim=1).gather(1, top).cpu()
+    rows["loss"] = functional.cross_entropy(logits, targets, reduction="none").cpu()
+    return rows
+
+
+def image_dtype(top: int) -> np.dtype:
+    """The record of an image: the `top` likeliest classes, likeliest first, and their
+    probabilities. Height and width are 0 for `data.name=synthetic`.
+    """
+    numbers = [(name, np.int64) for name in ("index", "target", "height", "width")]
+    ranked = [("top", np.int64, (top,)), ("probabilities", np.float64, (top,))]
+    return np.dtype([*numbers, ("loss", np.float64), *ranked])
+
+
+def prediction_rows(evaluation: WeightsEvaluation) -> Iterator[dict[str, Any]]:
+    """A row for each recorded image: index, image (its name), target, top (classes with their
+    probabilities, likeliest first).
+    """
+    images = evaluation.images
+    rows = evaluation.rows
+    assert rows is not None
+    names = output_names(images.classes, int(rows["top"].max()) + 1)
+    for row in rows:
+        index = int(row["index"])
+        best = [names[k] for k in row["top"]]
+        yield {
+            "index": index,
+            "image": images.name(index),
+            "target": names[row["target"]],
+            "top": list(zip(best, row["probabilities"].tolist(), strict=True)),
+        }
+
+
+def write_report(evaluation: WeightsEvaluation, folder: Path) -> None:
+    """Write report.json, report.html and confusion.csv. Raises ResourceError."""
+    images = evaluation.images
+    recorded = evaluation.rows
+    assert recorded is not None
+    rows = np.empty(len(recorded), ROW)
+    for name in ("index", "target", "height", "width", "loss"):
+        rows[name] = recorded[name]
+    rows["prediction"] = recorded["top"][:, 0]
+    rows["confidence"] = recorded["probabilities"][:, 0]
+    classes = images.classes
+    if evaluation.present is not None:  # the report has only the classes that have images
+        present = evaluation.present.numpy()
+        classes = tuple(classes[i] for i in present)
+        for name in ("target", "prediction"):
+            rows[name] = np.searchsorted(present, rows[name])
+    statistics, confusion = evaluation_statistics(rows, classes, images.name)
+    statistics = {
+        "model": evaluation.model_name,
+        "weights": evaluation.weights,
+        "messages": evaluation.messages,
+        "metrics": evaluation.metrics,
+        "settings": evaluation.settings,
+        **statistics,
+    }
+    thumbnails = {}
+    for example in [*statistics["mistakes"], *statistics["hits"]]:
+        pixels, _ = images.load(example["index"])
+        picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        thumbnails[example["index"]] = to_jpeg(picture, _THUMBNAIL_PX)
+    table = io.StringIO(newline="")
+    writer = csv.writer(table, lineterminator="\n")
+    names = [row["name"] for row in statistics["classes"]]
+    writer.writerow(["true \\ predicted", *names])
+    for name, counts in zip(names, confusion.tolist(), strict=True):
+        writer.writerow([name, *counts])
+    # JSON has no NaN and infinity
+    finite = json.loads(json.dumps(statistics), parse_constant=lambda _: None)
+    page = evaluation_page(statistics, confusion, thumbnails)
+    with explain_write_errors(folder, "Name another folder with --report."):
+        write_file(folder / "confusion.csv", table.getvalue())
+        write_file(folder / "report.json", json.dumps(finite, indent=1) + "\n")
+        write_file(folder / "report.html", page)

@@ -1,0 +1,341 @@
+"""Load weights as models.
+
+From a checkpoint, the best one of a run folder, a file of weights, or published weights. One rank
+reads them, and the others receive them.
+"""
+
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from imagenet_cls.checkpoint.format import (
+    config_from_state,
+    invalid_content_errors,
+    stored_mean_std,
+)
+from imagenet_cls.checkpoint.select import load_best
+from imagenet_cls.config.load import removed_key_warnings
+from imagenet_cls.config.schema import Config, format_size
+from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order, join_names
+from imagenet_cls.engine.build import choose_num_classes
+from imagenet_cls.engine.initial_weights import (
+    check_kind,
+    choose_mean_std,
+    memory_format,
+    read_stored_weights,
+)
+from imagenet_cls.errors import CheckpointError, ConfigError, UsageError
+from imagenet_cls.lookup import import_from_cwd
+from imagenet_cls.models.adapt import permute_outputs, resize_model, size_remedy
+from imagenet_cls.models.build import build_model, check_trusted, published_weights
+from imagenet_cls.models.weights import (
+    load_weights,
+    prefix_errors,
+    state_dict_mismatch,
+    without_split_bn,
+)
+from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
+from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.text import command_line, format_value
+
+# Keys that decide which images are evaluated and how they are prepared. Keys of speed and batches
+# do not change a result.
+EVALUATION_KEYS = (
+    "data.name",
+    "data.root",
+    "data.train",
+    "data.val",
+    "data.val_fraction",
+    "data.fold",
+    "data.group",
+    "data.kwargs",
+    "data.exif",
+    "data.classes",
+    "eval.classes",
+    "eval.mode",
+    "eval.crop_px",
+    "eval.crop_pct",
+    "eval.resize_px",
+    "eval.interpolation",
+    "eval.flip_tta",
+)
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """Which weights to load.
+
+    path: a checkpoint, a run folder or a file of weights; None for the weights that the config
+    names. kind: `raw` or `ema`, to load only these. allow_import: factories and modules that the
+    config in a checkpoint may name, besides the models of libraries and what the config of the
+    command names.
+    """
+
+    path: Path | None = None
+    kind: str | None = None
+    allow_import: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class TrainedModels:
+    """Loaded models, on the CPU in evaluation mode, and how they were trained.
+
+    models: by the name of their weights, `raw` or `ema`. classes: None if unknown. origin: where
+    the weights are from, for messages. path: the checkpoint, or the file of an `OnnxPredictor`.
+    warnings: about damaged checkpoints that were skipped, and removed keys of the config. best: the
+    weights that evaluated best in their run, if known. data_digest: the digest of the training
+    images of their run, if known.
+    """
+
+    models: dict[str, nn.Module]
+    config: Config
+    num_classes: int
+    classes: tuple[str, ...] | None
+    mean: list[float]
+    std: list[float]
+    origin: str
+    path: Path | None = None
+    warnings: Sequence[str] = ()
+    best: str | None = None
+    data_digest: str | None = None
+
+    def select(self, kind: str | None = None) -> str:
+        """The name of the weights to use: `kind`, else those that evaluated best in their run, else
+        the EMA if there is one. Raises CheckpointError for weights that are not there.
+        """
+        kind = kind or self.best or list(self.models)[-1]
+        check_kind(self.models, kind, self.origin)
+        return kind
+
+
+def load_on_all_ranks(
+    config: Config,
+    source: WeightsSource,
+    classes: Sequence[str],
+    group: Group,
+    ignore_head: bool = False,
+) -> TrainedModels:
+    """Read the weights on rank 0 and broadcast them: the other ranks need no file and no network.
+    A collective.
+
+    classes: the names of the data's classes, for weights that do not name their own. ignore_head:
+    see `load_foreign_weights`.
+    """
+
+    @cache  # rank 0 uses the models that it has read for the others
+    def read() -> TrainedModels:
+        return read_models(config, source, classes, ignore_head)
+
+    def describe() -> tuple[list[str], TrainedModels]:
+        return list(read().models), replace(read(), models={})
+
+    names, described = run_on_main(group, describe)
+    if group.is_main:
+        trained = read()
+    else:
+        build = partial(build_bare_model, described.config, described.num_classes)
+        trained = replace(described, models={name: build() for name in names})
+    for model in trained.models.values():
+        model.load_state_dict(broadcast_tensors(model.state_dict(), group))
+    return trained
+
+
+def read_models(
+    config: Config, source: WeightsSource, classes: Sequence[str], ignore_head: bool
+) -> TrainedModels:
+    """`load_on_all_ranks` on one rank."""
+    if source.path is not None and source.path.is_dir():
+        trusted = {config.model.name, *config.imports, *source.allow_import}
+        trained = load_checkpoint(source.path, trusted)
+    else:
+        trained = load_foreign_weights(config, source.path, classes, ignore_head, source.kind)
+    if source.kind is None:
+        return trained
+    kind = trained.select(source.kind)
+    return replace(trained, models={kind: trained.models[kind]}, best=kind)
+
+
+def describe_weights(config: Config, trained: TrainedModels) -> list[str]:
+    """Messages about loaded weights, and how their evaluation by `config` differs from their
+    run's.
+    """
+    return [*trained.warnings, trained.origin, *evaluation_differences(config, trained)]
+
+
+def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
+    """The models of a checkpoint, or of the best one of a run folder. Raises CheckpointError.
+
+    trusted: factories and modules that its config may name, besides the models of libraries.
+    """
+    snapshot, best, damage = load_best(path)
+    assert snapshot.path is not None
+    config = config_from_state(snapshot.state, snapshot.path)
+    check_trusted(config.model, config.imports, trusted, str(snapshot.path))
+    with invalid_content_errors(snapshot.path):
+        averaged = len(snapshot.state.get("averaged", []))
+        note = f", an average of {averaged} checkpoints" if averaged else ""
+        mean, std = stored_mean_std(snapshot.state)
+        num_classes = snapshot.state["num_classes"]
+        classes = tuple(map(str, snapshot.state["classes"]))
+        warnings = [*damage, *removed_key_warnings(snapshot.state["config"])]
+    models = {}
+    for name, stored in (("raw", snapshot.model), ("ema", snapshot.ema)):
+        if stored is None:
+            continue
+        with invalid_content_errors(
+            snapshot.path,
+            f"its model {config.model.name} can't be built here",
+            "Start from the folder that has its module, with the library versions named in its "
+            "state.json.",
+        ):
+            model = build_bare_model(config, num_classes)
+        tensors = without_split_bn(stored)
+        if mismatch := state_dict_mismatch(model.state_dict(), tensors):
+            raise CheckpointError(
+                f"{snapshot.path}: does not fit {config.model.name} as the installed library "
+                f"builds it: {mismatch}.",
+                "Install the versions named in its state.json.",
+            )
+        model.load_state_dict(tensors)
+        models[name] = model
+    return TrainedModels(
+        models,
+        config,
+        num_classes,
+        classes,
+        mean,
+        std,
+        origin=f"{snapshot.path}, step {snapshot.state['step']}{note}",
+        path=snapshot.path,
+        warnings=warnings,
+        best=best,
+        data_digest=snapshot.state.get("data_digest"),
+    )
+
+
+def build_bare_model(config: Config, num_classes: int) -> nn.Module:
+    """The config's model without its weights, on the CPU, in evaluation mode."""
+    for name in config.imports:
+        import_from_cwd(name)
+    model = replace(config.model, pretrained=False, checkpoint=None)
+    return build_model(model, num_classes, config.data.channels).eval()
+
+
+def load_foreign_weights(
+    config: Config,
+    file: Path | None,
+    classes: Sequence[str],
+    ignore_head: bool = False,
+    kind: str | None = None,
+) -> TrainedModels:
+    """The config's model with the weights of a file, or without one with the weights that the
+    config names.
+
+    classes: names of the outputs, in their order, for weights that do not name them. ignore_head:
+    the head is not used, so it may be missing or have other outputs. kind: see
+    `read_stored_weights`. Raises CheckpointError if the weights do not fit the model, UsageError if
+    the config names none, DataError if published weights are for other classes.
+    """
+    if file is None and not config.model.pretrained and config.model.checkpoint is None:
+        raise UsageError(
+            "No weights to evaluate.",
+            f"Name a checkpoint ({command_line('test')} CONFIG CHECKPOINT), or set "
+            "model.pretrained=true for the published ones.",
+        )
+    path = file or config.model.checkpoint
+    count = choose_num_classes(config.model.num_classes, len(classes))
+    model = build_model(
+        replace(config.model, pretrained=path is None), count, config.data.channels
+    ).eval()
+    mean, std = choose_mean_std(config.data, model)
+    if path is None:
+        source, had = published_weights(config.model, model)
+        if had != count and not ignore_head:
+            raise CheckpointError(
+                f"model.pretrained: the published weights ({source}) have {had} outputs, not "
+                f"{count}.",
+                f"Set model.num_classes={had}, or evaluate a checkpoint that was trained on these "
+                "classes.",
+            )
+        origin = f"published weights ({source})"
+        if had == IMAGENET_CLASSES and not ignore_head:
+            origin += permute_outputs(model, imagenet_order(classes))
+        return TrainedModels({"raw": model}, config, count, None, mean, std, origin)
+    with nullcontext() if file is not None else prefix_errors("model.checkpoint"):
+        stored = read_stored_weights(path, kind)
+        # A new, random head is fine for training, but its predictions are chance.
+        sentence = load_weights(model, stored.tensors, count, head_may_differ=ignore_head)
+    origin = f"{stored.origin}: {sentence}"
+    known = None
+    if stored.classes is not None and not ignore_head:
+        known = tuple(stored.classes)
+    elif not ignore_head:
+        origin += f"; its outputs are taken for the classes in this order: {join_names(classes)}"
+    models = {stored.kind: model}
+    return TrainedModels(models, config, count, known, mean, std, origin, warnings=stored.warnings)
+
+
+def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:
+    """A line for each key of `config` by which this evaluation differs from the evaluations of the
+    checkpoint's run.
+    """
+    if trained.path is None:
+        return []
+    # The checkpoint's values of these keys are used, whatever `config` says.
+    used: dict[str, Any] = {
+        "model.name": trained.config.model.name,
+        "data.channels": len(trained.mean),
+        "data.mean": trained.mean,
+        "data.std": trained.std,
+    }
+    lines = []
+    for key in EVALUATION_KEYS:
+        # The training part matters only if the held-out images are taken from it.
+        if key == "data.train" and config.data.val is not None:
+            continue
+        here = attrgetter(key)(config)
+        there = attrgetter(key)(trained.config)
+        if here != there:
+            lines.append(
+                f"{key}: {format_value(here)}, and {format_value(there)} in the run of the "
+                "checkpoint"
+            )
+    for key, there in used.items():
+        here = attrgetter(key)(config)
+        if here not in (None, there):
+            lines.append(
+                f"{key}: {format_value(here)}, and {format_value(there)} in the run of the "
+                "checkpoint, which is used"
+            )
+    run_config = trained.path.parent.parent / "config.yaml"
+    if lines and run_config.is_file():
+        lines.append(f"{run_config} as CONFIG evaluates as the run did")
+    return lines
+
+
+def prepare_models(trained: TrainedModels, config: Config, group: Group) -> list[str]:
+    """Fit the models to the image size `eval.crop_px` and move them to the device, in place.
+    Returns messages. Raises ConfigError for a size that a model can't take.
+    """
+    crop_px = config.eval.crop_px
+    messages = []
+    for model in trained.models.values():
+        try:
+            message = resize_model(model, crop_px, len(trained.mean))
+        except ValueError as error:
+            raise ConfigError(
+                [
+                    f"eval.crop_px: {trained.config.model.name} can't take {format_size(crop_px)}: "
+                    f"{error}{size_remedy(model, crop_px)}"
+                ]
+            ) from error
+        if message is not None and message not in messages:  # raw and EMA models have the same
+            messages.append(message)
+        model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
+    return messages

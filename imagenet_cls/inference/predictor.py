@@ -1,0 +1,397 @@
+"""Prediction with a checkpoint or an exported ONNX file alone, without a config and data."""
+
+import glob
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+
+from imagenet_cls.checkpoint.format import (
+    config_from_state,
+    invalid_content_errors,
+    stored_mean_std,
+)
+from imagenet_cls.config.check import check_value
+from imagenet_cls.config.schema import EvalConfig
+from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
+from imagenet_cls.data.device import Preprocess
+from imagenet_cls.data.index import is_image
+from imagenet_cls.data.transforms import EvalTransform
+from imagenet_cls.engine.evaluate import compute_logits
+from imagenet_cls.errors import CheckpointError, DataError, UsageError
+from imagenet_cls.files import check_regular
+from imagenet_cls.inference.load_weights import TrainedModels, load_checkpoint
+from imagenet_cls.models.features import FeatureModel
+from imagenet_cls.parallel.devices import choose_device, explain_start_errors
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.text import format_value
+
+AnyImage = str | Path | Image.Image | np.ndarray | Tensor
+"""A file, a Pillow image, a uint8 array (H, W, 3), or a uint8 tensor (3, H, W)."""
+
+_KINDS = {"model.safetensors": "raw", "ema.safetensors": "ema"}
+_BATCH = 32
+_MAX_PIXELS = 2**25  # of a batch of small images or of one large one; 0.4 GB in float32
+
+
+@dataclass
+class ImageBatch:
+    """Images that were read together.
+
+    names: the path of a file, else the position in the list of images. images: uint8 (3, H, W), of
+    any sizes, without the files that can't be read. errors: about these files.
+    """
+
+    names: list[str | int] = field(default_factory=list)
+    images: list[Tensor] = field(default_factory=list)
+    errors: list[DataError] = field(default_factory=list)
+
+
+class Predictor:
+    """Classifies images with a checkpoint folder alone. They are prepared, and mirrored with
+    `eval.flip_tta`, as in the evaluations of the run.
+
+    checkpoint: a checkpoint folder, the file of raw or EMA weights in it, or a run folder, whose
+    best checkpoint is read. device: as in the config. weights: `raw` or `ema`. By default a file is
+    read as it is; a run folder gives the weights that evaluated best, and a checkpoint its EMA
+    weights if it has any. allow_import: factories and modules that the config may name, besides the
+    models of libraries. Raises CheckpointError.
+
+    model: in evaluation mode, on the device; maps the images of `prepare` to logits (B, C).
+    classes: their names.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        device: str = "auto",
+        weights: str | None = None,
+        allow_import: Collection[str] = (),
+    ):
+        torch_device = choose_device(device, RankInfo())
+        if torch_device.type == "cuda":
+            with explain_start_errors(torch_device):
+                torch.ones(1, device=torch_device)
+        folder = Path(checkpoint)
+        if folder.is_file() and (folder.parent / "manifest.json").is_file():
+            if folder.name not in _KINDS:
+                raise CheckpointError(
+                    f"{folder} holds no weights of a model.",
+                    f"Give {' or '.join(_KINDS)}, or the folder.",
+                )
+            weights = weights or _KINDS[folder.name]
+            folder = folder.parent
+        trained = load_checkpoint(folder, allow_import)
+        kind = trained.select(weights)
+        self._set_up(trained, kind, trained.models[kind].to(torch_device), torch_device)
+
+    def _set_up(
+        self, trained: TrainedModels, weights: str, model: nn.Module, device: torch.device
+    ) -> None:
+        assert trained.path is not None
+        self.path = trained.path
+        self.weights = weights
+        self.model = model
+        self.config = trained.config
+        self.warnings = trained.warnings
+        self.num_classes = trained.num_classes
+        self.classes = trained.classes or ()
+        self.mean = trained.mean
+        self.std = trained.std
+        check_sizes(self.config.eval, self.path)
+        self.transform = EvalTransform(self.config.eval, self.mean)
+        self.preprocess = Preprocess(self.mean, self.std, device, self.config.train.channels_last)
+
+    def transform_images(self, images: Sequence[AnyImage]) -> Tensor:
+        """Images of any sizes as uint8 (B, C, *crop_px) on the CPU."""
+        exif = self.config.data.exif
+        return torch.stack([self.transform(read_image(image, exif)) for image in images])
+
+    def prepare(self, images: Sequence[AnyImage]) -> Tensor:
+        """Images of any sizes as float32 (B, C, *crop_px) on the device of the model."""
+        return self.preprocess(self.transform_images(images))
+
+    @torch.no_grad()
+    def logits(self, images: Sequence[AnyImage]) -> Tensor:
+        """fp32 logits (B, C) on the CPU.
+
+        Raises CheckpointError if the model can't take images of the run's size, or returns another
+        shape.
+        """
+        logits = self._compute(self.model, images)
+        # An ONNX file may have more outputs than it names classes, but not fewer.
+        fewest = max(len(self.classes), 1)
+        if logits.shape[:-1] != (len(images),) or logits.shape[1] < fewest:
+            raise CheckpointError(
+                f"{self.path}: Its model returns outputs of shape {tuple(logits.shape)}, "
+                f"not {(len(images), fewest)}.",
+                "Use another checkpoint or exported file.",
+            )
+        return logits
+
+    @torch.no_grad()
+    def features(self, images: Sequence[AnyImage]) -> Tensor:
+        """fp32 features (B, D) on the CPU, see `FeatureModel`.
+
+        Raises as `logits`, and UsageError for a model without a known classifier.
+        """
+        return self._compute(self._feature_model, images)
+
+    @cached_property
+    def _feature_model(self) -> FeatureModel:
+        return FeatureModel(self.model, self.num_classes)
+
+    def _compute(self, model: nn.Module, images: Sequence[AnyImage]) -> Tensor:
+        pixels = self.prepare(images)
+        with invalid_content_errors(self.path):
+            return compute_logits(model, pixels, self.config.eval.flip_tta).cpu()
+
+    def predict(
+        self, images: Sequence[AnyImage], top: int = 5, with_logits: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """A row for each image: image (the path of a file, else the position in `images`), top
+        (pairs of class and probability), logits.
+
+        A logit of -inf is None. Raises DataError for a file that can't be read, and CheckpointError
+        for outputs without finite probabilities.
+        """
+        if isinstance(images, str | Path):
+            raise TypeError(f"predict takes a list of images, not {images!r}")
+        for batch in self.read_batches(images):
+            if batch.errors:
+                raise batch.errors[0]
+            yield from self.predict_batch(batch, top, with_logits)
+
+    def predict_batch(
+        self, batch: ImageBatch, top: int = 5, with_logits: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """`predict` for the images that were read."""
+        if not batch.images:
+            return
+        logits = self.logits(batch.images)
+        # An output of -inf is a probability of 0.
+        self.check_finite(batch, logits.logsumexp(dim=1, keepdim=True), "outputs")
+        ranked = top_classes(logits, self.classes, top)
+        for name, best, outputs in zip(batch.names, ranked, logits.tolist(), strict=True):
+            row: dict[str, Any] = {"image": name, "top": best}
+            if with_logits:
+                row["logits"] = [value if math.isfinite(value) else None for value in outputs]
+            yield row
+
+    def check_finite(self, batch: ImageBatch, values: Tensor, name: str) -> None:
+        """Raise CheckpointError if values (B, D) of a batch are NaN or infinite. name: the name of
+        the values, for the error.
+        """
+        is_finite = values.isfinite().all(dim=1).tolist()
+        if not all(is_finite):
+            raise CheckpointError(
+                f"{self.path}: The {name} of its {self.weights} weights are NaN or infinite for "
+                f"{batch.names[is_finite.index(False)]}.",
+                "Use another checkpoint or exported file.",
+            )
+
+    def read_batches(self, images: Sequence[AnyImage]) -> Iterator[ImageBatch]:
+        """Read images in batches that fit in memory. Raises TypeError for arrays of other shapes
+        and types than `AnyImage`.
+        """
+        size = max(min(_BATCH, _MAX_PIXELS // math.prod(self.transform.crop)), 1)
+        for start in range(0, len(images), size):
+            batch = ImageBatch()
+            for number, image in enumerate(images[start : start + size], start):
+                try:
+                    batch.images.append(read_image(image, self.config.data.exif))
+                except DataError as error:
+                    batch.errors.append(error)
+                else:
+                    batch.names.append(str(image) if isinstance(image, str | Path) else number)
+            yield batch
+
+
+def check_sizes(config: EvalConfig, path: Path) -> None:
+    """Raise CheckpointError for sizes that no config may have, or that need gigabytes for an image.
+
+    path: the path of the checkpoint, whose config was read without a check of its ranges.
+    """
+    for key in ("crop_px", "resize_px", "crop_pct"):
+        try:
+            check_value(f"eval.{key}", getattr(config, key))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path}: eval.{key}: {error}.", "Use another checkpoint."
+            ) from None
+    transform = EvalTransform(config)
+    for height, width in (transform.crop, transform.resized_size(1000, 1000)):
+        if height * width > _MAX_PIXELS:
+            raise CheckpointError(
+                f"{path}: The sizes in its eval section make images of {height} x {width} pixels, "
+                f"more than {_MAX_PIXELS:,}.",
+                "Use a checkpoint of smaller images.",
+            )
+
+
+def check_packages(*names: str) -> None:
+    """Raise UsageError if one is not installed."""
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise UsageError(
+            f"ONNX needs {', '.join(missing)}.", f"Install: pip install {' '.join(missing)}"
+        )
+
+
+class OnnxModel(nn.Module):
+    """An ONNX model as a module, on the CPU."""
+
+    def __init__(self, content: bytes):
+        super().__init__()
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        self.session = onnxruntime.InferenceSession(
+            content, options, providers=["CPUExecutionProvider"]
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.from_numpy(self.session.run(None, {"images": images.contiguous().numpy()})[0])
+
+
+class OnnxPredictor(Predictor):
+    """A Predictor for a file of `tools/export.py --format onnx`, on the CPU. Raises
+    CheckpointError.
+    """
+
+    def __init__(self, file: Path):
+        check_packages("onnxruntime")
+        with invalid_content_errors(
+            file, "not an ONNX file of this project", "Write it with tools/export.py."
+        ):
+            check_regular(file)
+            model = OnnxModel(file.read_bytes())
+            stored = model.session.get_modelmeta().custom_metadata_map
+            values = {key: json.loads(value) for key, value in stored.items()}
+            # the learning rate is not used, but a config needs one
+            sections = {
+                "eval": values["eval"],
+                "data": {"exif": values["exif"]},
+                "optimizer": {"lr": 1.0},
+            }
+            config = config_from_state({"config": sections}, file)
+            classes = tuple(map(str, values["classes"]))
+            mean, std = stored_mean_std({"preprocessing": values})
+            trained = TrainedModels(
+                {}, config, len(classes), classes, mean, std, origin=str(file), path=file
+            )
+            self._set_up(trained, values["weights"], model, torch.device("cpu"))
+            self.graph_preprocess = values["preprocess"]
+            if self.graph_preprocess not in ("none", "normalize"):
+                raise CheckpointError(
+                    f"{file}: The preprocessing in its graph is "
+                    f"{format_value(self.graph_preprocess)}, which is no longer supported.",
+                    "Export it again: tools/export.py RUN --format onnx --preprocess normalize",
+                )
+
+    def prepare(self, images: Sequence[AnyImage]) -> Tensor:
+        """The input of the graph: uint8 (B, C, *crop_px) if it normalizes, else as of
+        `Predictor`.
+        """
+        if self.graph_preprocess == "normalize":
+            return self.transform_images(images)
+        return super().prepare(images)
+
+
+def load_model(
+    checkpoint: str | Path,
+    device: str = "auto",
+    weights: str | None = None,
+    allow_import: Collection[str] = (),
+) -> tuple[nn.Module, Callable[[Sequence[AnyImage]], Tensor]]:
+    """`Predictor.model` and `Predictor.prepare` of a checkpoint."""
+    predictor = Predictor(checkpoint, device, weights, allow_import)
+    return predictor.model, predictor.prepare
+
+
+def top_classes(
+    logits: Tensor, classes: Sequence[str], count: int = 5
+) -> list[list[tuple[str, float]]]:
+    """For each row of logits (B, C) the `count` likeliest classes with their probabilities,
+    likeliest first.
+    """
+    best = logits.softmax(dim=1).topk(min(count, logits.shape[1]), dim=1)
+    names = output_names(classes, logits.shape[1])
+    ranked = []
+    for indices, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        ranked.append(list(zip([names[i] for i in indices], probabilities, strict=True)))
+    return ranked
+
+
+def output_names(classes: Sequence[str], count: int) -> list[str]:
+    """The names of `count` outputs, of which there may be more than classes."""
+    return [*classes, *(f"class {index}" for index in range(len(classes), count))]
+
+
+def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
+    """An image as uint8 (3, H, W) on the CPU. exif: `data.exif`. Raises DataError for a file that
+    can't be read, TypeError for arrays of other shapes and types.
+    """
+    if isinstance(image, Image.Image):
+        return rgb_tensor(ImageOps.exif_transpose(image) if exif == "apply" else image)
+    if isinstance(image, np.ndarray):
+        image = torch.from_numpy(np.ascontiguousarray(image)).movedim(-1, 0)
+    if isinstance(image, Tensor):
+        if image.dtype != torch.uint8 or image.ndim != 3 or len(image) != 3:
+            raise TypeError(
+                f"{image.dtype} {tuple(image.shape)} is neither a uint8 tensor (3, H, W) nor a "
+                "uint8 array (H, W, 3)"
+            )
+        return image.cpu()
+    path = Path(image)
+    try:
+        check_regular(path)
+        data = path.read_bytes()
+        return decode_upright(data) if exif == "apply" else decode_rgb(data)
+    except (OSError, DataError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.problem
+        raise DataError(f"{path}: {reason}", "Leave it out, or give another file.") from error
+
+
+def find_images(arguments: Sequence[str]) -> list[Path]:
+    """The image files that the arguments name: files, folders (searched recursively) and patterns.
+    The files of each argument are sorted.
+
+    Raises DataError if an argument names no image, and OSError if a folder can't be read.
+    """
+    found: list[Path] = []
+    for argument in arguments:
+        path = Path(argument)
+        if path.is_dir():
+            files = [
+                Path(folder, name)
+                for folder, _, names in os.walk(path, onerror=_raise)
+                for name in names
+                if is_image(os.fsencode(name))
+            ]
+        elif path.is_file():
+            files = [path]
+        else:
+            files = [Path(name) for name in glob.glob(argument, recursive=True)]  # noqa: PTH207 (absolute ones)
+        matches = sorted(file for file in files if file.is_file())
+        if not matches:
+            raise DataError(
+                f"{argument}: no image there.",
+                "Name image files, folders of images, or quoted patterns like 'photos/*.jpg'.",
+            )
+        found += matches
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,0 +1,70 @@
+"""The CPUs of a rank, from CPU affinity, cgroup quotas and SLURM. Imports no torch."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from imagenet_cls.parallel.environment import RankInfo, tasks_here
+
+
+def cpu_threads(rank_info: RankInfo) -> int:
+    """CPU threads of a rank: its CPUs, rounded down, at least one."""
+    return max(1, int(cpus_per_rank(rank_info)))
+
+
+def cpus_per_rank(rank_info: RankInfo) -> float:
+    """The CPUs of this rank: its share of CPU affinity, cgroup quota and SLURM's number, whichever
+    is least.
+    """
+    # macOS
+    affinity = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    cpus = min(affinity, cgroup_cpus())
+    task_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
+    if task_cpus.isdigit():
+        cpus = min(cpus, int(task_cpus))
+        tasks = tasks_here(
+            os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""),
+            int(os.environ.get("SLURM_NODEID", "0")),
+        )
+        if rank_info.launcher == "slurm" or tasks > 1:  # each rank is a task
+            return cpus
+    return cpus / rank_info.local_world_size
+
+
+def cgroup_cpus(root: Path = Path("/")) -> float:
+    """The smallest quota of this process's cgroups and their parents (`docker run --cpus`);
+    infinity without one.
+    """
+    quotas = [math.inf]
+    for version, folder in cgroup_folders("cpu", root):
+        files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        with suppress(OSError):  # the root of all cgroups has no cpu.max
+            quota, period = " ".join((folder / file).read_text() for file in files).split()
+            if quota not in ("max", "-1"):
+                quotas.append(int(quota) / int(period))
+    return min(quotas)
+
+
+def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
+    """(version 1 or 2, folder) of each cgroup of this process for a controller, and of its
+    parents.
+    """
+    # In a container without a cgroup namespace, /proc has paths of the host, and /sys/fs/cgroup is
+    # the container's.
+    with suppress(OSError):  # no cgroups: macOS
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            group = Path(path.lstrip("/"))
+            if controllers == "":
+                yield from (
+                    (2, root / "sys/fs/cgroup" / level) for level in (group, *group.parents)
+                )
+            elif controller in controllers.split(","):
+                yield from (
+                    (1, root / "sys/fs/cgroup" / controller / level)
+                    for level in (group, *group.parents)
+                )

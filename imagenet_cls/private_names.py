@@ -1,0 +1,76 @@
+"""Every private name of torch, timm and Python that this package uses, in one function each.
+
+A release may rename them without notice, so each has a test that fails then
+(tests/unit/test_private_names.py). This module imports torch, and other libraries where they are
+used.
+"""
+
+import atexit
+from traceback import walk_stack
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+# The base class of torch's BatchNorm1d, 2d, 3d and SyncBatchNorm, and of other libraries' layers.
+# A tuple of the four would miss classes that users derive from it.
+BatchNormBase = _BatchNorm
+
+# The attribute with all targets of torchvision's datasets (Food101, Flowers102, ...).
+# Without it every image would be read.
+TARGETS = "_labels"
+
+
+def change_class(module: nn.Module, new_class: type[nn.Module]) -> None:
+    """Make a module an instance of `new_class`, which has the same attributes and another forward.
+
+    In place, as torch's lazy layers do: names, tensors, hooks and references to the module stay. A
+    new module would have to copy them all.
+    """
+    module.__class__ = new_class
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread.
+
+    torch.utils.checkpoint asks in the same way. Its public `context_fn` can't be set through timm's
+    `set_grad_checkpointing`.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def base_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that timm's Lookahead wraps, which holds all state; another optimizer itself.
+
+    Lookahead's public `load_state_dict` would change the strides of the state.
+    """
+    return getattr(optimizer, "_base_optimizer", optimizer)
+
+
+def generate_readme(card: dict[str, Any], model_name: str) -> str:
+    """The model card that timm writes for the Hugging Face Hub. Its public function also uploads
+    it.
+    """
+    from timm.models._hub import generate_readme
+
+    return generate_readme(card, model_name)
+
+
+def is_restarting_ranks(frame: FrameType | None) -> bool:
+    """Whether torch's elastic agent is waiting in this frame for its ranks to end, to start them
+    again: a machine has joined, or a rank failed.
+
+    The agent's public state does not tell a restart from a stop.
+    """
+    callers = {caller.f_code.co_name for caller, _ in walk_stack(frame)}
+    return {"_restart_workers", "_stop_workers"} <= callers
+
+
+def run_exit_functions() -> None:
+    """Run the functions that were registered with `atexit`.
+
+    `sys.exit` runs them, too, but then frees all modules, which takes seconds.
+    """
+    atexit._run_exitfuncs()

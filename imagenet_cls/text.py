@@ -1,0 +1,60 @@
+"""Text of messages and tables: values as YAML users write them, printable and shortened text."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def command_line(name: str) -> str:
+    """How a user calls a command, for messages: `imagenet-cls train`, or `python tools/train.py` in
+    a clone.
+    """
+    tool = Path("tools", f"{name.replace('-', '_')}.py")
+    has_tool = (Path(__file__).resolve().parents[1] / tool).is_file()
+    return (
+        f"python {tool}"
+        if has_tool and Path(sys.argv[0]).stem != "imagenet-cls"
+        else f"imagenet-cls {name}"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text; its type's name where the text is empty."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def printable(text: str) -> str:
+    """The text with control characters as escapes (`\\x1b`), for a terminal. Undecodable bytes of a
+    path are kept.
+    """
+    keeps = (c.isprintable() or "\udc80" <= c <= "\udcff" for c in text)
+    return "".join(c if kept else ascii(c)[1:-1] for c, kept in zip(text, keeps, strict=True))
+
+
+def utf8_text(value: Any) -> str:
+    """The value as text that can be encoded in UTF-8, for a file: control characters and
+    undecodable bytes of a path are escapes.
+    """
+    return printable(str(value)).encode(errors="backslashreplace").decode()
+
+
+def shorten(text: str, length: int) -> str:
+    """The text in at most `length` characters, with `...` at the end where it was cut."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def format_value(value: Any) -> str:
+    """A config value as YAML users write it, in at most 100 characters: `'many'`, `null`, `true`,
+    `[0.1, 1.0]`.
+    """
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = str(value).lower()
+    elif isinstance(value, list):
+        text = f"[{', '.join(map(format_value, value))}]"
+    elif isinstance(value, dict):
+        text = f"{{{', '.join(f'{key}: {format_value(item)}' for key, item in value.items())}}}"
+    else:
+        text = repr(value)
+    return shorten(text, 100)
