@@ -1,4 +1,6 @@
-"""Shared by all tests: one thread, no GPU, which marked tests run, skips in CI, fixtures. Does not import torch."""
+"""Shared by all tests: one thread, no GPU, which marked tests run, skips in CI, fixtures. Does not
+import torch.
+"""
 
 import os
 import signal
@@ -17,11 +19,16 @@ sys.path.insert(0, str(HERE))
 from forked_ranks import RankServer  # noqa: E402
 from helpers import runs_on_gpus  # noqa: E402
 
-# One thread for each test and the processes that it starts: threads that compete for few cores are slow, and their
-# number changes the bits of sums. torch takes MKL's number, too. Set before the import of torch.
+# One thread for each test and the processes that it starts: threads that compete for few cores are
+# slow, and their number changes the bits of sums. torch takes MKL's number, too. Set before the
+# import of torch.
 os.environ["MKL_NUM_THREADS"] = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A background job of a script ignores Ctrl-C, one of nohup SIGHUP, and so would the runs that tests start.
+# No test downloads a model. Read when huggingface_hub is imported, here and in started processes.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A background job of a script ignores Ctrl-C, one of nohup SIGHUP, and so would the runs that tests
+# start.
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -32,7 +39,9 @@ SLOW_FOLDERS = ("quick", "faults", "distributed", "engine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from tests that do not need one: `device=auto` would choose them, and most tests assume a CPU."""
+    """Hide GPUs from tests that do not need one: `device=auto` would choose them, and most tests
+    assume a CPU.
+    """
     if runs_on_gpus(config.option.markexpr):
         # cuBLAS reads it once in each process. Runs with train.deterministic=true need it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -46,7 +55,9 @@ def in_ci() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run slow folders first, deselect nightly tests unless `-m` names them, skip `gpu` tests without a GPU."""
+    """Run slow folders first, deselect nightly tests unless `-m` names them, skip `gpu` tests
+    without a GPU.
+    """
     items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in SLOW_FOLDERS)
     if "nightly" not in config.option.markexpr:
         nightly = [item for item in items if item.get_closest_marker("nightly")]
@@ -72,7 +83,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
         and not item.get_closest_marker("gpu")
     ):
         report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} was skipped, which counts as a failure where CI is set: {report.longrepr}"
+        report.longrepr = (
+            f"{item.nodeid} was skipped, which counts as a failure where CI is set: "
+            f"{report.longrepr}"
+        )
     return report
 
 
@@ -88,7 +102,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs a command in this process: `call(train_command, *arguments)` returns exit code, stdout and stderr.
+    """Runs a command in this process: `call(train_command, *arguments)` returns exit code, stdout
+    and stderr.
 
     Asserts that an error has at most three lines and no traceback.
     """
@@ -109,7 +124,9 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """The folder of a file system of one megabyte; a checkpoint of `helpers:noisy` takes about a tenth."""
+    """The folder of a file system of one megabyte; a checkpoint of `helpers:noisy` takes about a
+    tenth.
+    """
     folder = tmp_path / "disk"
     folder.mkdir()
     try:
@@ -132,7 +149,9 @@ def rank_server() -> RankServer:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a real SLURM cluster on this machine, one for each module: see `slurm_cluster.py`."""
+    """The environment of a real SLURM cluster on this machine, one for each module: see
+    `slurm_cluster.py`.
+    """
     import slurm_cluster
 
     if not slurm_cluster.is_installed():

@@ -1,6 +1,7 @@
 """Small networks for tests, and runs on real digits, in this process or in others.
 
-`helpers:plain` has neither BatchNorm nor dropout, so losses do not depend on how a batch is split; `noisy` has both.
+`helpers:plain` has neither BatchNorm nor dropout, so losses do not depend on how a batch is split;
+`noisy` has both.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ def mean_target(num_classes: int) -> Any:
 
 
 def with_image_sum(num_classes: int) -> Any:
-    """`plain` with a buffer that each forward pass in training changes: the sum of the image means."""
+    """`plain` with a buffer that each forward pass in training changes: the sum of the image
+    means.
+    """
     import torch
     from torch import nn
 
@@ -92,8 +95,10 @@ def noisy(
 ) -> Any:
     """With BatchNorm and dropout: state in buffers, random draws in every step.
 
-    pause_sec: sleep in each forward pass, so that tests can kill the run there. pause_after: passes without it.
-    pause_until: a file; once it exists there are no more pauses. pause_rank: the only rank that pauses; None: all.
+    pause_sec: sleep in each forward pass, so that tests can kill the run there. pause_after: passes
+    without it.
+    pause_until: a file; once it exists there are no more pauses. pause_rank: the only rank that
+    pauses; None: all.
     pause_marker: a file that is written before a pause.
     """
     from torch import nn
@@ -159,8 +164,10 @@ def eventful(num_classes: int) -> Any:
     return network
 
 
-def arguments(root: Path, work_dir: Path, model: str = "plain", **changes: Any) -> list[str]:
-    """Arguments of train.py: the demo at 16 px, 10 steps per epoch. A double underscore in a name is a dot."""
+def arguments(root: Any, work_dir: Any, model: Any = "plain", **changes: Any) -> list[str]:
+    """Arguments of train.py: the demo at 16 px, 10 steps per epoch. A double underscore in a name
+    is a dot.
+    """
     settings: dict[str, Any] = {
         "model.name": f"helpers:{model}",
         "data.root": root,
@@ -190,7 +197,9 @@ def runs_on_gpus(markers: str) -> bool:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For processes of tests: one thread, `helpers` on the path, no variables of a launcher around the tests."""
+    """For processes of tests: one thread, `helpers` on the path, no variables of a launcher around
+    the tests.
+    """
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in foreign}
     env |= {
@@ -209,7 +218,7 @@ def train_here(words: list[str]) -> None:
 
 
 def run(
-    words: list[str], timeout_sec: float = 240, cwd: Path = REPOSITORY, **more: str
+    words: Sequence[Any], timeout_sec: Any = 240, cwd: Any = REPOSITORY, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a new session and kill the session at its end.
 
@@ -217,9 +226,14 @@ def run(
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with subprocess.Popen(
-            words, env=environment(**more), stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd,
+            words,
+            env=environment(**more),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            cwd=cwd,
             start_new_session=True,
-        ) as started:  # fmt: skip
+        ) as started:
             try:
                 code = started.wait(timeout_sec)
             finally:
@@ -250,12 +264,16 @@ def newest(work_dir: Path) -> Path:
 
 
 def saved_bytes(work_dir: Path) -> dict[str, bytes]:
-    """Weights, EMA and optimizer state of the newest checkpoint: equal after the same steps, evaluated or not."""
+    """Weights, EMA and optimizer state of the newest checkpoint: equal after the same steps,
+    evaluated or not.
+    """
     return {path.name: path.read_bytes() for path in newest(work_dir).glob("*.safetensors")}
 
 
 def state_digest(work_dir: Path) -> str:
-    """SHA-256 over everything that a run computed: weights, buffers, EMA, optimizer, scaler and progress."""
+    """SHA-256 over everything that a run computed: weights, buffers, EMA, optimizer, scaler and
+    progress.
+    """
     folder = newest(work_dir)
     digest = hashlib.sha256()
     for name in [*sorted(path.name for path in folder.glob("*.safetensors")), "optimizer.json"]:
@@ -265,8 +283,9 @@ def state_digest(work_dir: Path) -> str:
     return digest.hexdigest()
 
 
-# For each process of pytest-xdist other ports, below those that systems give to sockets without a chosen port (Linux:
-# from 32768): until the test uses a port of those, another test's process may get it.
+# For each process of pytest-xdist other ports, below those that systems give to sockets without a
+# chosen port (Linux: from 32768): until the test uses a port of those, another test's process may
+# get it.
 _PORTS = itertools.count(
     20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 )

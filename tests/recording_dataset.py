@@ -1,4 +1,6 @@
-"""A dataset for tests, `recording_dataset:open_set`, that records which training images any process reads."""
+"""A dataset for tests, `recording_dataset:open_set`, that records which training images any process
+reads.
+"""
 
 import os
 from collections import Counter
@@ -22,9 +24,8 @@ class RecordingDataset:
         import torch
 
         if self.notes is not None:
-            with Path(self.notes).open(
-                "ab", buffering=0
-            ) as file:  # one write, which no other process can come between
+            # one write, which no other process can come between
+            with Path(self.notes).open("ab", buffering=0) as file:
                 file.write(b"%d\n" % i)
         generator = torch.Generator().manual_seed(i)
         pixels = torch.randint(0, 256, (3, 16, 16), generator=generator, dtype=torch.uint8)

@@ -1,4 +1,6 @@
-"""Registers the tests' own network with timm when it is imported, as a user's module under `imports` does."""
+"""Registers the tests' own network with timm when it is imported, as a user's module under
+`imports` does.
+"""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """A SLURM cluster of two nodes on this machine, with its own folder, ports and configuration.
 
-Needs Debian's `slurm-wlm`, and no privileges beyond those of `slurmd`. Authentication is off, so any process on this
-machine can use it while a test runs.
+Needs Debian's `slurm-wlm`, and no privileges beyond those of `slurmd`. Authentication is off, so
+any process on this machine can use it while a test runs.
 """
 
 import getpass
@@ -55,7 +55,9 @@ def is_installed() -> bool:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Yields the environment that `srun` and `sbatch` need; ends the cluster and all its processes at exit."""
+    """Yields the environment that `srun` and `sbatch` need; ends the cluster and all its processes
+    at exit.
+    """
     with socket.socket() as a, socket.socket() as b, socket.socket() as c:
         for probe in (a, b, c):
             probe.bind(("", 0))
@@ -73,7 +75,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         return (
             "2 idle"
             in subprocess.run(
-                words, env=os.environ | env, capture_output=True, text=True, timeout=60
+                words, env=os.environ | env, capture_output=True, text=True, timeout=240
             ).stdout
         )
 
@@ -84,14 +86,19 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
             ["slurmd", "-D", "-N", "127.0.0.1"],
             ["slurmd", "-D", "-N", "127.0.0.2"],
         ):
-            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             daemons.append(
-                subprocess.Popen(words, env=os.environ | env, start_new_session=True, **quiet)
+                subprocess.Popen(
+                    words,
+                    env=os.environ | env,
+                    start_new_session=True,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
             )
         wait_for(two_nodes_are_idle, f"the cluster, see {folder}/*.log", 120)
         yield env
     finally:
-        subprocess.run(["scancel", "--user", user], env=os.environ | env, timeout=60)
+        subprocess.run(["scancel", "--user", user], env=os.environ | env, timeout=240)
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
             try:

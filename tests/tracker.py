@@ -9,7 +9,9 @@ from imagenet_cls.report.writers import Row, Writer
 
 
 class AppendOnly(Writer):
-    """Steps can't be replaced or extended, and a kill loses the newest ones, as in wandb. Writes `rows.jsonl`."""
+    """Steps can't be replaced or extended, and a kill loses the newest ones, as in wandb. Writes
+    `rows.jsonl`.
+    """
 
     def __init__(self, folder: Path, config: Config, resume_step: int):
         self.path = folder / "rows.jsonl"

@@ -1,16 +1,23 @@
-"""The docs name only what exists: paths, links, options, config keys, modules, exit codes, commands."""
+"""The docs name only what exists: paths, links, options, config keys, modules, exit codes,
+commands.
+"""
 
+import ast
+import io
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from imagenet_cls import errors
+from imagenet_cls.commands.main import COMMANDS
 from imagenet_cls.commands.test import evaluation_parser, load_for_testing
 from imagenet_cls.commands.train import load_for_training, train_parser
 from imagenet_cls.config.load import load_config
@@ -35,29 +42,24 @@ FOREIGN_OPTIONS = {
     "--signal",
     "--time",
 }
-FOREIGN_OPTIONS |= {
-    "--write",
-    "--no-deps",
-    "--no-build-isolation",
-}  # of tests/configs/golden.py, of pip
+# of tests/configs/golden.py, of pip
+FOREIGN_OPTIONS |= {"--write", "--no-deps", "--no-build-isolation"}
+# SLURM
 FOREIGN_OPTIONS |= {
     f"--{name}" for name in ("job-name", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
-}  # SLURM
+}
 FOREIGN_OPTIONS |= {"--repo-type", "--local-dir"}  # of the Hugging Face Hub's client
-FOREIGN_OPTIONS |= {
-    "--kill-on-bad-exit",
-    "--requeue",
-    "--open-mode",
-    "--cpus",
-    "--cpuset-cpus",
-}  # SLURM, docker
+# SLURM, docker
+FOREIGN_OPTIONS |= {"--kill-on-bad-exit", "--requeue", "--open-mode", "--cpus", "--cpuset-cpus"}
 TOOLS = [path.stem for path in (ROOT / "tools").glob("*.py")]
 READERS_FILES = {"configs/mine.yaml"}
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def missing_paths(text: str) -> list[str]:
-    """Files and folders that `text` names and that do not exist. `engine/x.py` is in the package."""
+    """Files and folders that `text` names and that do not exist. `engine/x.py` is in the
+    package.
+    """
     folders = "|".join(["tools", "scripts", "configs", "docs", "imagenet_cls", "tests", r"\.ci"])
     named = re.findall(rf"(?<![\w/.$-])((?:{folders})/[\w./*-]*[\w*])", text)
     named += [
@@ -67,14 +69,30 @@ def missing_paths(text: str) -> list[str]:
     return [name for name in named if name not in READERS_FILES and not list(ROOT.glob(name))]
 
 
-def dead_links(text: str, folder: Path) -> list[str]:
-    return [link for link in re.findall(r"\]\(([^):#]+)\)", text) if not (folder / link).exists()]
+def dead_links(page: Path) -> list[str]:
+    """Links of a page to files, or to headings of pages, that do not exist."""
+    dead = []
+    for link in re.findall(r"\]\(([^):]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    return dead
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the page's headings."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
 
 
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
     """(script, arguments) of each command line in a page's blocks, fenced or indented."""
     for line in re.findall(
-        r"^ *(?:[A-Z_]+=\S+ )*((?:python|bash) (?:tools|scripts)/\w+\.(?:py|sh).*)$", text, re.M
+        r"^ *(?:[A-Z_]+=\S+ )*((?:python|bash) "
+        r"(?:tools|scripts)/\w+\.(?:py|sh).*)$",
+        text,
+        re.M,
     ):
         _, script, *words = shlex.split(line, comments=True)
         yield script, words
@@ -83,15 +101,26 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 @each_page
 def test_paths_and_links_exist(page: Path) -> None:
     assert missing_paths(page.read_text()) == []
-    assert dead_links(page.read_text(), page.parent) == []
+    assert dead_links(page) == []
 
 
 @cache
 def options_of(tool: str) -> set[str]:
-    """The options that `--help` lists."""
-    command = [sys.executable, ROOT / "tools" / f"{tool}.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return set(re.findall(r"--[a-z][a-z-]+", done.stdout))
+    """The options that `--help` lists: of a command in this process, which has imported torch."""
+    name = tool.replace("_", "-")
+    if name not in COMMANDS:
+        words = [sys.executable, ROOT / "tools" / f"{tool}.py", "--help"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True)
+        return options_in(done.stdout)
+    command = getattr(import_module(f"imagenet_cls.commands.{tool}"), COMMANDS[name][0])
+    shown = io.StringIO()
+    with redirect_stdout(shown), pytest.raises(SystemExit):
+        command(["--help"])
+    return options_in(shown.getvalue())
+
+
+def options_in(text: str) -> set[str]:
+    return set(re.findall(r"--[a-z][a-z-]+", text))
 
 
 @each_page
@@ -127,9 +156,8 @@ def test_commands_are_valid(
     own_config = any(re.fullmatch(r"my_\w+\.yaml", word) for word in words)  # run by test_extending
     if tool == "train" and not own_config:
         load_for_training(train_parser().parse_intermixed_args(words))
-    elif (
-        tool == "test" and not own_config and not words[0].startswith("work_dirs/")
-    ):  # a run has its own config
+    # a run has its own config
+    elif tool == "test" and not own_config and not words[0].startswith("work_dirs/"):
         load_for_testing(evaluation_parser().parse_intermixed_args(words))
     elif tool in TOOLS:
         assert {word for word in words if word.startswith("--")} <= options_of(tool)
@@ -153,11 +181,21 @@ def test_tests_readme_names_tests_for_every_event() -> None:
     assert sorted(found[0] for found in covered) == sorted(events)
 
 
-def test_architecture_page_names_every_module() -> None:
+def test_architecture_page_names_every_package() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    modules = [path for path in (ROOT / "imagenet_cls").rglob("*.py") if path.name != "__init__.py"]
-    unnamed = [path for path in modules if "/".join(path.relative_to(ROOT).parts[-2:]) not in text]
-    assert unnamed == [], "each module has a line in the map of docs/architecture.md"
+    packages = sorted(path.parent for path in (ROOT / "imagenet_cls").glob("*/__init__.py"))
+    assert packages
+    assert [path.name for path in packages if f"| `imagenet_cls/{path.name}/` |" not in text] == []
+
+
+def test_first_line_of_each_module_says_what_it_contains() -> None:
+    """docs/architecture.md lists the modules by these lines."""
+    without_line = []
+    for path in (ROOT / "imagenet_cls").rglob("*.py"):
+        summary, _, _ = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
+        if not summary.endswith(".") or "\n" in summary:
+            without_line.append(path)
+    assert without_line == []
 
 
 def test_readme_names_every_exit_code() -> None:

@@ -1,4 +1,6 @@
-"""docs/launchers.md: the manifest of Kubernetes is complete, and the variables are those that are read."""
+"""docs/launchers.md: the manifest of Kubernetes is complete, and the variables are those that are
+read.
+"""
 
 import re
 from pathlib import Path
@@ -34,7 +36,7 @@ def test_manifest_starts_a_valid_training_in_each_pod() -> None:
 
 def test_variables_of_pods_are_those_that_are_read() -> None:
     source = (ROOT / "imagenet_cls" / "parallel" / "environment.py").read_text()
-    function = source.partition("def machine_options(")[2].partition("\ndef ")[0]
+    function = source.partition("def options_from_kubernetes(")[2].partition("\ndef ")[0]
     read = set(re.findall(r'"([A-Z_]+)"', function)) - {"LOCAL_RANK"}
     table = (
         PAGE.partition("| elastic PyTorchJob")[0].rpartition("\n\n")[2]

@@ -59,7 +59,9 @@ def test_command_parses(words: list[str], monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_every_environment_variable_is_explained() -> None:
-    """All that the package reads from launchers and all that the scripts read, and none that nothing reads."""
+    """All that the package reads from launchers and all that the scripts read, and none that
+    nothing reads.
+    """
     cells = re.findall(r"^\| ((?:`[A-Z_a-z]+`(?:, )?)+) \|", ENGLISH, re.MULTILINE)
     explained = {name for cell in cells for name in re.findall(r"`([A-Z][A-Z_a-z]+)`", cell)}
     environment = (ROOT / "imagenet_cls" / "parallel" / "environment.py").read_text()

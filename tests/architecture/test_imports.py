@@ -1,15 +1,17 @@
 """Import rules and forbidden calls, checked in the source without running it.
 
-    tools -> commands -> engine -> {data, models, optim, checkpoint, guards, report} -> {config, parallel, seeding}
-          -> {lookup, files} -> errors
+    tools -> commands -> inference -> engine -> {data, models, optim, checkpoint, guards, report}
+          -> {config, parallel, seeding, versions} -> private_names -> {lookup, files}
+          -> errors -> text
 
-A module imports from its own part and from parts to the right. Parts in braces do not import each other. `config` never
-imports torch.
+A module imports from its own part and from parts to the right. Parts in braces do not import each
+other. `config` never imports torch.
 """
 
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,20 +21,24 @@ PACKAGE = "imagenet_cls"
 LEVELS = [
     {"tools", "__main__", "__init__"},
     {"commands"},
+    {"inference"},
     {"engine"},
     {"data", "models", "optim", "checkpoint", "guards", "report"},
-    {"config", "parallel", "seeding"},
+    {"config", "parallel", "seeding", "versions"},
+    {"private_names"},
     {"lookup", "files"},
     {"errors"},
-    {
-        PACKAGE
-    },  # the version; imagenet_cls/__init__.py itself imports the Python API when it is used
+    {"text"},
+    # the version; imagenet_cls/__init__.py itself imports the Python API when it is used
+    {PACKAGE},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-WITHOUT_TORCH = {"config", *LEVELS[5], *LEVELS[6], *LEVELS[7]}
+WITHOUT_TORCH = {"config", *LEVELS[7], *LEVELS[8], *LEVELS[9], *LEVELS[10]}
 FORBIDDEN = re.compile(
-    r"^\s*(import|from) (c?pickle|cloudpickle|dill|marshal|shelve)\b|(?<![.\w])(eval|exec)\(|\bos\.(system|popen)\("
-    r"|\byaml\.(unsafe_)?load\(|from yaml import|torch\.load\((?!.*weights_only=True)|torch\.export\.load\("
+    r"^\s*(import|from) "
+    r"(c?pickle|cloudpickle|dill|marshal|shelve)\b|(?<![.\w])(eval|exec)\(|\bos\.(system|popen)\("
+    r"|\byaml\.(unsafe_)?load\(|from yaml "
+    r"import|torch\.load\((?!.*weights_only=True)|torch\.export\.load\("
     r"|weights_only=False|shell=True|allow_pickle=True",
     re.MULTILINE | re.IGNORECASE,
 )
@@ -40,7 +46,9 @@ MODULES = sorted([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "tools").glob("*.py"
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The dotted name of every import in a module, those inside functions and under TYPE_CHECKING included."""
+    """The dotted name of every import in a module, those inside functions and under TYPE_CHECKING
+    included.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -50,7 +58,9 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def part_of(names: list[str]) -> str:
-    """`data` of imagenet_cls.data.index, `tools` of tools.train, `imagenet_cls` of imagenet_cls.__version__."""
+    """`data` of imagenet_cls.data.index, `tools` of tools.train, `imagenet_cls` of
+    imagenet_cls.__version__.
+    """
     return names[1] if names[0] == PACKAGE and len(names) > 1 and names[1] in LEVEL_OF else names[0]
 
 
@@ -65,6 +75,38 @@ def test_module_imports_only_from_parts_to_the_right(path: Path) -> None:
             assert name.split(".")[0] not in ("torch", "torchvision", "timm", "safetensors"), (
                 f"{own} imports {name}"
             )
+            assert part_of(name.split(".")) != "private_names", f"{own} imports torch through it"
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """For each module of the package the modules of the package that it imports."""
+    names = {path: dotted_name(path) for path in MODULES if path.is_relative_to(ROOT / PACKAGE)}
+    modules = set(names.values())
+    graph: dict[str, set[str]] = {}
+    for path, own in names.items():
+        graph[own] = set()
+        for name in imports(path):
+            # `name` is a module, or an object in one
+            found = name if name in modules else name.rpartition(".")[0]
+            if found in modules and found != own:
+                graph[own].add(found)
+    return graph
+
+
+def dotted_name(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    TopologicalSorter(imported_modules()).prepare()  # raises CycleError, which shows the circle
+
+
+def test_a_circle_of_imports_is_found() -> None:
+    graph = imported_modules()
+    graph["imagenet_cls.errors"].add("imagenet_cls.engine.train")
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph).prepare()
 
 
 def test_no_call_executes_files() -> None:

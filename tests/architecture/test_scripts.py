@@ -1,4 +1,6 @@
-"""The shell scripts: what reaches Python, from any folder and with spaces everywhere, and what a wrong call gets."""
+"""The shell scripts: what reaches Python, from any folder and with spaces everywhere, and what a
+wrong call gets.
+"""
 
 import os
 import shutil
@@ -13,7 +15,9 @@ NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PORT", "PYTHON")
 
 @pytest.fixture
 def scripts(tmp_path):
-    """The scripts in a repository of their own, whose path has a space and whose .venv says what it was given."""
+    """The scripts in a repository of their own, whose path has a space and whose .venv says what it
+    was given.
+    """
     shutil.copytree(ROOT / "scripts", tmp_path / "a repo" / "scripts")
     python = tmp_path / "a repo" / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -146,7 +150,9 @@ def test_scripts_parse_and_stop_at_errors(script):
 
 @pytest.fixture
 def setup(scripts, tmp_path):
-    """Runs `setup.sh` with programs that install nothing; returns the result and which of them was to install."""
+    """Runs `setup.sh` with programs that install nothing; returns the result and which of them was
+    to install.
+    """
     shutil.rmtree(scripts.parent / ".venv")
     for name in ("setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, scripts.parent)
@@ -184,12 +190,8 @@ def write(program: Path, text: str) -> None:
         (False, {}, 0, ["pip"]),
         (True, {"UV_FAILS": "1"}, 0, ["uv ", "pip"]),
         (True, {"UV_TORCH_BACKEND": "cpu"}, 0, ["uv cpu"]),
-        (
-            True,
-            {"UV_TORCH_BACKEND": "cpu", "UV_FAILS": "1"},
-            5,
-            ["uv cpu"],
-        ),  # pip would install CUDA
+        # pip would install CUDA
+        (True, {"UV_TORCH_BACKEND": "cpu", "UV_FAILS": "1"}, 5, ["uv cpu"]),
         (False, {"UV_TORCH_BACKEND": "cpu"}, 2, []),
         (True, {"PIP_EXTRA_INDEX_URL": "file:///cpu"}, 0, ["pip"]),  # uv would not read it
     ],

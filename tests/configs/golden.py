@@ -3,7 +3,8 @@
     python tests/configs/golden.py            # prints the differences from golden.json
     python tests/configs/golden.py --write    # writes golden.json, after an intended change
 
-golden.json has one line for each config. `configs/quick/` is left out, since tests train these configs.
+golden.json has one line for each config. `configs/quick/` is left out, since tests train these
+configs.
 """
 
 import json
@@ -60,7 +61,9 @@ def num_classes(config: Config) -> int:
 
 
 def meta_model(config: Config) -> nn.Module:
-    """The network as it is trained, without memory for its weights. Not to be changed: equal configs share it."""
+    """The network as it is trained, without memory for its weights. Not to be changed: equal
+    configs share it.
+    """
     key = json.dumps([asdict(config.model), config.augment.splits, num_classes(config)])
     if key not in _built:
         plain = ModelConfig(name=config.model.name, kwargs=config.model.kwargs)
@@ -95,8 +98,10 @@ def changed_settings(config: Config) -> dict[str, Any]:
 
 
 def golden_of(config: Config) -> dict[str, Any]:
-    """A config's line: groups are [weight decay, factor of the rate, tensors, parameters]; rates are of evenly spread
-    steps, the first and the last among them; without an average of the weights its decay is 0."""
+    """A config's line: groups are [weight decay, factor of the rate, tensors, parameters]; rates
+    are of evenly spread steps, the first and the last among them; without an average of the weights
+    its decay is 0.
+    """
     model, schedule = meta_model(config), schedule_of(config)
     last = config.train.epochs * schedule.steps_per_epoch - 1
     groups = parameter_groups(model, config.optimizer)

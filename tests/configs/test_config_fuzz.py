@@ -41,7 +41,8 @@ KINDS_OF_TYPOS = ("insert", "delete", "replace", "swap")
 class Mutation:
     """A changed config. beside: the shipped config whose folder it is written to, as `fuzz.yaml`.
 
-    named: text that a message has to contain. fails: whether loading has to fail; None if it may be valid by chance.
+    named: text that a message has to contain. fails: whether loading has to fail; None if it may be
+    valid by chance.
     """
 
     beside: Path
@@ -130,7 +131,9 @@ def wrong_type(draw: st.DrawFn) -> Mutation:
 
 @st.composite
 def corrupted(draw: st.DrawFn) -> Mutation:
-    """A character added or removed, or the end missing: mostly invalid YAML, sometimes another value."""
+    """A character added or removed, or the end missing: mostly invalid YAML, sometimes another
+    value.
+    """
     path = draw(st.sampled_from(SHIPPED))
     text = (CONFIGS / path).read_text()
     at = draw(st.integers(0, len(text) - 1))
@@ -206,7 +209,6 @@ HOSTILE = {
     "_base_: [[demo.yaml]]": "is not a path",
     "_base_: .": "is a folder",
     "_base_: here_and_there.yaml": "symbolic links",
-    "_base_: chain_0.yaml": "more than 50",
     "---\nseed: 1\n---\nseed: 2": "single document",
     f"optimizer: {{lr: {'9' * 10_000}}}": "optimizer.lr",
     f"seed: 0x{'f' * 10_000}": "seed",
@@ -230,8 +232,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("fuzz")
     shutil.copytree(CONFIGS, root / "configs")
     (root / "configs" / "here_and_there.yaml").symlink_to("here_and_there.yaml")
-    for i in range(60):
-        (root / "configs" / f"chain_{i}.yaml").write_text(f"_base_: chain_{i + 1}.yaml\n")
     (root / "here").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root / "here")
@@ -241,7 +241,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def load_mutations(tree: Path, kind: Callable[[], Any], count: int) -> None:
-    """Load `count` mutations of one kind. Fails on any other exception than ConfigError, and if a secret shows up."""
+    """Load `count` mutations of one kind. Fails on any other exception than ConfigError, and if a
+    secret shows up.
+    """
 
     @settings(SETTINGS, max_examples=count)
     @given(mutation=kind())

@@ -1,6 +1,8 @@
-"""Every shipped config loads, passes all checks, and gives the settings, networks, groups and rates in golden.json.
+"""Every shipped config loads, passes all checks, and gives the settings, networks, groups and rates
+in golden.json.
 
-After an intended change: `python tests/configs/golden.py --write`; the diff has one line for each changed config.
+After an intended change: `python tests/configs/golden.py --write`; the diff has one line for each
+changed config.
 """
 
 import json

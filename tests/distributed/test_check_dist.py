@@ -56,7 +56,7 @@ def test_missing_rank_exits_5_and_is_named() -> None:
         MASTER_PORT=free_port(),
     )
     assert (done.returncode, done.stdout) == (5, "")
-    assert "rank 0 of 2: rendezvous at" in done.stderr and len(done.stderr.splitlines()) <= 3
+    assert "ank 0 of 2: rendezvous at" in done.stderr and len(done.stderr.splitlines()) <= 3
     assert "\nmissing: rank 1 of 2\n" in done.stderr
 
 
@@ -65,18 +65,21 @@ def test_missing_rank_exits_5_and_is_named() -> None:
     [
         ({"gpu": "GPU-2"}, None),
         ({"gpu": "GPU-1", "host": "host1"}, None),  # virtual machines may repeat each other's
-        ({"gpu": "GPU-1"}, "ranks 0, 1 share one GPU of host0 (cuda:0 H): give each rank its own"),
+        (
+            {"gpu": "GPU-1"},
+            "On host0, ranks 0, 1 share one GPU (cuda:0 H): give each rank its own.",
+        ),
         (
             {"gpu": "GPU-2", "torch": "2.14.1"},
-            "different versions of torch: 2.15.0 on rank 0; 2.14.1 on rank 1",
+            "The ranks have different versions of torch: 2.15.0 on rank 0; 2.14.1 on rank 1.",
         ),
         (
             {"gpu": "GPU-2", "nccl": "2.27.3"},
-            "different versions of nccl: 2.30.7 on rank 0; 2.27.3 on rank 1",
+            "The ranks have different versions of nccl: 2.30.7 on rank 0; 2.27.3 on rank 1.",
         ),
         (
             {"gpu": "GPU-2", "sum": "WRONG"},
-            "an all-reduce gave a wrong sum on rank 1: the network or a device corrupts data",
+            "An all-reduce gave a wrong sum on rank 1: the network or a device corrupts data.",
         ),
         ({"gpu": "-", "device": "cpu", "sum": "-", "gb_per_sec": "-"}, None),
     ],

@@ -1,16 +1,27 @@
-"""compare_parallel.py with its runs: the table, the exit code of a run that fails, and nothing left behind."""
+"""compare_parallel.py with its runs: the table, the exit code of a run that fails, and nothing left
+behind.
+"""
 
 import re
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers import DEMO, REPOSITORY, run
 
+from imagenet_cls.commands.compare_parallel import compare_command
+
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "compare_parallel.py")]
 ROWS = [
-    "one process", "DP, 2 GPUs", "DDP by spawn", "DDP by torchrun", "DDP, 2 accumulation steps", "DDP with SyncBN",
-]  # fmt: skip
+    "one process",
+    "DP, 2 GPUs",
+    "DDP by spawn",
+    "DDP by torchrun",
+    "DDP, 2 accumulation steps",
+    "DDP with SyncBN",
+]
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -49,11 +60,15 @@ def test_rows_of_the_demo_differ_by_batch_norm(tmp_path: Path) -> None:
         assert min(differences[name]) > 1e-4, done.stdout
 
 
-def test_failing_run_passes_its_message_and_exit_code_on(tmp_path: Path) -> None:
+def test_failing_run_passes_its_message_and_exit_code_on(
+    tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     argv = [DEMO, "data.name=folder", f"data.root={tmp_path / 'nowhere'}", "device=cpu"]
-    done = run([*TOOL, *argv], TMPDIR=str(tmp_path))
-    assert (done.returncode, done.stdout) == (3, "")
-    progress, *error = done.stderr.splitlines()
+    code, out, err = call(compare_command, *argv)
+    assert (code, out) == (3, "")
+    progress, *error = err.splitlines()
     assert (
         progress == "1 of 6: one process"
         and error[0].startswith("one process: ")

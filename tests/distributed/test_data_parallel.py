@@ -1,4 +1,6 @@
-"""DataParallel in one process. On one GPU (marked gpu), naming it twice takes DataParallel's own path."""
+"""DataParallel in one process. On one GPU (marked gpu), naming it twice takes DataParallel's own
+path.
+"""
 
 import json
 import sys
@@ -52,12 +54,13 @@ def test_batch_that_gpus_cannot_divide_is_a_problem(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     (problem,) = rank_problems(config_of(mode="dp", batch=256), 1)
     assert (
-        problem.message == "256 images do not divide among 3 devices; nearest that do: 255 or 258"
+        problem.message
+        == "256 images do not divide among 3 devices; the nearest numbers that do: 255 or 258"
     )
     assert rank_problems(config_of(mode="dp", batch=256, device_ids=[0, 2]), 1) == []
 
 
-# ------------------------------------------------------------------------------------------- the devices
+# ---- the devices
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
@@ -107,7 +110,9 @@ def test_choose_devices_with_fewer_than_two_gpus_uses_one(
 
 
 def test_callers_autocast_dtype_applies_in_other_threads() -> None:
-    """In a thread that a plain call starts, autocast is off, and its dtype is the device's default."""
+    """In a thread that a plain call starts, autocast is off, and its dtype is the device's
+    default.
+    """
     layer, images, found = nn.Linear(4, 4), torch.randn(2, 4), {}
 
     def in_thread(name: str, forward: Any) -> None:
@@ -122,7 +127,7 @@ def test_callers_autocast_dtype_applies_in_other_threads() -> None:
     assert found == {"wrapped": torch.float16, "plain": torch.float32, "without": torch.float32}
 
 
-# --------------------------------------------------------------------------------------------- whole runs
+# ---- whole runs
 
 
 def test_dp_on_a_cpu_gives_the_bits_of_mode_none(digits: Path, tmp_path: Path, capsys: Any) -> None:
@@ -144,7 +149,7 @@ def test_dp_on_a_cpu_gives_the_bits_of_mode_none(digits: Path, tmp_path: Path, c
     assert set(state) == set(noisy(10).state_dict())  # no name carries `module.`
 
 
-# ------------------------------------------------------------------------------------------- on real GPUs
+# ---- on real GPUs
 
 GPU = torch.device("cuda", 0)
 TWICE = Devices((GPU, GPU), GPU)
@@ -163,7 +168,7 @@ def test_dp_gives_the_gradients_of_the_whole_batch(dtype: torch.dtype | None) ->
             logits = forward(images)
         assert logits.dtype is (dtype or torch.float32), "autocast's dtype reached the replicas"
         nn.functional.cross_entropy(logits.float(), targets).backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])  # type: ignore[union-attr]
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     tolerance = 1e-5 if dtype is None else 2e-2
     for whole, split in zip(*gradients, strict=True):
         torch.testing.assert_close(split, whole, rtol=tolerance, atol=tolerance)

@@ -1,4 +1,6 @@
-"""`evaluate_weights` on one and two ranks: a separate test set, classes of ImageNet, outputs that are not finite."""
+"""`evaluate_weights` on one and two ranks: a separate test set, classes of ImageNet, outputs that
+are not finite.
+"""
 
 import json
 from dataclasses import replace
@@ -12,8 +14,9 @@ from helpers import DEMO, arguments, plain, train_here
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.test_set import locate_test_set
-from imagenet_cls.engine.evaluate_weights import evaluate_weights
 from imagenet_cls.errors import CheckpointError, DataError
+from imagenet_cls.inference.evaluate_weights import evaluate_weights, prediction_rows
+from imagenet_cls.inference.load_weights import WeightsSource
 
 
 def small_config(folder: Path, *more: str) -> Config:
@@ -50,7 +53,7 @@ def write_images(folder: Path, classes: dict[str, int]) -> None:
 def evaluate_nan_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     group = join_group(rank, ranks, folder / f"store{ranks}")
     with pytest.raises(CheckpointError) as raised:
-        evaluate_weights(small_config(folder), None, group, keep_predictions=False)
+        evaluate_weights(small_config(folder), WeightsSource(), group)
     assert "13 (raw) of 13" in str(raised.value) and raised.value.printed_elsewhere == (rank > 0)
     if ranks > 1:
         destroy_group(group)
@@ -69,26 +72,28 @@ def test_images_without_finite_outputs_are_counted_over_all_ranks(
 
 
 def evaluate_on_ranks(rank: int, ranks: int, folder: Path) -> None:
-    """Write the results of a separate test set, of weights for ImageNet, and the error of another folder's split."""
+    """Write the results of a separate test set, of weights for ImageNet, and the error of another
+    folder's split.
+    """
     group = join_group(rank, ranks, folder / f"store{ranks}")
     run = folder / "run"
     config = load_config(run / "config.yaml").config
     test_set = locate_test_set(folder / "testset", config.data)
-    messages, results, rows = evaluate_weights(
-        config, run, group, keep_predictions=True, allow_import=["helpers:plain"], test_set=test_set
-    )
-    found = {"run": [messages[0], results, rows]}
+    weights = WeightsSource(run, allow_import=["helpers:plain"])
+    evaluations = {"run": evaluate_weights(config, weights, group, test_set, record=True)}
     with pytest.raises(DataError) as raised:
         moved = replace(config, data=replace(config.data, root=str(folder), train="testset"))
-        evaluate_weights(moved, run, group, keep_predictions=False, allow_import=["helpers:plain"])
+        evaluate_weights(moved, weights, group)
     assert "--data" in str(raised.value) and raised.value.printed_elsewhere == (rank > 0)
     some = small_config(folder, "model.num_classes=1000")
-    messages, results, rows = evaluate_weights(some, None, group, keep_predictions=True)
-    found["imagenet"] = [messages[0], results, rows]
-    for _, results, _ in found.values():
-        for result in results.values():
-            del result["seconds"]
+    evaluations["imagenet"] = evaluate_weights(some, WeightsSource(), group, record=True)
     if rank == 0:
+        found = {}
+        for kind, evaluation in evaluations.items():
+            for result in evaluation.metrics.values():
+                del result["seconds"]
+            rows = list(prediction_rows(evaluation))
+            found[kind] = [evaluation.messages[0], evaluation.metrics, rows]
         (folder / f"found{ranks}.json").write_text(json.dumps(found))
     if ranks > 1:
         destroy_group(group)

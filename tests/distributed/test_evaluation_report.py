@@ -1,4 +1,6 @@
-"""`test.py --report`: figures equal those of scikit-learn on any number of ranks, and the page shows only those."""
+"""`test.py --report`: figures equal those of scikit-learn on any number of ranks, and the page
+shows only those.
+"""
 
 import csv
 import json
@@ -20,7 +22,12 @@ from sklearn.calibration import calibration_curve
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
-from imagenet_cls.engine.evaluate_weights import evaluate_weights
+from imagenet_cls.inference.evaluate_weights import (
+    evaluate_weights,
+    prediction_rows,
+    write_report,
+)
+from imagenet_cls.inference.load_weights import WeightsSource
 from imagenet_cls.report.evaluation import (
     ROW,
     evaluation_page,
@@ -53,7 +60,9 @@ def words(folder: Path, val: str = "val") -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images of one random color each and of many sizes, and random weights that predict several classes."""
+    """Images of one random color each and of many sizes, and random weights that predict several
+    classes.
+    """
     folder = tmp_path_factory.mktemp("report")
     draws = np.random.default_rng(0)
     for number in range(NUM_IMAGES):
@@ -75,11 +84,11 @@ def report_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     group = join_group(rank, ranks, folder / f"store{ranks}")
     (folder / f"ranks{ranks}").mkdir(exist_ok=True)
     config = load_config(DEMO, words(folder)[1:]).config
-    _, results, rows = evaluate_weights(
-        config, None, group, keep_predictions=True, report=folder / f"ranks{ranks}"
-    )
+    evaluation = evaluate_weights(config, WeightsSource(), group, record=True)
     if rank == 0:
-        (folder / f"ranks{ranks}" / "rows.json").write_text(json.dumps([results, rows]))
+        write_report(evaluation, folder / f"ranks{ranks}")
+        written = [evaluation.metrics, list(prediction_rows(evaluation))]
+        (folder / f"ranks{ranks}" / "rows.json").write_text(json.dumps(written))
     if ranks > 1:
         destroy_group(group)
 
@@ -176,7 +185,9 @@ def test_accuracy_by_size_uses_the_sizes_of_the_files(written: Path, folder: Pat
 
 
 class Tables(HTMLParser):
-    """The texts of all cells by table and row, of other elements by tag, all tags, and the addresses in attributes."""
+    """The texts of all cells by table and row, of other elements by tag, all tags, and the
+    addresses in attributes.
+    """
 
     def __init__(self, page: str):
         super().__init__()
@@ -318,10 +329,8 @@ def test_page_of_many_classes_has_a_reduced_picture_and_no_labels() -> None:
     assert confusion.shape == (count, count) and confusion.sum() == 2000
     assert statistics["classes"][-1]["name"] == "class 119" and not statistics["by_short_side_px"]
     result = {"top1_pct": 1.0, "top5_pct": 2.0, "loss": 3.0, "images": 2000}
-    metrics = {
-        "raw": result | {"top-1 %": 0.25},
-        "ema": result | {"only_ema": 0.75},
-    }  # metrics of the user
+    # metrics of the user
+    metrics = {"raw": result | {"top-1 %": 0.25}, "ema": result | {"only_ema": 0.75}}
     about = {"model": "m", "weights": "ema", "messages": [], "metrics": metrics, "settings": {}}
     shown = {row["index"]: b"" for key in ("mistakes", "hits") for row in statistics[key]}
     page = evaluation_page(statistics | about, confusion, shown).decode()
@@ -340,10 +349,11 @@ def test_page_of_many_classes_has_a_reduced_picture_and_no_labels() -> None:
 def test_command_writes_a_report_and_replaces_none(
     folder: Path, tmp_path: Path, call: Callable
 ) -> None:
-    options = ["--report", tmp_path / "new" / "report"]
+    report = tmp_path / "new" / "report"
+    options = ["--report", report]
     code, out, _ = call(evaluate_command, *words(folder), *options)
     assert code == 0 and f"wrote {tmp_path}/new/report/report.html" in out
-    assert sorted(path.name for path in options[1].iterdir()) == [
+    assert sorted(path.name for path in report.iterdir()) == [
         "confusion.csv",
         "report.html",
         "report.json",

@@ -1,4 +1,6 @@
-"""Several ranks with frozen parts, activations that are computed anew, and accumulation: one process on all images."""
+"""Several ranks with frozen parts, activations that are computed anew, and accumulation: one
+process on all images.
+"""
 
 import copy
 from collections.abc import Callable
@@ -106,7 +108,9 @@ def frozen(rank: int, world_size: int, folder: Path) -> None:
 
 
 def synchronized(rank: int, world_size: int, folder: Path) -> None:
-    """BatchNorm over all ranks, computed anew: its collectives run within backward, between those of the gradients."""
+    """BatchNorm over all ranks, computed anew: its collectives run within backward, between those
+    of the gradients.
+    """
     compare(rank, world_size, folder, TRAINED, accumulation=1)
 
 

@@ -77,7 +77,9 @@ def run_together(commands: list[Command], timeout_sec: float = 240) -> Done:
 
 
 def assert_agrees(one_rank: Path, folders: list[Path], done: Done) -> None:
-    """The run in the first folder, of two ranks, is that of one rank; the other folders hold logs and nothing else."""
+    """The run in the first folder, of two ranks, is that of one rank; the other folders hold logs
+    and nothing else.
+    """
     assert [process.returncode for process in done] == [0] * len(done), "\n".join(
         process.stderr for process in done
     )
@@ -100,7 +102,7 @@ def assert_agrees(one_rank: Path, folders: list[Path], done: Done) -> None:
     assert not seen or "torch.distributed.launch" in str(done[0].args), seen
 
 
-# ----------------------------------------------------------------------------------------------- torch's
+# ---- torch's
 
 
 @pytest.mark.nightly
@@ -111,9 +113,15 @@ def test_torch_distributed_launch_under_nohup_ignores_sighup(
     words = words_for(digits, tmp_path / "run")
     env = environment(PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGQUIT")
     process = subprocess.Popen(
-        ["nohup", *TORCH_LAUNCH, TRAIN, *words], env=env, cwd=REPOSITORY, text=True, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        ["nohup", *TORCH_LAUNCH, TRAIN, *words],
+        env=env,
+        cwd=REPOSITORY,
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
         log = tmp_path / "run" / "logs" / "rank1.log"
         wait_for(lambda: log.exists() or process.poll() is not None, "the rendezvous")
@@ -141,7 +149,7 @@ def test_ranks_started_by_hand_agree_with_one_rank(
     assert_agrees(one_rank, [tmp_path / "run"], run_together(commands))
 
 
-# ------------------------------------------------------------------------------------------ several nodes
+# ---- several nodes
 
 
 @pytest.mark.parametrize("launcher", ["pytorch", pytest.param("spawn", marks=pytest.mark.nightly)])
@@ -174,7 +182,9 @@ def test_two_nodes_agree_with_one_rank(
 
 
 def kubeflow(port: str, pod: int, operator: str) -> dict[str, str]:
-    """The variables in one of two pods with one GPU each, by the version of Kubeflow that sets them."""
+    """The variables in one of two pods with one GPU each, by the version of Kubeflow that sets
+    them.
+    """
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     pet = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
     numbered = (
@@ -223,7 +233,8 @@ def test_single_pod_of_kubeflow_starts_ranks(digits: Path, tmp_path: Path) -> No
 
 SSH = """#!/bin/sh
 case "$2 $3" in
-    "127.0.0.1 "*NODE_RANK=0*MASTER_ADDR=127.0.0.1* | "127.0.0.2 "*NODE_RANK=1*MASTER_ADDR=127.0.0.1*) ;;
+    "127.0.0.1 "*NODE_RANK=0*MASTER_ADDR=127.0.0.1*) ;;
+    "127.0.0.2 "*NODE_RANK=1*MASTER_ADDR=127.0.0.1*) ;;
     *) exit 99 ;;
 esac
 cd / && exec sh -c "$3"
@@ -233,7 +244,9 @@ cd / && exec sh -c "$3"
 def test_ssh_train_agrees_with_one_rank_and_passes_the_exit_code(
     one_rank: Path, digits: Path, tmp_path: Path
 ) -> None:
-    """With a program in place of ssh that starts the command here. A relative run folder is below this folder."""
+    """With a program in place of ssh that starts the command here. A relative run folder is below
+    this folder.
+    """
     ssh, script = tmp_path / "bin" / "ssh", str(REPOSITORY / "scripts" / "ssh_train.sh")
     ssh.parent.mkdir()
     ssh.write_text(SSH)
@@ -303,16 +316,25 @@ def test_elastic_job_restarts_and_resumes(one_rank: Path, digits: Path, tmp_path
 
 @pytest.mark.nightly
 def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Path) -> None:
-    """It joins a running job and is lost later. With SyncBN the losses are those of one rank all the time."""
+    """It joins a running job and is lost later. With SyncBN the losses are those of one rank all
+    the time.
+    """
     common: dict[str, Any] = {
-        "optimizer__lr": 0.003, "train__global_batch_size": 64, "train__max_steps": 90, "train__epochs": 5,
-        "checkpoint__every_steps": 5, "parallel__sync_bn": "true", "device": "cpu",
-    }  # fmt: skip
-    folder, port, agents = tmp_path / "run", free_port(), []
-    paused = f"{{dropout: 0.0, pause_sec: 2.0, pause_until: {tmp_path}/hurry}}"  # imports of the third may take long
+        "optimizer__lr": 0.003,
+        "train__global_batch_size": 64,
+        "train__max_steps": 90,
+        "train__epochs": 5,
+        "checkpoint__every_steps": 5,
+        "parallel__sync_bn": "true",
+        "device": "cpu",
+    }
+    folder, port = tmp_path / "run", free_port()
+    agents: list[subprocess.Popen[bytes]] = []
+    # imports of the third may take long
+    paused = f"{{dropout: 0.0, pause_sec: 2.0, pause_until: {tmp_path}/hurry}}"
     config, *rest = arguments(digits, folder, "noisy", **common, model__kwargs=paused)
-    agent = {"NNODES": "2:3", "MAX_RESTARTS": "1", "PET_RDZV_CONF": "last_call_timeout=5"}
-    env = environment(**agent, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    settings = {"NNODES": "2:3", "MAX_RESTARTS": "1", "PET_RDZV_CONF": "last_call_timeout=5"}
+    env = environment(**settings, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
     def start_agent() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -337,7 +359,7 @@ def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Pa
         lost = agents.pop()
         for pid in (
             *Path(f"/proc/{lost.pid}/task/{lost.pid}/children").read_text().split(),
-            lost.pid,
+            str(lost.pid),
         ):
             os.kill(int(pid), signal.SIGKILL)
         wait(lambda: starts(2) == 2, "two ranks again")
@@ -355,17 +377,19 @@ def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Pa
     )
 
 
-# --------------------------------------------------------------------------------------- ports and files
+# ---- ports and files
 
 
 def test_port_in_use_exits_5_and_is_named(digits: Path, tmp_path: Path) -> None:
     words = words_for(digits, tmp_path / "run")
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = str(taken.getsockname()[1])
-        done = run_together([
-            (["bash", DIST_TRAIN, words[0], "2", *words[1:]], {"MASTER_PORT": port}),
-            ([sys.executable, TRAIN, *words, "--gpus", "2", "--master-port", port], {}),
-        ])  # fmt: skip
+        done = run_together(
+            [
+                (["bash", DIST_TRAIN, words[0], "2", *words[1:]], {"MASTER_PORT": port}),
+                ([sys.executable, TRAIN, *words, "--gpus", "2", "--master-port", port], {}),
+            ]
+        )
     for process in done:
         assert (process.returncode, process.stdout) == (5, "")
         assert port in process.stderr and len(process.stderr.splitlines()) <= 3
@@ -396,7 +420,7 @@ def test_rendezvous_file_is_removed_after_the_run(
     assert not store.exists()
 
 
-# ------------------------------------------------------------------------------------------ MPI and SLURM
+# ---- MPI and SLURM
 
 
 @pytest.mark.nightly
@@ -447,8 +471,13 @@ def test_batch_file_of_the_docs_agrees_with_one_rank(
 
 @pytest.mark.nightly
 def test_srun_in_a_batch_job_gives_ranks(tmp_path: Path, slurm: dict[str, str]) -> None:
-    """Two tasks on one machine. In the batch script itself, which has SLURM's variables too, nothing is a rank."""
-    find = "import os; from imagenet_cls.parallel.environment import find_rank_info as f; assert f(os.environ) is None"
+    """Two tasks on one machine. In the batch script itself, which has SLURM's variables too,
+    nothing is a rank.
+    """
+    find = (
+        "import os; from imagenet_cls.parallel.environment import find_rank_info as f; assert "
+        "f(os.environ) is None"
+    )
     script, output = tmp_path / "job.sh", tmp_path / "output.txt"
     check = REPOSITORY / "tools" / "check_dist.py"
     script.write_text(

@@ -1,13 +1,16 @@
-"""Two ranks check for stop requests every few steps, after the same steps, and stop at the same one."""
+"""Two ranks check for stop requests every few steps, after the same steps, and stop at the same
+one.
+"""
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from forked_ranks import RankServer, destroy_group, join_group
 
-from imagenet_cls.parallel.signals import StopRequested, StopSignalHandler
+from imagenet_cls.parallel.stop_requests import StopRequested, StopSignalHandler
 
 
 def stop_between_checks(rank: int, ranks: int, folder: Path) -> None:
@@ -16,16 +19,15 @@ def stop_between_checks(rank: int, ranks: int, folder: Path) -> None:
     reductions = 0
     reduce = dist.all_reduce
 
-    def counted(*arguments: object, **keywords: object) -> object:
+    def counted(*arguments: Any, **keywords: Any) -> Any:
         nonlocal reductions
         reductions += 1
         return reduce(*arguments, **keywords)
 
     assert stop.every_steps == 1
     for step_sec, every_steps in (((2.0, 0.1), 1), ((0.001, 0.002), 40), ((0.01, 0.02), 25)):
-        stop.set_interval(
-            40, 40 * step_sec[rank]
-        )  # the slowest rank decides; not longer than what was measured
+        # the slowest rank decides; not longer than what was measured
+        stop.set_interval(40, 40 * step_sec[rank])
         assert stop.every_steps == every_steps
     dist.all_reduce = counted
     with pytest.raises(StopRequested):

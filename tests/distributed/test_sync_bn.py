@@ -1,4 +1,6 @@
-"""SyncBN on two ranks is BatchNorm in one process on the joined batch: outputs, gradients, running statistics."""
+"""SyncBN on two ranks is BatchNorm in one process on the joined batch: outputs, gradients, running
+statistics.
+"""
 
 import copy
 from collections.abc import Callable
@@ -21,7 +23,8 @@ from imagenet_cls.parallel.sync_bn import SyncBatchNorm, is_synchronized, synchr
 CPU = torch.device("cpu")
 TWO = Group(RankInfo(0, 0, 2, 2), CPU)
 
-# What is normalized, the shape of all ranks' images together, and how many of the first dimension rank 0 has.
+# What is normalized, the shape of all ranks' images together, and how many of the first dimension
+# rank 0 has.
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "2d": (lambda: nn.BatchNorm2d(3), (6, 3, 4, 5), 3),
     "1d": (lambda: nn.BatchNorm1d(3), (8, 3), 4),
@@ -51,7 +54,9 @@ def images_of(shape: tuple[int, ...], step: int) -> Tensor:
 def compare(
     make: Callable[[], nn.Module], shape: tuple[int, ...], first: int, group: Group, layout: Any
 ) -> None:
-    """Two training steps and an evaluation of this rank's share against the same on all images at once."""
+    """Two training steps and an evaluation of this rank's share against the same on all images at
+    once.
+    """
     torch.manual_seed(0)
     alone = make().double().to(memory_format=layout)
     with torch.no_grad():
@@ -69,7 +74,7 @@ def compare(
         (output * weights[own]).sum().backward()
         close(output, expected[own])
         assert output.is_contiguous(memory_format=layout)
-        close(share.grad, joined.grad[own])  # type: ignore[index]
+        close(share.grad, joined.grad[own])
     for ours_parameter, parameter in zip(ours.parameters(), alone.parameters(), strict=True):
         torch.distributed.all_reduce(ours_parameter.grad)  # DDP's part
         close(ours_parameter.grad, parameter.grad)
@@ -84,14 +89,16 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
 
 
 def fused_layers(group: Group) -> None:
-    """timm's BatchNormAct2d keeps its activation and dropout; a layer that is used twice stays one layer."""
+    """timm's BatchNormAct2d keeps its activation and dropout; a layer that is used twice stays one
+    layer.
+    """
     from timm.layers import BatchNormAct2d
 
     layer = BatchNormAct2d(3, act_layer=nn.LeakyReLU, drop_layer=nn.Identity).double()
     compare(lambda: layer, (6, 3, 4, 4), 2, group, torch.contiguous_format)
     shared = nn.BatchNorm2d(3)
     model = synchronize_batch_norm(nn.Sequential(shared, nn.ReLU(), shared), group)
-    assert model[0] is model[2] and isinstance(model[0], SyncBatchNorm)  # type: ignore[index]
+    assert model[0] is model[2] and isinstance(model[0], SyncBatchNorm)
 
 
 def low_precision(group: Group) -> None:
@@ -102,7 +109,7 @@ def low_precision(group: Group) -> None:
     images.requires_grad_()
     output = layer(images)
     output.sum().backward()
-    assert output.dtype is torch.bfloat16 is images.grad.dtype  # type: ignore[union-attr]
+    assert output.dtype is torch.bfloat16 is images.grad.dtype
     torch.testing.assert_close(output.float().abs(), torch.ones(2, 3, 8, 8))
 
 
@@ -137,7 +144,9 @@ def test_sync_bn_of_a_layer_with_its_own_forward_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
 def test_sync_bn_converts_every_batch_norm_of_a_timm_model(name: str) -> None:
-    """efficientnet has fused layers; the state dict's names and order stay, and the evaluation's bits."""
+    """efficientnet has fused layers; the state dict's names and order stay, and the evaluation's
+    bits.
+    """
     model = timm.create_model(name, num_classes=3).eval()
     before, images = list(model.state_dict()), torch.randn(1, 3, 64, 64)
     expected = model(images)
@@ -151,7 +160,9 @@ def test_sync_bn_converts_every_batch_norm_of_a_timm_model(name: str) -> None:
 def test_two_ranks_with_sync_bn_have_the_losses_of_one(
     rank_server: RankServer, digits: Path, tmp_path: Path
 ) -> None:
-    """From the command line. Each rank alone would normalize with 12 images, which is another run, as seen below."""
+    """From the command line. Each rank alone would normalize with 12 images, which is another run,
+    as seen below.
+    """
     common = {"model.kwargs.dropout": 0.0, "train.global_batch_size": 24, "train.max_steps": 8}
     train_here(arguments(digits, tmp_path / "one", "noisy", **common))
     train_here(
@@ -176,11 +187,13 @@ def test_two_ranks_with_sync_bn_have_the_losses_of_one(
         train_here([*arguments(digits, tmp_path / "two", "noisy", **common), "--resume"])
 
 
-# ------------------------------------------------------------------------------------------- on real GPUs
+# ---- on real GPUs
 
 
 def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
-    """Two gloo ranks on one GPU: torch's layer and ours give the same. Nothing has touched it before the fork."""
+    """Two gloo ranks on one GPU: torch's layer and ours give the same. Nothing has touched it
+    before the fork.
+    """
     group = join_group(rank, world_size, folder / "store")
     gpu = torch.device("cuda", 0)
     images = images_of((6, 3, 4, 4), 0).float().sub(1e4).to(gpu)[rank * 2 : rank * 4 + 2]

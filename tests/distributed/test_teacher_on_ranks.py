@@ -1,4 +1,6 @@
-"""A teacher on two ranks: rank 0 reads its weights, and both have them; what rank 0 refuses, both do."""
+"""A teacher on two ranks: rank 0 reads its weights, and both have them; what rank 0 refuses, both
+do.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

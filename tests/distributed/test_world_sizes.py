@@ -1,8 +1,9 @@
-"""One to seven real ranks: they read the same samples, count the same, and start from the same weights.
+"""One to seven real ranks: they read the same samples, count the same, and start from the same
+weights.
 
-They also have the same losses and the same first gradient, with equal shares of a batch and with uneven ones. Also as
-many micro-batches in turn instead: the groups of images that go through the model together are the same; what mixes
-them is drawn for each by itself.
+They also have the same losses and the same first gradient, with equal shares of a batch and with
+uneven ones. Also as many micro-batches in turn instead: the groups of images that go through the
+model together are the same; what mixes them is drawn for each by itself.
 """
 
 import json
@@ -19,7 +20,7 @@ from forked_ranks import RankServer, destroy_group, join_group
 from helpers import arguments, losses, train_here
 from torch import nn
 
-from imagenet_cls.checkpoint.format import Progress
+from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import AugmentConfig, ErasingConfig, EvalConfig, MixConfig
 from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
@@ -29,6 +30,7 @@ from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.evaluate import evaluate, model_outputs
+from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.metrics import build_metrics, compute_metrics
 from imagenet_cls.engine.train import train
 from imagenet_cls.errors import ConfigError, ResourceError
@@ -73,7 +75,9 @@ def numbers_of(images: torch.Tensor) -> list[int]:
 
 
 def steps_read(group: Group, batch: int, accumulation: int) -> list[list[int]]:
-    """On rank 0, for each step of an epoch the sorted numbers that all ranks' loaders read; from step 1 on."""
+    """On rank 0, for each step of an epoch the sorted numbers that all ranks' loaders read; from
+    step 1 on.
+    """
     sampler = EpochSampler(
         103, batch, group.rank, group.world_size, seed=3, accumulation=accumulation
     )
@@ -153,7 +157,9 @@ class Nested(nn.Module):
 
 
 def metrics_of_torchmetrics_are_not_summed(group: Group) -> None:
-    """Neither a state that is in `state_dict()`, here a list, nor the weights of a model that a metric contains."""
+    """Neither a state that is in `state_dict()`, here a list, nor the weights of a model that a
+    metric contains.
+    """
     from torchmetrics import CatMetric
 
     class Total(CatMetric):
@@ -183,17 +189,19 @@ def counts_of_each_rank_alone_end_the_run(group: Group) -> None:
 
 
 def starting_weights(group: Group) -> None:
-    """After `wrap_model` all ranks have the weights and buffers of rank 0, of any dtype and memory format."""
+    """After `wrap_model` all ranks have the weights and buffers of rank 0, of any dtype and memory
+    format.
+    """
     torch.manual_seed(group.rank)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     model.register_buffer("table", torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     model.register_buffer("mask", torch.rand(5) > 0.5)
     model.register_buffer("nothing", torch.empty(0))
-    model[1].running_mean.fill_(group.rank + 1.0)  # type: ignore[union-attr,operator]
+    model[1].running_mean.fill_(group.rank + 1.0)
     own = {name: value.clone() for name, value in model.state_dict().items()}
     wrap_model(model, group, "auto")
-    assert model[1].running_mean.tolist() == [1.0] * 4  # type: ignore[union-attr,operator]
-    assert model.table.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr,operator]
+    assert model[1].running_mean.tolist() == [1.0] * 4
+    assert model.table.is_contiguous(memory_format=torch.channels_last)
     broadcast = {name: value.clone() for name, value in model.state_dict().items()}
     assert (broadcast["table"] == own["table"]).all() == (group.rank == 0)
     for name in ("0.weight", "1.running_var", "mask"):
@@ -208,7 +216,10 @@ def starting_weights(group: Group) -> None:
             )
         if group.world_size > 1:
             listing = "rank 1" if group.world_size < 4 else "ranks 1, 3"
-            diverged = rf"{listing} \(.*\) of {group.world_size} differ from the rest at the start, in {name}\.\n"
+            diverged = (
+                rf"{listing} \(.*\) of {group.world_size} differ from the rest at the "
+                rf"start, in {name}\.\n"
+            )
             with pytest.raises(ResourceError, match=diverged):
                 check_same_weights(model, group)
     broadcast_buffers(model)
@@ -219,7 +230,9 @@ def starting_weights(group: Group) -> None:
 
 
 def synchronized_statistics_stay(group: Group) -> None:
-    """They are equal on all ranks as they come; averaging them would change last bits on three ranks."""
+    """They are equal on all ranks as they come; averaging them would change last bits on three
+    ranks.
+    """
     model = synchronize_batch_norm(nn.BatchNorm1d(64), group)
     statistics = BatchNormStatistics(model, group)
     model(torch.randn(5, 64, generator=torch.Generator().manual_seed(group.rank)))
@@ -290,7 +303,9 @@ def test_evaluations_count_the_same_on_any_ranks(
 
 @dataclass(frozen=True)
 class Case:
-    """A short run, without what depends on the number of ranks: BatchNorm over one rank, dropout, mixing."""
+    """A short run, without what depends on the number of ranks: BatchNorm over one rank, dropout,
+    mixing.
+    """
 
     batch: int
     accumulation: int
@@ -328,8 +343,8 @@ class RecordedRun:
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         return self.parts.train_loader.epoch(epoch, first_step)
 
-    def after_step(self, epoch: int, lr: float, loss_and_top1: torch.Tensor, *_: Any) -> None:
-        self.losses.append(all_reduce_mean(loss_and_top1, self.parts.group)[0].item())
+    def after_step(self, result: StepResult) -> None:
+        self.losses.append(all_reduce_mean(result.loss_and_top1, self.parts.group)[0].item())
 
     def after_epoch(self) -> None:
         pass
@@ -344,27 +359,29 @@ class RecordedRun:
             ]
             return update(*arguments)
 
-        self.parts.updater.update = recorded_update  # type: ignore[method-assign]
-        train(self)  # type: ignore[arg-type]
+        self.parts.updater.update = recorded_update  # type: ignore[method-assign, assignment]
+        train(self)
 
 
 def run_cases(
     cases: Sequence[Case], world_sizes: Sequence[int], rank: int, _: int, folder: Path
 ) -> None:
-    """Run every case on one world size after the other, on the first ranks. The largest first: no rank has to wait."""
+    """Run every case on one world size after the other, on the first ranks. The largest first: no
+    rank has to wait.
+    """
     for size in [size for size in sorted(world_sizes, reverse=True) if rank < size]:
         group = join_group(rank, size, folder / f"curves{size}")
         for number, case in enumerate(cases):
             limit = -(-case.batch // (size * case.accumulation))
             sizes = {"train.global_batch_size": case.batch, "train.micro_batch_size": limit}
-            demo, *overrides, _, _ = arguments(
+            demo, *overrides = arguments(
                 folder / "digits",
                 folder,
                 case.model,
                 **sizes,
                 train__max_steps=case.steps,
                 train__epochs=10,
-            )
+            )[:-2]
             run = RecordedRun(build(load_config(demo, [*overrides, *case.settings]).config, group))
             assert run.parts.plan.accumulation == case.accumulation
             run.train()
@@ -397,7 +414,7 @@ def test_losses_and_first_gradient_are_the_same_on_any_ranks(
     cases: Any,
     world_sizes: Any,
 ) -> None:
-    """Shares are uneven on 3, 5 and 7 ranks. References: one rank, with the fewest micro-batches."""
+    """Shares are uneven on 3, 5 and 7 ranks. References: one rank with the fewest micro-batches."""
     (tmp_path / "digits").symlink_to(digits)
     rank_server.call(run_on_ranks, max(world_sizes), tmp_path)
     references: dict[Any, Any] = {}
@@ -411,7 +428,8 @@ def test_losses_and_first_gradient_are_the_same_on_any_ranks(
                 (a - b).abs().max().item() for a, b in zip(gradient, expected_gradient, strict=True)
             ]
             print(
-                f"{size} ranks, {case}: loss {loss_difference:.1e}, first gradient {max(differences):.1e}"
+                f"{size} ranks, {case}: loss {loss_difference:.1e}, first gradient "
+                f"{max(differences):.1e}"
             )
             assert found[-1] < found[0] and len(found) == case.steps
             assert loss_difference <= case.tolerance and max(differences) <= 0.1 * case.tolerance
@@ -420,8 +438,9 @@ def test_losses_and_first_gradient_are_the_same_on_any_ranks(
 def test_two_ranks_have_the_losses_of_two_micro_batches(
     digits: Path, tmp_path: Path, rank_server: RankServer
 ) -> None:
-    """The losses: BatchNorm normalizes the same groups. (Its running statistics move once a step on ranks, and twice in
-    turn; training never reads them.)"""
+    """The losses: BatchNorm normalizes the same groups. (Its running statistics move once a step on
+    ranks, and twice in turn; training never reads them.)
+    """
     settings = {
         "model__kwargs": "{dropout: 0.0}",
         "data__repeats": 4,

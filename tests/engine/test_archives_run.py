@@ -1,4 +1,6 @@
-"""Runs from archives end in the bits of a run from the folder that they hold, also after a stop and a resume."""
+"""Runs from archives end in the bits of a run from the folder that they hold, also after a stop and
+a resume.
+"""
 
 import io
 import os

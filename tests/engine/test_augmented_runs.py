@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from helpers import arguments, losses, state_digest, train_here
 
-# All random augmentations, 8 to 16 px over three epochs; 1,438 images, cut to 1,280: 5 steps of 256.
+# All random augmentations, 8 to 16 px over three epochs; 1,438 images, cut to 1,280: 5 steps of
+# 256.
 EVERYTHING: dict[str, Any] = {
     "augment__policy": "rand-m5-mstd0.5-inc1",
     "augment__interpolation": "random",

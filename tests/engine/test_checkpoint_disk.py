@@ -1,5 +1,5 @@
-"""A disk that is full, read-only or gone while a checkpoint is written: older checkpoints stay, and the run ends with
-code 5 or continues (`checkpoint.on_error`).
+"""A disk that is full, read-only or gone while a checkpoint is written: older checkpoints stay, and
+the run ends with code 5.
 """
 
 import os
@@ -91,14 +91,14 @@ def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only", "gone"])
-def test_failing_disk_on_error_stop_exits_with_5_and_the_run_resumes(
+def test_failing_disk_exits_with_5_and_the_run_resumes(
     fault: str, digits: Path, disk: Path, undisturbed: str, call: Callable
 ) -> None:
     break_disk, repair_disk, reason = faults(disk)[fault]
     EVENTS[5] = after_last_save(break_disk)
     words = arguments_for(digits, disk / "run", log__tensorboard=fault == "full")
     code, _, err = call(train_command, *words)
-    assert code == 5 and re.match(rf"could not write {disk}/run/checkpoints.*{reason}", err), err
+    assert code == 5 and re.search(rf"{disk}/run/checkpoints.*{reason}", err), err
     if fault == "full":
         sizes = re.search(r"step-0000006: .* \(([\d,]+) bytes needed, ([\d,]+) free\)", err)
         assert sizes is not None, err
@@ -112,50 +112,22 @@ def test_failing_disk_on_error_stop_exits_with_5_and_the_run_resumes(
     assert state_digest(disk / "run") == undisturbed
 
 
-@pytest.mark.parametrize("fault", ["full", "read-only", "gone"])
-def test_failing_disk_on_error_continue_trains_on_and_saves_later(
-    fault: str, digits: Path, disk: Path, undisturbed: str, call: Callable
-) -> None:
-    """The saves of steps 6 and 8 fail."""
-    break_disk, repair_disk, reason = faults(disk)[fault]
-    folder = disk / "run"
-    EVENTS[5] = after_last_save(break_disk)
-    EVENTS[7] = after_last_save(
-        lambda: assert_complete(disk / "away" if fault == "gone" else folder, 2, 4)
-    )
-    EVENTS[9] = after_last_save(repair_disk)
+def test_failed_last_save_exits_with_5(digits: Path, disk: Path, call: Callable) -> None:
+    EVENTS[9] = lambda _: fill(disk)
     words = arguments_for(
-        digits, folder, checkpoint__on_error="continue", log__tensorboard=fault == "full"
+        digits, disk / "run", checkpoint__every_steps="null", log__tensorboard="true"
     )
     code, out, err = call(train_command, *words)
-    reports = [line for line in out.splitlines() if "(checkpoint.on_error)" in line]
-    assert (
-        (code, err) == (0, "") and len(reports) == 2 and all(reason in line for line in reports)
-    ), out
-    assert_complete(folder, 10, 11)
-    assert len(losses(folder)) == STEPS  # also of the steps between the faults
-    assert state_digest(folder) == undisturbed
-
-
-def test_failed_last_save_on_error_continue_exits_with_5(
-    digits: Path, disk: Path, call: Callable
-) -> None:
-    EVENTS[9] = after_last_save(lambda: fill(disk))
-    words = arguments_for(
-        digits, disk / "run", checkpoint__on_error="continue", log__tensorboard="true"
-    )
-    code, out, err = call(train_command, *words)
-    assert code == 5 and "step-0000011: No space left on device" in err and "done" not in out
-    assert_complete(disk / "run", 6, 8)
+    assert code == 5 and "step-0000011" in err and "done" not in out
+    assert_complete(disk / "run")
 
 
 def test_too_little_disk_space_is_reported_at_the_start(
     digits: Path, disk: Path, call: Callable
 ) -> None:
     """Checkpoints that are there already count as space: they are removed for new ones."""
-    needed = (
-        3 * 2 * sum(parameter.nbytes for parameter in noisy(10).parameters())
-    )  # weights and momentum
+    # weights and momentum: three checkpoints are kept, besides the best and the one being written
+    needed = 5 * 2 * sum(parameter.nbytes for parameter in noisy(10).parameters())
 
     def has_warning(max_steps: int, option: str = "--resume") -> bool:
         words = arguments_for(
@@ -163,7 +135,7 @@ def test_too_little_disk_space_is_reported_at_the_start(
         )
         code, out, _ = call(train_command, *words, option)
         assert code == 0
-        return "three checkpoints" in out
+        return "the checkpoints of this run need" in out
 
     fill(disk, needed - 10_000)
     assert has_warning(2)

@@ -1,4 +1,5 @@
-"""Checkpoints from an attacker, through every command that reads one: their code never runs, and costs no memory.
+"""Checkpoints from an attacker, through every command that reads one: their code never runs, and
+costs no memory.
 
 The canary is a file that appears when that code runs.
 """
@@ -64,7 +65,9 @@ def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def commands(digits: Path, tmp_path: Path) -> Callable[[Path], dict[str, list[Any]]]:
-    """A function that returns, for weights, each command that reads them. The user trusts `helpers:plain`."""
+    """A function that returns, for weights, each command that reads them. The user trusts
+    `helpers:plain`.
+    """
 
     def commands_for(weights: Path) -> dict[str, list[Any]]:
         words = arguments(digits, tmp_path / "run", train__max_steps=1)
@@ -94,7 +97,9 @@ def changed(
     values: dict[str, Any] | None = None,
     **model: Any,
 ) -> Path:
-    """A copy of the checkpoint with other values in its config or in a section of its state; digests match."""
+    """A copy of the checkpoint with other values in its config or in a section of its state;
+    digests match.
+    """
     shutil.copytree(trained, folder)
     state = json.loads((folder / "state.json").read_text())
     state["config"]["model"] |= model
@@ -107,7 +112,7 @@ def changed(
     return folder
 
 
-# ------------------------------------------------------------------------------------------ the config inside
+# ---- the config inside
 
 ATTACKS: dict[str, dict[str, Any]] = {
     "os:system": {"name": "os:system", "kwargs": {"command": f"touch {CANARY}"}},
@@ -136,7 +141,9 @@ def test_code_named_by_a_checkpoint_is_not_run(
 def test_commands_that_only_read_weights_run_no_code(
     trained: Path, tmp_path: Path, call: Callable, commands: Callable
 ) -> None:
-    """Averaging, initial weights, a teacher and --resume-from: the model is that of the user's config."""
+    """Averaging, initial weights, a teacher and --resume-from: the model is that of the user's
+    config.
+    """
     checkpoint = changed(trained, tmp_path / "changed", ["attacker"], name="attacker:build")
     command = commands(checkpoint)
     teacher = [
@@ -246,7 +253,7 @@ def test_no_model_of_a_checkpoint_is_downloaded(
     assert asked == []
 
 
-# ------------------------------------------------------------------------------------------- pickles and headers
+# ---- pickles and headers
 
 
 class Hostile:

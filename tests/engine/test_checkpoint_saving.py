@@ -1,10 +1,11 @@
-"""Saving in the background of a run: what a save holds, when its error ends the run, and which checkpoints stay."""
+"""Saving in the background of a run: what a save holds, when its error ends the run, and which
+checkpoints stay.
+"""
 
 import os
 import resource
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from imagenet_cls.engine import state
 from imagenet_cls.errors import CheckpointError, NonFiniteError, ResourceError, Stopped
 
 STEPS = 11  # in an epoch
-LONG_SEC = 20.0
+LONG_SEC = 240.0  # only ends what hangs
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,9 @@ def no_events() -> Iterator[None]:
 
 @pytest.fixture
 def limit_file_size() -> Iterator[Callable[[Any], None]]:
-    """An event from which on no file may be larger than 20,000 bytes, which is less than the weights."""
+    """An event from which on no file may be larger than 20,000 bytes, which is less than the
+    weights.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -58,7 +61,9 @@ def join_writer(_: object) -> None:
 def test_slow_write_delays_no_step_and_holds_the_state_of_its_step(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The write of step 4 begins after three more steps, and holds the bits of step 4; the last one is waited for."""
+    """The write of step 4 begins after three more steps, and holds the bits of step 4; the last one
+    is waited for.
+    """
     keep_all = {"checkpoint__keep_last": "null"}
     train_here(arguments_for(digits, tmp_path / "plain", **keep_all))
     release, in_time, write = threading.Event(), [], saver.write_checkpoint
@@ -66,7 +71,6 @@ def test_slow_write_delays_no_step_and_holds_the_state_of_its_step(
 
     def write_late(folder: Path, snapshot: Snapshot) -> Path:
         in_time.append(release.wait(LONG_SEC))
-        time.sleep(0.1)
         return write(folder, snapshot)
 
     monkeypatch.setattr(saver, "write_checkpoint", write_late)
@@ -134,36 +138,6 @@ def test_newest_and_best_checkpoints_of_both_kinds_of_weights_stay(
         best[kind] = max(results, key=lambda record: record["top1_pct"])["step"]
     assert best == {"raw": STEPS, "ema": 2 * STEPS}, "the premise of this test"
     assert saved(tmp_path) == [STEPS, 2 * STEPS, *[32, 33][-keep_last:]]
-
-
-def test_best_checkpoint_not_saved_keeps_the_best_before_it(
-    digits: Path, tmp_path: Path, limit_file_size: Callable[[Any], None]
-) -> None:
-    """The save of step 22, the best, fails: the one of step 11 stays. The resumed run keeps it, too."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def end_limit(network: nn.Module) -> None:
-        join_writer(network)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    def set_to_zero(network: nn.Module) -> None:
-        for parameter in network.parameters():
-            nn.init.zeros_(parameter)
-
-    EVENTS.update(dict.fromkeys(range(25, 29), set_to_zero) | {21: limit_file_size, 23: end_limit})
-    changes = {
-        "train__epochs": 3,
-        "checkpoint__keep_last": 1,
-        "checkpoint__on_error": "continue",
-        "ema__decay": "null",
-    }
-    train_here(arguments_for(digits, tmp_path, train__max_steps=28, **changes))
-    assert saved(tmp_path) == [11, 28]
-    EVENTS.update(dict.fromkeys(range(6), set_to_zero))
-    train_here([*arguments_for(digits, tmp_path, **changes), "--resume"])
-    results = {record["step"]: record["top1_pct"] for record in evaluations(tmp_path)}
-    assert results[22] > results[11] > results[33]
-    assert saved(tmp_path) == [11, 33]
 
 
 def test_lost_rank_in_the_broadcast_and_a_missing_optimizer_state_are_told_apart(

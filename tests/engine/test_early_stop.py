@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from helpers import arguments, evaluations, newest, state_digest, train_here
 
-from imagenet_cls.checkpoint.format import METRICS, write_manifest
+from imagenet_cls.checkpoint.format import write_manifest
+from imagenet_cls.checkpoint.progress import METRICS
 from imagenet_cls.config.schema import EarlyStopConfig
 from imagenet_cls.engine.evaluate import stops_early
 
@@ -47,7 +48,9 @@ def progress(run: Path) -> dict[str, Any]:
 def test_run_without_balanced_accuracy_resumes_and_then_stops_by_it(
     digits: Path, tmp_path: Path
 ) -> None:
-    """As a run that was begun before the field was recorded. Its earlier evaluations don't count."""
+    """As a run that was begun before the field was recorded. Its earlier evaluations don't
+    count.
+    """
     words = arguments(digits, tmp_path, train__epochs=8, optimizer__lr=0.0)
     train_here([*words, "train.max_steps=22"])
     state = json.loads((newest(tmp_path) / "state.json").read_text())

@@ -1,4 +1,6 @@
-"""The examples of docs/extending.md, run as they stand there: each part is really used, the own loop is the loop."""
+"""The examples of docs/extending.md, run as they stand there: each part is really used, the own
+loop is the loop.
+"""
 
 import csv
 import json
@@ -16,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
-from imagenet_cls.engine.model import build_initial_model
+from imagenet_cls.engine.initial_weights import build_initial_model
 
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
@@ -32,9 +34,8 @@ def beside_the_page(
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "digits").symlink_to(digits)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys, "path", list(sys.path)
-    )  # own modules are found from the working directory
+    # own modules are found from the working directory
+    monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
     for name in FILES:
         sys.modules.pop(Path(name).stem, None)
@@ -73,12 +74,8 @@ def test_every_block_of_the_page_is_a_file_that_a_test_runs() -> None:
 def test_own_model(beside_the_page: Path, call: Callable) -> None:
     run = train("my_model.yaml")
     weights = load_file(newest(run) / "model.safetensors")
-    assert weights["patches.weight"].shape == (
-        48,
-        3,
-        4,
-        4,
-    )  # the width of my_model.yaml, the patch of the signature
+    # the width of my_model.yaml, the patch of the signature
+    assert weights["patches.weight"].shape == (48, 3, 4, 4)
     assert weights["head.weight"].shape == (10, 48)
     code, out, _ = call(evaluate_command, "my_model.yaml", run)
     assert code == 0 and "over 359 images" in out
@@ -127,7 +124,8 @@ def test_own_optimizer(beside_the_page: Path) -> None:
 def test_own_loss(beside_the_page: Path) -> None:
     plain = losses(train("configs/demo.yaml", *small_model()))
     focal = losses(train("my_loss.yaml", *small_model()))
-    # At the start every class has about a tenth of the probability, so the factor is about 0.9 ** 1.5.
+    # At the start every class has about a tenth of the probability, so the factor is about 0.9 **
+    # 1.5.
     assert focal[0] == pytest.approx(0.9**1.5 * plain[0], rel=0.03)
     assert losses(
         train("my_loss.yaml", *small_model(), "loss.kwargs.gamma=0", "--overwrite")

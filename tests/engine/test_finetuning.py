@@ -1,4 +1,6 @@
-"""Fine-tuning: docs/finetuning.md as it stands there, on small models; and that what was learned is carried over."""
+"""Fine-tuning: docs/finetuning.md as it stands there, on small models; and that what was learned is
+carried over.
+"""
 
 import json
 import re
@@ -17,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from imagenet_cls.commands.average_checkpoints import average_command
 from imagenet_cls.commands.find_batch import find_batch_command
 from imagenet_cls.commands.find_lr import find_lr_command
-from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.engine.model import read_stored_weights
+from imagenet_cls.engine.initial_weights import read_stored_weights
 
 PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
 COMMANDS = re.findall(r"^python tools/(\w+)\.py (.*)$", PAGE, re.MULTILINE)
@@ -28,7 +29,6 @@ FILES = dict(re.findall(r"```yaml\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
 TOOLS = {
     "train": train_command,
     "test": evaluate_command,
-    "predict": predict_command,
     "average_checkpoints": average_command,
     "find_batch": find_batch_command,
     "find_lr": find_lr_command,
@@ -46,16 +46,16 @@ SMALL = {
 CONFIG = "configs/finetune/own_dataset.yaml"
 
 
-# ------------------------------------------------------------------------------------------------------------- the page
+# ---- the page
 
 
-def shrunk(tool: str, words: list[str], weights: Path) -> list[str]:
+def with_small_models(tool: str, words: list[str], weights: Path) -> list[str]:
     """The page's words, with small models and images, and two epochs.
 
-    Whether a run starts from published weights is left to the words and the config; if it does, timm reads them from a
-    file of the test's instead of its hub.
+    Whether a run starts from published weights is left to the words and the config; if it does,
+    timm reads them from a file of the test's instead of its hub.
     """
-    if tool in ("predict", "average_checkpoints"):
+    if tool == "average_checkpoints":
         return words
     small = [re.sub("|".join(SMALL), lambda match: SMALL[match[0]], word) for word in words]
     sizes = [
@@ -84,14 +84,12 @@ def test_every_command_of_finetuning_md_runs(
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
     small = (tmp_path / CONFIG).read_text().replace("name: resnet50.a1_in1k", "name: test_resnet")
     (tmp_path / CONFIG).write_text(small)
-    for folder in ("photos", "new_photos"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "photos").mkdir()
     for number in "12":
         (tmp_path / "photos" / number).symlink_to(digits / "train" / number)
-    shutil.copy(next((digits / "train" / "2").glob("*.jpg")), tmp_path / "new_photos" / "a.jpg")
     for name, text in FILES.items():
         (tmp_path / name).write_text(text.replace("torchvision:resnet50", "torchvision:resnet18"))
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
     torch.save(
         torchvision.models.resnet18().state_dict(),
@@ -111,7 +109,7 @@ def test_every_command_of_finetuning_md_runs(
 
     said = {}
     for tool, line in COMMANDS:
-        words = shrunk(tool, shlex.split(line), tmp_path)
+        words = with_small_models(tool, shlex.split(line), tmp_path)
         code, out, err = call(TOOLS[tool], *words)
         assert (code, err) == (0, ""), (words, err)
         said[f"{tool} {line}"] = out
@@ -144,7 +142,6 @@ def test_every_command_of_finetuning_md_runs(
         "Resized position embedding: (10, 10) to (3, 3)"
         in Path("work_dirs/vit_48/logs/rank0.log").read_text()
     )
-    assert "new_photos/a.jpg: " in output_of("predict")
     assert "an average of 2 checkpoints" in output_of("work_dirs/kept_average data.root")
 
 
@@ -172,7 +169,7 @@ def test_another_model_name_alone_starts_from_scratch(
     )
 
 
-# ----------------------------------------------------------------------------------------------------- keys of the runs
+# ---- keys of the runs
 
 
 def test_resume_of_a_frozen_run_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
@@ -194,7 +191,9 @@ def test_resume_of_a_frozen_run_gives_the_same_bits(digits: Path, tmp_path: Path
 def test_split_batch_norm_run_starts_a_plain_model(
     digits: Path, tmp_path: Path, call: Callable
 ) -> None:
-    """A BatchNorm for each view of AugMix; a plain model takes the weights; test.py repeats the run's figures."""
+    """A BatchNorm for each view of AugMix; a plain model takes the weights; test.py repeats the
+    run's figures.
+    """
     run = tmp_path / "run"
     words = {
         "model.name": "test_resnet",

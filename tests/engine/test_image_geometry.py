@@ -1,4 +1,6 @@
-"""Runs whose images are not square or not RGB: training, evaluation and prediction prepare them alike."""
+"""Runs whose images are not square or not RGB: training, evaluation and prediction prepare them
+alike.
+"""
 
 import json
 import math
@@ -77,7 +79,7 @@ def test_evaluation_and_prediction_prepare_images_as_eval_mode_says(
         imagenet_cls.Predictor(run, allow_import=["helpers:plain"]),
         sorted((folder / "val").glob("*/*.png")),
     )
-    transform = EvalTransform(EvalConfig(mode, 16, 1.0), mean)  # type: ignore[arg-type]
+    transform = EvalTransform(EvalConfig(mode, 16, 1.0), mean)
     images = torch.stack([transform(F.pil_to_tensor(Image.open(file))) for file in files])
     expected = images / 255 - torch.tensor(mean).view(3, 1, 1)
     torch.testing.assert_close(predictor.prepare(files), expected, rtol=0, atol=1e-6)

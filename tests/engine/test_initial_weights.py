@@ -17,10 +17,11 @@ from timm.data import IMAGENET_DEFAULT_MEAN
 
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, DataConfig, ModelConfig
-from imagenet_cls.engine import model as engine_model
-from imagenet_cls.engine.model import build_initial_model, class_difference
-from imagenet_cls.engine.trained import load_foreign_weights
+from imagenet_cls.data.classes import class_difference
+from imagenet_cls.engine import initial_weights as engine_model
+from imagenet_cls.engine.initial_weights import build_initial_model
 from imagenet_cls.errors import UsageError
+from imagenet_cls.inference.load_weights import load_foreign_weights
 
 DIGITS = [str(digit) for digit in range(10)]
 
@@ -79,7 +80,9 @@ def test_overwrite_of_the_initial_weights_is_an_error(
     if key.startswith("distill"):
         named += ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
     with pytest.raises(
-        UsageError, match=rf"^{key}: .* is in .*--overwrite would remove\.\n.*--work-dir"
+        UsageError,
+        match=rf"^{key}: .* is in .*--overwrite would "
+        rf"remove\.\n.*--work-dir",
     ):
         train_here([*arguments(digits, first), *named, "--overwrite"])
     assert files(first) == before
@@ -131,7 +134,8 @@ def test_mismatch_with_the_initial_weights_is_reported(
 
     assert said() == []
     assert said("data.mean=[0.5,0.5,0.5]") == [
-        "the initial weights were trained with data.mean=[0.485, 0.456, 0.406] data.std=[0.229, 0.224, 0.225], "
+        "the initial weights were trained with data.mean=[0.485, 0.456, 0.406] data.std=[0.229, "
+        "0.224, 0.225], "
         "and this run uses data.mean=[0.5, 0.5, 0.5] data.std=[0.229, 0.224, 0.225]"
     ]
     renamed = Path(shutil.copytree(digits, tmp_path / "renamed"))
@@ -143,7 +147,9 @@ def test_mismatch_with_the_initial_weights_is_reported(
 
 
 def test_mismatch_with_published_weights_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """timm states the mean of its weights; a recipe that was written for another model names its own."""
+    """timm states the mean of its weights; a recipe that was written for another model names its
+    own.
+    """
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32)
     monkeypatch.setattr(engine_model, "build_model", lambda *_: vit)
     model = ModelConfig(name="vit_tiny_patch16_224", pretrained=True)
@@ -186,7 +192,7 @@ def test_initial_weights_of_a_url_are_downloaded_once(
     call: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     state = timm.create_model("test_resnet", num_classes=10).state_dict()
     torch.save(state, tmp_path / "net.pth")
     digest = hashlib.sha256((tmp_path / "net.pth").read_bytes()).hexdigest()
@@ -217,7 +223,7 @@ def test_initial_weights_of_a_url_are_downloaded_once(
 def test_initial_weights_of_a_url_without_network_are_a_resource_error(
     digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     for key in ("model", "distill.teacher"):
         words = [f"{key}.checkpoint=http://127.0.0.1:9/net.pth"]  # nothing listens there
         if key != "model":

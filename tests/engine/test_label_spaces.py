@@ -1,4 +1,6 @@
-"""Evaluation and training on other classes than a folder has: some of them, numbered ones, a list, ReaL labels."""
+"""Evaluation and training on other classes than a folder has: some of them, numbered ones, a list,
+ReaL labels.
+"""
 
 import json
 import shutil
@@ -18,10 +20,9 @@ from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.classes import match_classes
-from imagenet_cls.data.datasets import DataSets, open_datasets
+from imagenet_cls.data.classes import classes_of_outputs, match_classes
+from imagenet_cls.data.datasets import DataSets, has_training_part, open_datasets
 from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.engine.evaluate_weights import classes_of_outputs, has_training_part
 from imagenet_cls.errors import DataError
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()
@@ -41,7 +42,9 @@ def in_parts(train: Any, val: Any = "val", **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def letters(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits as the classes a to j in `train`, those of b, e and i in `some`, and all as 0 to 9 in `numbered`."""
+    """Digits as the classes a to j in `train`, those of b, e and i in `some`, and all as 0 to 9 in
+    `numbered`.
+    """
     root = tmp_path_factory.mktemp("letters")
     for number, name in enumerate(NAMES):
         files = sorted((digits / "train" / str(number)).iterdir())
@@ -65,7 +68,9 @@ def trained(letters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 images of 16 px of five of ImageNet's classes in `val`; `model.pth`, a network with 1,000 outputs."""
+    """40 images of 16 px of five of ImageNet's classes in `val`; `model.pth`, a network with 1,000
+    outputs.
+    """
     root, draws = tmp_path_factory.mktemp("imagenet"), np.random.default_rng(0)
     for number in range(40):
         folder = root / "val" / WNIDS[PRESENT[number % 5]]
@@ -100,13 +105,10 @@ def logits_by_hand(root: Path) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     )
 
 
-def test_words(imagenet: Path, *more: str) -> list[str]:
+def words_of_test(imagenet: Path, *more: str) -> list[str]:
     changes = in_parts("train", eval__resize_px=16, eval__classes="present")
     config, *words = arguments(imagenet, imagenet / "run", **changes)[:-2]
     return [config, str(imagenet / "model.pth"), *words, "data.mean=null", "data.std=null", *more]
-
-
-test_words.__test__ = False  # type: ignore[attr-defined]
 
 
 def test_outputs_of_absent_classes_are_ignored_without_a_training_folder(
@@ -114,7 +116,7 @@ def test_outputs_of_absent_classes_are_ignored_without_a_training_folder(
 ) -> None:
     rows = imagenet / "rows.jsonl"
     rows.unlink(missing_ok=True)
-    code, out, _ = call(evaluate_command, *test_words(imagenet, "--out", rows))
+    code, out, _ = call(evaluate_command, *words_of_test(imagenet, "--out", rows))
     logits, targets, _ = logits_by_hand(imagenet)
     masked = torch.full_like(logits, -torch.inf)
     masked[:, PRESENT] = logits[:, PRESENT]
@@ -143,9 +145,8 @@ def test_classes_of_outputs_are_imagenets_without_a_training_folder(
     numbers, five = sorted(map(str, range(1000))), [WNIDS[number] for number in PRESENT]
     assert classes(numbers) == classes(five, "eval.classes=present") == WNIDS
     assert classes(five) == five and classes(["cat"], "eval.classes=present") == ["cat"]
-    assert (
-        classes(five, "eval.classes=present", root=letters) == five
-    )  # the training folder names the classes
+    # the training folder names the classes
+    assert classes(five, "eval.classes=present", root=letters) == five
     of_22k = classes(five, "eval.classes=present", "model.num_classes=21841")
     assert of_22k == ImageNetInfo("imagenet-22k").label_names()
 
@@ -171,9 +172,8 @@ def test_run_records_the_classes_that_are_present(
     # The checkpoint names its classes, so the training folder is not needed.
     words = ["data.train=absent", "--allow-import", "helpers:plain"]
     again = call(evaluate_command, trained, *words)[1]
-    assert (
-        again.splitlines()[-1].partition(" in ")[0] == out.splitlines()[-1].partition(" in ")[0]
-    )  # not the seconds
+    # not the seconds
+    assert again.splitlines()[-1].partition(" in ")[0] == out.splitlines()[-1].partition(" in ")[0]
     code, _, err = call(evaluate_command, trained, *words, "eval.classes=all")
     assert code == 3 and "eval.classes=present" in err
 
@@ -298,12 +298,14 @@ def test_run_with_data_classes(letters: Path, tmp_path: Path, call: Callable) ->
     assert code == 3 and "data.classes" in err and " q" in err
 
 
-# ---------------------------------------------------------------------------------------------------------- ReaL labels
+# ---- ReaL labels
 
 
 @pytest.fixture(scope="module")
 def real_labels(imagenet: Path) -> Path:
-    """For each image of `imagenet` the right class and that of the highest output, one wrong one, or none."""
+    """For each image of `imagenet` the right class and that of the highest output, one wrong one,
+    or none.
+    """
     logits, targets, numbers = logits_by_hand(imagenet)
     lists: list[list[int]] = [[] for _ in range(50)]
     for row, number in enumerate(numbers):
@@ -333,14 +335,16 @@ def expected_real(imagenet: Path, real_labels: Path) -> str:
 
 
 def as_list(imagenet: Path, *more: str) -> list[str]:
-    """Words of test.py: the images as a list with all of ImageNet's classes, so that all outputs count."""
+    """Words of test.py: the images as a list with all of ImageNet's classes, so that all outputs
+    count.
+    """
     files = sorted((imagenet / "val").rglob("*.png"))
     rows = [f"val/{file.parent.name}/{file.name} {file.parent.name}\n" for file in files]
     (imagenet / "images.txt").write_text("".join(rows))
     (imagenet / "classes.txt").write_text("\n".join(WNIDS))
     words = [
         w
-        for w in test_words(imagenet)
+        for w in words_of_test(imagenet)
         if not w.startswith(("data.name", "data.train", "data.val=", "eval.classes"))
     ]
     return [*words, "data.name=list", "data.train=images.txt", "data.val=images.txt", *more]
@@ -354,7 +358,7 @@ def test_real_labels_count_any_of_them(imagenet: Path, real_labels: Path, call: 
 @pytest.mark.nightly
 def test_real_labels_and_present_classes_on_two_ranks(imagenet: Path, real_labels: Path) -> None:
     words = [
-        *test_words(imagenet),
+        *words_of_test(imagenet),
         f"eval.real_labels={real_labels}",
         "--launcher",
         "spawn",
@@ -375,7 +379,7 @@ def test_real_labels_and_present_classes_on_two_ranks(imagenet: Path, real_label
         "{",
         "[[0]]",
         json.dumps([[]] * 50),
-        *(json.dumps([x] + [[0]] * 49) for x in (1, [1000], [True], {}, "")),
+        *(f"[{first}{', [0]' * 49}]" for first in ("1", "[1000]", "[true]", "{}", '""')),
     ],
 )
 def test_bad_real_labels_are_an_error(

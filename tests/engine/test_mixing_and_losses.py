@@ -53,7 +53,9 @@ def test_teacher_trains_the_distillation_token_only(
 def test_teacher_equal_to_the_student_gives_a_loss_of_zero(
     digits: Path, tmp_path: Path, teacher: Path
 ) -> None:
-    """Both see the same mixed images, in pixels of their own. Frozen BatchNorm and no dropout: outputs agree."""
+    """Both see the same mixed images, in pixels of their own. Frozen BatchNorm and no dropout:
+    outputs agree.
+    """
     same = distilled(
         teacher, "soft", distill__alpha=1.0, model__checkpoint=teacher, model__freeze_bn="true"
     )
@@ -66,9 +68,8 @@ def test_teacher_equal_to_the_student_gives_a_loss_of_zero(
     train_here(arguments(digits, tmp_path / "same", "noisy", **same, data__mean="[0.2, 0.3, 0.4]"))
     assert losses(tmp_path / "same") == pytest.approx([0.0, 0.0], abs=1e-6)
     train_here(arguments(digits, tmp_path / "other", "noisy", **same, data__mean="[0.5, 0.5, 0.5]"))
-    assert (
-        losses(tmp_path / "other")[0] > 1e-3
-    )  # the teacher still sees its own pixels, the model others
+    # the teacher still sees its own pixels, the model others
+    assert losses(tmp_path / "other")[0] > 1e-3
 
 
 def test_first_loss_equals_the_formula(digits: Path, tmp_path: Path) -> None:
@@ -90,7 +91,9 @@ def zero_outputs(num_classes: int) -> torch.nn.Module:
 def test_resume_with_mixing_and_teacher_gives_the_same_bits(
     digits: Path, tmp_path: Path, teacher: Path
 ) -> None:
-    """Stopped while mixing, which ends with the first epoch. With accumulation, smoothing and dropout."""
+    """Stopped while mixing, which ends with the first epoch. With accumulation, smoothing and
+    dropout.
+    """
     changes = {
         **MIX,
         "mix__off_epoch": 1,

@@ -1,4 +1,6 @@
-"""Folders and files that the user may not read: the exit code of their kind, and never a traceback."""
+"""Folders and files that the user may not read: the exit code of their kind, and never a
+traceback.
+"""
 
 import ctypes
 import os

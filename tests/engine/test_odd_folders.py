@@ -1,4 +1,6 @@
-"""Run folders with damaged, moved or foreign files, and commands that a launcher restarts: no work is lost."""
+"""Run folders with damaged, moved or foreign files, and commands that a launcher restarts: no work
+is lost.
+"""
 
 import os
 import re
@@ -39,7 +41,7 @@ def names(checkpoints: Path) -> list[str]:
     return [path.name for path in list_checkpoints(checkpoints)]
 
 
-# ------------------------------------------------------------------------------------------- restarts by a launcher
+# ---- restarts by a launcher
 
 
 @pytest.mark.parametrize("job", [None, "another"])
@@ -99,7 +101,7 @@ def test_new_folder_is_named_once_and_found_after_a_restart(
     assert call(train_command, *words, "--resume")[0] == 2
 
 
-# --------------------------------------------------------------------------------------- links and other disks
+# ---- links and other disks
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
@@ -152,9 +154,8 @@ def test_resume_with_a_checkpoint_behind_a_dangling_link_falls_back(
     last.symlink_to(tmp_path / "unmounted")
     code, out, _ = call(train_command, *argv(digits, part, "--resume", "train.max_steps=17"))
     assert code == 0 and str(last) in out
-    assert not last.is_symlink() and state_digest(part) == state_digest(
-        runs / "part"
-    )  # written again
+    # written again
+    assert not last.is_symlink() and state_digest(part) == state_digest(runs / "part")
     for path in list_checkpoints(part / "checkpoints"):
         shutil.rmtree(path)
     last.symlink_to(tmp_path / "unmounted")
@@ -162,7 +163,7 @@ def test_resume_with_a_checkpoint_behind_a_dangling_link_falls_back(
         train_here(argv(digits, part, "--resume"))
 
 
-# ---------------------------------------------------------------------------------------- damaged and foreign files
+# ---- damaged and foreign files
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])

@@ -50,7 +50,8 @@ def test_sam_reports_the_loss_before_the_perturbation(
     assert sharp[0] == losses(plain)[0]
     assert all(math.isfinite(loss) for loss in sharp)
     assert max(abs(a - b) for a, b in zip(sharp[1:], losses(plain)[1:], strict=True)) > 1e-3
-    # Only in step 0, and step 0 alone: the second step is then that of a run with SAM, the third one differs.
+    # Only in step 0, and step 0 alone: the second step is then that of a run with SAM, the third
+    # one differs.
     seldom = losses(
         trained(digits, tmp_path / "seldom", train__sam_rho=0.5, train__sam_every_steps=100)
     )
@@ -64,7 +65,9 @@ def test_sam_with_micro_batches_equals_whole_batches(digits: Path, tmp_path: Pat
 
 
 def test_sam_with_tiny_rho_equals_training_without(digits: Path, tmp_path: Path) -> None:
-    """With dropout, BatchNorm, mixing and erasing and a rho too small for float32, the second gradient is the first."""
+    """With dropout, BatchNorm, mixing and erasing and a rho too small for float32, the second
+    gradient is the first.
+    """
     random = {
         "mix__mixup_alpha": 0.8,
         "augment__erasing__prob": 0.5,

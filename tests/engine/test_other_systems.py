@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from helpers import TRAIN, arguments, environment, evaluations
 
-# No affinity, no prctl, no triton; data workers are spawned, and torch shares their tensors through files.
+# No affinity, no prctl, no triton; data workers are spawned, and torch shares their tensors through
+# files.
 MACOS = """
 import ctypes, os, sys, urllib.request  # which imports a module of macOS otherwise
 sys.platform, sys.modules["triton"] = "darwin", None

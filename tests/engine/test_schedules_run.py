@@ -1,4 +1,6 @@
-"""Schedules in runs: the reported learning rates against torch's schedulers; plateau after a resume."""
+"""Schedules in runs: the reported learning rates against torch's schedulers; plateau after a
+resume.
+"""
 
 import json
 from pathlib import Path

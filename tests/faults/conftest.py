@@ -1,4 +1,6 @@
-"""What the tests of stopped runs share: a few images, for each number of ranks one undisturbed run, and new runs."""
+"""What the tests of stopped runs share: a few images, for each number of ranks one undisturbed run,
+and new runs.
+"""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,8 @@
-"""The run that the tests of kills share, and the comparison of a killed run with an undisturbed one.
+"""The run that the tests of kills share, and the comparison of a killed run with an undisturbed
+one.
 
-BatchNorm, dropout, EMA, mixup, RandAugment, accumulation 2, warm-up and cosine; 40 steps in 4 epochs, a checkpoint
-every 5 steps, of which two stay.
+BatchNorm, dropout, EMA, mixup, RandAugment, accumulation 2, warm-up and cosine; 40 steps in 4
+epochs, a checkpoint every 5 steps, of which two stay.
 """
 
 import json
@@ -26,7 +27,9 @@ def global_batch(ranks: int) -> int:
 
 
 def link_images(digits: Path, folder: Path, ranks: int) -> Path:
-    """A balanced part of the digits: `STEPS_PER_EPOCH` global batches, and `EVAL_IMAGES` for validation."""
+    """A balanced part of the digits: `STEPS_PER_EPOCH` global batches, and `EVAL_IMAGES` for
+    validation.
+    """
     per_class = {
         "train": global_batch(ranks) * STEPS_PER_EPOCH // CLASSES,
         "val": EVAL_IMAGES // CLASSES,
@@ -69,7 +72,9 @@ def words_for(
 
 @dataclass
 class Run:
-    """A run on forked ranks, to be stopped and resumed. undisturbed: returns the folder of the run without a stop."""
+    """A run on forked ranks, to be stopped and resumed. undisturbed: returns the folder of the run
+    without a stop.
+    """
 
     server: RankServer
     words: list[str]
@@ -79,7 +84,9 @@ class Run:
     output: str = ""  # of the latest start, stdout and stderr of all ranks
 
     def start(self, *more: str, kills: Sequence[KillPoint] = (), **env: str) -> list[int]:
-        """Run the command, with more arguments. Returns the exit code of each rank, negative for a signal."""
+        """Run the command, with more arguments. Returns the exit code of each rank, negative for a
+        signal.
+        """
         file = self.folder.with_suffix(".txt")
         file.unlink(missing_ok=True)
         codes = self.server.run([*self.words, *more], file, self.ranks, kills, **env)
@@ -138,13 +145,17 @@ def checkpoints(folder: Path) -> list[int]:
 
 
 def assert_same_run(folder: Path, undisturbed: Path) -> None:
-    """As `assert_same_bits`, and the same checkpoints are left: true unless the kill was in the last few steps."""
+    """As `assert_same_bits`, and the same checkpoints are left: true unless the kill was in the
+    last few steps.
+    """
     assert_same_bits(folder, undisturbed)
     assert checkpoints(folder) == checkpoints(undisturbed)
 
 
 def assert_same_bits(folder: Path, undisturbed: Path) -> None:
-    """Same bits of all results; every step and evaluation is recorded once, with the same values."""
+    """Same bits of all results; every step and evaluation is recorded once, with the same
+    values.
+    """
     assert state_digest(folder) == state_digest(undisturbed)
     lines = records(folder)
     assert [record["step"] for record in lines if record["kind"] == "train"] == list(

@@ -4,14 +4,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-from same_run import STEPS, Run, checkpoints, records
+from same_run import Run, checkpoints, records
 
 CHECKPOINT_BYTES = 120_000  # at least
 
 
 def run_on(disk: Path, new_run: Callable[..., Run], **changes: object) -> Run:
-    """A run of two ranks on a disk with room for two checkpoints and not for the third, of step 15."""
+    """A run of two ranks on a disk with room for two checkpoints and not for the third, of step
+    15.
+    """
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     (disk / "filler").write_bytes(b"\0" * (free - 5 * CHECKPOINT_BYTES // 2))
     return new_run(2, disk / "run", **changes)
@@ -31,15 +32,3 @@ def test_failed_save_ends_all_ranks_and_the_run_resumes(
     assert checkpoints(run.folder) == [5, 10]
     (disk / "filler").unlink()
     assert run.resume() == 10
-
-
-@pytest.mark.nightly
-def test_failed_saves_on_error_continue_train_on_all_ranks(
-    disk: Path, new_run: Callable[..., Run]
-) -> None:
-    """The last save fails, too."""
-    run = run_on(disk, new_run, checkpoint__on_error="continue")
-    assert run.start() == [5, 5], run.output
-    assert run.output.count("(checkpoint.on_error)") == STEPS // 5 - 3
-    assert checkpoints(run.folder) == [5, 10]
-    assert records(run.folder) == records(run.undisturbed(2))

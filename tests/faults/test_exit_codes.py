@@ -1,4 +1,5 @@
-"""Exit codes of ranks reach the shell through both launchers, with one message of at most three lines.
+"""Exit codes of ranks reach the shell through both launchers, with one message of at most three
+lines.
 
 130, 140 and 143: test_launchers_die.py. A port that is taken: test_launchers.py.
 """
@@ -33,11 +34,12 @@ def test_invalid_config_exits_2_with_a_line_for_each_problem(
     assert not (tmp_path / "run").exists()
 
 
-# Errors of a rank that no launching process could have seen: by code, the changes of the config, and the message.
+# Errors of a rank that no launching process could have seen: by code, the changes of the config,
+# and the message.
 CAUSES: dict[int, tuple[dict[str, Any], str]] = {
     2: ({"model__num_classes": 5}, "the dataset has 10 classes"),
     3: ({"train__global_batch_size": 5000}, "1438 images"),
-    5: ({}, "can't write /proc/"),
+    5: ({}, "Can't write /proc/"),
     6: (
         {"optimizer__lr": 1e9, "train__max_nonfinite_steps": 1},
         "NaN or infinite in 1 steps in a row",

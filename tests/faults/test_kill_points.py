@@ -1,5 +1,5 @@
-"""A run killed by SIGKILL, at a named point (kill_points.py) or several times at random ones, resumes and ends in the
-same bits.
+"""A run killed by SIGKILL, at a named point (kill_points.py) or several times at random ones,
+resumes and ends in the same bits.
 """
 
 import os
@@ -12,7 +12,8 @@ from forked_ranks import KillPoint
 from same_run import ACCUMULATION, MICRO_BATCH, SAVED_EVERY, STEPS, Run, checkpoints
 
 IN_STEP_17 = 17 * ACCUMULATION
-# By point: at which passing the rank is killed, and the step of the newest checkpoint whose write has begun by then.
+# By point: at which passing the rank is killed, and the step of the newest checkpoint whose write
+# has begun by then.
 POINTS: dict[str, tuple[int, int]] = {
     "reading_an_image": (IN_STEP_17 * MICRO_BATCH, 15),
     "in_forward": (IN_STEP_17, 15),
@@ -84,8 +85,8 @@ def test_killed_run_resumes_with_other_workers_and_another_decoder(
 def test_killed_while_a_step_is_saved_again_resumes_to_the_same_bits(
     new_run: Callable[..., Run],
 ) -> None:
-    """SIGTERM saves step 20 before its evaluation. The resumed run evaluates it, and is killed while it saves it again:
-    in the end, the evaluation is recorded once.
+    """SIGTERM saves step 20 before its evaluation. The resumed run evaluates it, and is killed
+    while it saves it again: in the end, the evaluation is recorded once.
     """
     run = new_run(1)
     assert run.start(kills=[KillPoint("after_optimizer_step", 20, 0, signal.SIGTERM)]) == [143], (

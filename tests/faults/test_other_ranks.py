@@ -1,6 +1,8 @@
-"""A run resumed in the middle of an epoch on another number of ranks: the same samples, nearly the same losses.
+"""A run resumed in the middle of an epoch on another number of ranks: the same samples, nearly the
+same losses.
 
-Three ranks have uneven shares. On the same number, with other data workers: tests/engine/test_same_result.py.
+Three ranks have uneven shares. On the same number, with other data workers:
+tests/engine/test_same_result.py.
 """
 
 from pathlib import Path
@@ -23,10 +25,17 @@ def test_resume_on_another_number_of_ranks_reads_the_samples_that_are_left(
 
     def train_to(step: int, folder: Path, ranks: int, *more: str) -> None:
         words = words_for(
-            notes, folder, ranks, "plain",
-            data__name="recording_dataset:open_set", data__kwargs=f"{{images: {IMAGES}}}",
-            mix__mixup_alpha=0.0, train__epochs=2, train__global_batch_size=BATCH, train__max_steps=step,
-        )  # fmt: skip
+            notes,
+            folder,
+            ranks,
+            "plain",
+            data__name="recording_dataset:open_set",
+            data__kwargs=f"{{images: {IMAGES}}}",
+            mix__mixup_alpha=0.0,
+            train__epochs=2,
+            train__global_batch_size=BATCH,
+            train__max_steps=step,
+        )
         output.unlink(missing_ok=True)
         assert rank_server.run([*words, *more], output, ranks) == [0] * ranks, output.read_text()
 

@@ -1,4 +1,5 @@
-"""A batch job in a real SLURM before its time limit: it saves, is requeued, and ends with the same bits.
+"""A batch job in a real SLURM before its time limit: it saves, is requeued, and ends with the same
+bits.
 
 The fast tests, with a scontrol of their own, are in test_stop_signals.py.
 """
@@ -18,10 +19,11 @@ SCRIPT = str(REPOSITORY / "scripts" / "slurm_train.sh")
 def test_batch_job_signaled_by_slurm_is_requeued_and_resumes(
     new_run: Callable[..., Run], tmp_path: Path, slurm: dict[str, str]
 ) -> None:
-    """scancel sends the signal that SLURM sends before a time limit, whose moment depends on the machine's speed."""
-    job = new_run(
-        2, tmp_path / "a run", model__kwargs__pause_sec=0.1
-    )  # its arguments reach the ranks by two shells
+    """scancel sends the signal that SLURM sends before a time limit, whose moment depends on the
+    machine's speed.
+    """
+    # its arguments reach the ranks by two shells
+    job = new_run(2, tmp_path / "a run", model__kwargs__pause_sec=0.1)
     env = {"BATCH": "1", "GPUS": "2", "GPUS_PER_NODE": "2", "GRES": "", "CPUS_PER_TASK": "1"}
     env["SBATCH_ARGS"] = "--time=30"
     submitted = run(["bash", SCRIPT, "main", "tests", *job.words], cwd=tmp_path, **slurm, **env)
@@ -38,7 +40,7 @@ def test_batch_job_signaled_by_slurm_is_requeued_and_resumes(
     wait_for(lambda: printed("\ndone\n"), "the job to run to its end")
 
     text = output.read_text()
-    stopped_at = re.findall(r"stopped by SIGUSR2 after step (\d+) of 40, saved in ", text)
+    stopped_at = re.findall(r"SIGUSR2 after step (\d+) of 40, saved in ", text)
     assert len(stopped_at) == 1
     assert (
         re.findall(r"resumed from .* at step (\d+)", re.sub(r"\s+(?=at step)", " ", text))

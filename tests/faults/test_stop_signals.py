@@ -1,9 +1,9 @@
-"""Signals that ask for a stop, at a known moment: all ranks finish the same step, save, and say how to resume.
+"""Signals that ask for a stop, at a known moment: all ranks finish the same step, save, and say how
+to resume.
 
 With launchers, and what a terminal sends: test_launchers_die.py.
 """
 
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -45,10 +45,8 @@ def test_stop_signal_saves_the_same_step_on_all_ranks(
 ) -> None:
     run, step = new_run(ranks), STOPPED_AT[ranks]
     assert run.start(kills=kills) == [128 + number] * ranks, run.output
-    assert run.output.splitlines()[-2:] == [
-        f"stopped by {number.name} after step {step} of 40, saved in {run.folder}/checkpoints/step-{step:07d}",
-        "Resume with the same command and --resume.",
-    ]
+    assert run.output.count(f"/checkpoints/step-{step:07d}\n") == 1, "one rank says it"
+    assert number.name in run.output and "--resume" in run.output
     assert checkpoints(run.folder)[-1] == step
     assert run.resume() == step
 
@@ -56,19 +54,21 @@ def test_stop_signal_saves_the_same_step_on_all_ranks(
 def test_stop_signal_between_two_reports_stops_by_the_end_of_the_epoch(
     new_run: Callable[..., Run],
 ) -> None:
-    """The ranks check every few steps, which last half a second, and in any case at the end of an epoch."""
+    """The ranks check every few steps, which last half a second, and in any case at the end of an
+    epoch.
+    """
     run = new_run(2, log__every_steps=1000)
     assert run.start(kills=TO_RANK[TERM][1:]) == [143, 143], run.output
-    found = re.search(r"stopped by SIGTERM after step (\d+) of 40", run.output)
-    assert found is not None and 18 <= int(found[1]) <= 20, run.output
-    assert checkpoints(run.folder)[-1] == int(found[1])
-    assert run.resume() == int(found[1])
+    step = checkpoints(run.folder)[-1]
+    assert 18 <= step <= 20 and f"/checkpoints/step-{step:07d}\n" in run.output, run.output
+    assert run.resume() == step
 
 
 def test_stop_signal_in_an_evaluation_does_not_wait_for_its_end(
     new_run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Rank 1 is asked in its first of five batches. The flag is passed on before the second, and read before the third.
+    """Rank 1 is asked in its first of five batches. The flag is passed on before the second, and
+    read before the third.
 
     What was counted is discarded. Were there a third batch, rank 0 would be killed in it.
     """
@@ -87,7 +87,9 @@ def test_stop_signal_in_an_evaluation_does_not_wait_for_its_end(
 def test_slurm_job_is_requeued_by_one_rank_and_resumes(
     new_run: Callable[..., Run], tmp_path: Path, refusal: str
 ) -> None:
-    """SLURM signals all ranks, and later starts the same command again. `scontrol` is a script that may fail."""
+    """SLURM signals all ranks, and later starts the same command again. `scontrol` is a script that
+    may fail.
+    """
     program, asked = tmp_path / "bin" / "scontrol", tmp_path / "asked"
     program.parent.mkdir()
     fail = f"echo '{refusal}' >&2; exit 1\n" if refusal else ""
@@ -97,16 +99,8 @@ def test_slurm_job_is_requeued_by_one_rank_and_resumes(
 
     run = new_run(2)
     assert run.start(kills=TO_RANK[USR2], **env) == [140, 140]
-    saved = (
-        f"stopped by SIGUSR2 after step 18 of 40, saved in {run.folder}/checkpoints/step-0000018"
-    )
-    requeued = ["SLURM will restart job 4711, which resumes by itself."]
-    refused = [
-        f"SLURM did not requeue job 4711: {refusal}",
-        "Resume with the same command and --resume.",
-    ]
-    expected = [saved, *(refused if refusal else requeued)]
-    assert run.output.splitlines()[-len(expected) :] == expected
+    assert run.output.count("/checkpoints/step-0000018\n") == 1, "one rank says it"
+    assert refusal in run.output and ("--resume" in run.output) == bool(refusal)
     assert asked.read_text() == "requeue 4711\n"
     if not refusal:
         assert run.resume([], SLURM_RESTART_COUNT="1", **env) == 18

@@ -1,7 +1,7 @@
 """Two machines: network namespaces with their own addresses and host names, joined by a veth pair.
 
-The host names don't resolve, so the rendezvous needs the right interface. The fast test of a lost rank is
-tests/distributed/test_rank_failures.py.
+The host names don't resolve, so the rendezvous needs the right interface. The fast test of a lost
+rank is tests/distributed/test_rank_failures.py.
 """
 
 import os
@@ -124,7 +124,8 @@ def machines() -> Iterator[list[Machine]]:
                 machine.plug("up")
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(
-                f"needs network namespaces (root, iproute2): {getattr(error, 'stderr', '') or error}"
+                f"needs network namespaces (root, iproute2): "
+                f"{getattr(error, 'stderr', '') or error}"
             )
         yield two
     finally:
@@ -201,7 +202,7 @@ def test_cut_cable_names_the_other_machine_and_the_resumed_run_has_the_same_bits
             machines[0].plug("up")
     for (code, _, errors), other in zip(ended, reversed(NAMED), strict=True):
         assert code == 5, errors
-        assert f"lost contact with {other}: no heartbeat for " in errors
+        assert f"Lost contact with {other}: no heartbeat for " in errors
         assert "--resume" in errors and len(errors.splitlines()) <= 3
     assert steps_done(folders[0]) < STEPS
 

@@ -1,5 +1,6 @@
-"""Policies, erasing and repeats against the pipelines that published recipes were trained with, timm's and
-torchvision's: draw by draw, from the same seeds."""
+"""Policies, erasing and repeats against the pipelines that published recipes were trained with,
+timm's and torchvision's: draw by draw, from the same seeds.
+"""
 
 import random
 from collections import Counter
@@ -76,7 +77,7 @@ def test_policy_equals_timms_for_each_draw(
     squares: list[Image.Image], policy: str, interpolation: str
 ) -> None:
     theirs = timms_secondary(policy, interpolation)
-    ours = TrainTransform(AugmentConfig(size_px=SIZE, policy=policy, interpolation=interpolation))  # type: ignore[arg-type]
+    ours = TrainTransform(AugmentConfig(size_px=SIZE, policy=policy, interpolation=interpolation))
     failed = 0
     for seed, square in enumerate(squares * 2):
         seed_generators(seed)
@@ -84,9 +85,8 @@ def test_policy_equals_timms_for_each_draw(
         seed_generators(seed)
         try:
             expected = theirs(square)
-        except (
-            ValueError
-        ) as error:  # posterize with 0 bits, from Pillow 13 on; ours returns a black image
+        # posterize with 0 bits, from Pillow 13 on; ours returns a black image
+        except ValueError as error:
             assert "bits" in str(error)
             failed += 1
         else:
@@ -95,7 +95,9 @@ def test_policy_equals_timms_for_each_draw(
 
 
 def test_deit_3_augmentation_equals_timms(squares: list[Image.Image]) -> None:
-    """3-Augment and then color jitter, whose draws are equal and whose pixels are within Pillow's rounding."""
+    """3-Augment and then color jitter, whose draws are equal and whose pixels are within Pillow's
+    rounding.
+    """
     theirs = timms_secondary("3a", "bicubic", color_jitter=0.3)
     jitter = ColorJitterConfig(brightness=0.3, contrast=0.3, saturation=0.3)
     ours = TrainTransform(
@@ -130,7 +132,7 @@ def test_policy_equals_torchvisions_for_each_draw(
         size_px=SIZE,
         policy=f"torchvision:{name}",
         policy_kwargs=kwargs,
-        interpolation=interpolation,  # type: ignore[arg-type]
+        interpolation=interpolation,
     )
     ours = TrainTransform(augment)
     for seed, square in enumerate(squares):
@@ -187,9 +189,10 @@ def test_erasing_boxes_equal_timms(name: str, size: tuple[int, int]) -> None:
 
 
 def reference_order(permutation: list[int], repeats: int, world_size: int, rank: int) -> list[int]:
-    """RASampler of DeiT and torchvision, by its description: each index `repeats` times in a row, filled up to divide
-    among the ranks, every world_size-th from the rank on, and of those as many as the images, cut to a multiple of 256,
-    give each rank."""
+    """RASampler of DeiT and torchvision, by its description: each index `repeats` times in a row,
+    filled up to divide among the ranks, every world_size-th from the rank on, and of those as many
+    as the images, cut to a multiple of 256, give each rank.
+    """
     indices = [index for index in permutation for _ in range(repeats)]
     total = -(-len(permutation) * repeats // world_size) * world_size
     indices += indices[: total - len(indices)]
@@ -226,9 +229,11 @@ def test_repeated_augmentation_equals_rasampler(repeats: int, world_size: int) -
 def test_resnet50_v2_augmentation_equals_torchvisions_preset(
     photographs: list[Image.Image],
 ) -> None:
-    """Crop, flip, TrivialAugmentWide: the draws of torchvision's training preset, pixels within a rounded resize.
+    """Crop, flip, TrivialAugmentWide: the draws of torchvision's training preset, pixels within a
+    rounded resize.
 
-    One gray level of the resize can become many in an operation such as equalize, so the mean difference is compared.
+    One gray level of the resize can become many in an operation such as equalize, so the mean
+    difference is compared.
     """
     preset = v2.Compose(
         [

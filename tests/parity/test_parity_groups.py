@@ -1,4 +1,6 @@
-"""Parameter groups against timm's and those of torchvision's reference scripts, on whole models without memory."""
+"""Parameter groups against timm's and those of torchvision's reference scripts, on whole models
+without memory.
+"""
 
 from collections.abc import Mapping
 from functools import cache
@@ -82,7 +84,9 @@ def test_layer_decay_equals_timms(name: str) -> None:
 def set_weight_decay(
     model: nn.Module, norm: float | None, by_name: Mapping[str, float]
 ) -> dict[str, float]:
-    """torchvision's rule: a parameter's own name first, then the class of the module that holds it, then the rest."""
+    """torchvision's rule: a parameter's own name first, then the class of the module that holds it,
+    then the rest.
+    """
     decays = {}
     for prefix, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
@@ -126,7 +130,9 @@ def test_norm_bias_and_token_weight_decay_equal_torchvisions(name: str) -> None:
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "swin_tiny_patch4_window7_224"])
 @pytest.mark.parametrize("optimizer", ["muon", "nadamuon"])
 def test_parameters_that_muon_updates_equal_timms(name: str, optimizer: str) -> None:
-    """Its factory is given the names of the head. Without them, Muon updates the head and 2D embeddings too."""
+    """Its factory is given the names of the head. Without them, Muon updates the head and 2D
+    embeddings too.
+    """
     kwargs = {"depths": (1, 1, 1, 1), "embed_dim": 48} if "swin" in name else {}
     model = timm.create_model(name, num_classes=10, **kwargs)
     head = head_names(model, 10)

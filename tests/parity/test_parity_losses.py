@@ -1,4 +1,6 @@
-"""Losses against timm's, torch's and torchvision's, and against the formulas written out; all to 1e-6."""
+"""Losses against timm's, torch's and torchvision's, and against the formulas written out; all to
+1e-6.
+"""
 
 from collections.abc import Callable
 
@@ -70,7 +72,8 @@ def test_class_weights_equal_torchs_times_a_constant(smoothing: float) -> None:
     weights = torch.tensor(WEIGHTS)
     torchs = nn.CrossEntropyLoss(weights, label_smoothing=smoothing)
     ours = loss_of("cross_entropy", smoothing, WEIGHTS)
-    # torch divides by the weights of the images where targets are indices, and by the images where they are not.
+    # torch divides by the weights of the images where targets are indices, and by the images where
+    # they are not.
     assert_agree(ours, lambda x, t: torchs(x, t) * weights[HARD].sum() / (N * weights.mean()), HARD)
     assert_agree(ours, lambda x, t: torchs(x, t) / weights.mean(), SOFT)
     # Where the images of a batch weigh as much as classes do on average, that is the same.
@@ -228,7 +231,9 @@ TOKEN = "deit_tiny_distilled_patch16_224"
     ("student_name", "kind"), [("vit_tiny_patch16_224", "soft"), (TOKEN, "soft"), (TOKEN, "hard")]
 )
 def test_whole_criterion_equals_timms_task(student_name: str, kind: str) -> None:
-    """A student with other pixels than its teacher, with and without a distillation token: loss and gradients."""
+    """A student with other pixels than its teacher, with and without a distillation token: loss and
+    gradients.
+    """
     torch.manual_seed(0)
     sizes = {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 2, "num_classes": CLASSES}
     student = timm.create_model(student_name, **sizes)

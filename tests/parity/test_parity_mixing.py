@@ -17,7 +17,6 @@ SETTINGS = {
     "mixup": {"mixup_alpha": 0.2},
     "cutmix": {"cutmix_alpha": 1.0},
     "both": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "switch_prob": 0.3, "prob": 0.8},
-    "sides": {"mixup_alpha": 0.2, "cutmix_minmax": [0.2, 0.9]},
 }
 
 

@@ -1,5 +1,6 @@
-"""Images of another size than in training: position embeddings against timm, torchvision and the formula; flipped
-images; convolutional networks."""
+"""Images of another size than in training: position embeddings against timm, torchvision and the
+formula; flipped images; convolutional networks.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,9 @@ def pair(name: str) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("name", RESIZED)
 def test_load_weights_of_another_size_equals_timms_loading(name: str, tmp_path: Path) -> None:
-    """Against timm.create_model, told to take the file for its pretrained weights: all tensors, and so the outputs."""
+    """Against timm.create_model, told to take the file for its pretrained weights: all tensors, and
+    so the outputs.
+    """
     trained, ours = pair(name)
     safetensors.torch.save_file(trained.state_dict(), tmp_path / "model.safetensors")
     small, other = RESIZED[name]
@@ -111,11 +114,13 @@ def test_resize_model_equals_loading_into_a_model_of_that_size(name: str) -> Non
         torch.testing.assert_close(trained(images), built(images), rtol=0, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------- flipped images
+# ---- flipped images
 
 
 def test_flip_tta_is_the_mean_of_two_passes() -> None:
-    """Each image once in the counts; logits, not probabilities, are averaged; in bf16 the mean is taken in fp32."""
+    """Each image once in the counts; logits, not probabilities, are averaged; in bf16 the mean is
+    taken in fp32.
+    """
     torch.manual_seed(0)
     models = {
         kind: timm.create_model("test_resnet", num_classes=5).eval() for kind in ("raw", "ema")
@@ -153,14 +158,16 @@ def test_flip_tta_is_the_mean_of_two_passes() -> None:
     assert [result["images"] for result in results.values()] == [10, 10]
 
 
-# --------------------------------------------------------------------------------------------------------------- FixRes
+# ---- FixRes
 
 
 @pytest.mark.parametrize("flip", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_evaluation_at_a_larger_size_equals_a_plain_loop(
     digits: Path, tmp_path: Path, flip: bool
 ) -> None:
-    """FixRes (Touvron et al. 2019): 16 px in training, 24 px in evaluation. The run's figures are a plain loop's."""
+    """FixRes (Touvron et al. 2019): 16 px in training, 24 px in evaluation. The run's figures are a
+    plain loop's.
+    """
     run = tmp_path / "run"
     settings = {
         "model.name": "test_resnet",

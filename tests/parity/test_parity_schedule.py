@@ -46,7 +46,9 @@ def sgd() -> torch.optim.SGD:
 def timms(
     make: Callable[..., TimmScheduler], unit: int, epochs: int = EPOCHS, **settings
 ) -> list[float]:
-    """The rate at every step, as timm's train.py calls the scheduler. unit: of its times, in steps."""
+    """The rate at every step, as timm's train.py calls the scheduler. unit: of its times, in
+    steps.
+    """
     scheduler = make(sgd(), t_in_epochs=unit == PER_EPOCH, **settings)
     rates = []
     for step in range(epochs * PER_EPOCH):
@@ -60,7 +62,9 @@ def timms(
 def torchs(
     make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler], by_epoch: bool
 ) -> list[dict[str, float]]:
-    """Learning rate and momentum at every step of a scheduler that is stepped after each epoch, or after each step."""
+    """Learning rate and momentum at every step of a scheduler that is stepped after each epoch, or
+    after each step.
+    """
     optimizer = sgd()
     scheduler = make(optimizer)
     groups = []
@@ -69,9 +73,8 @@ def torchs(
         optimizer.step()
         if not by_epoch or (step + 1) % PER_EPOCH == 0:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # SequentialLR steps its parts in a way that torch itself warns about
+                # SequentialLR steps its parts in a way that torch itself warns about
+                warnings.simplefilter("ignore")
                 scheduler.step()
     return groups
 
@@ -198,9 +201,8 @@ def test_plateau_equals_torchs_to_the_bit(patience: int, threshold: float) -> No
     mine = ours("plateau", kwargs, epochs=80, by_epoch=True)
     recorded: list[tuple[int, float]] = []
     rates = []
-    for epoch, metric in enumerate(
-        [*top1s(0), *top1s(1)]
-    ):  # many reductions, the last ones below 1e-8
+    # many reductions, the last ones below 1e-8
+    for epoch, metric in enumerate([*top1s(0), *top1s(1)]):
         assert mine(epoch * PER_EPOCH, recorded) == optimizer.param_groups[0]["lr"], epoch
         rates.append(optimizer.param_groups[0]["lr"])
         theirs.step(metric)
@@ -208,7 +210,8 @@ def test_plateau_equals_torchs_to_the_bit(patience: int, threshold: float) -> No
     assert len(set(rates)) > 3
 
 
-# Of our schedule and of torch's, whose times are epochs or steps and whose length is without the warm-up.
+# Of our schedule and of torch's, whose times are epochs or steps and whose length is without the
+# warm-up.
 TORCHS: dict[
     str,
     tuple[tuple[str, dict], Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LRScheduler]],
@@ -219,19 +222,9 @@ TORCHS: dict[
             optimizer, T_max=length, eta_min=1e-3
         ),
     ),
-    "step": (
-        ("step", {"every_epochs": 2, "gamma": 0.3}),
-        lambda optimizer, unit, length: lr_scheduler.StepLR(optimizer, 2 * unit, gamma=0.3),
-    ),
     "exponential": (
         ("exponential", {"gamma": 0.9}),
         lambda optimizer, unit, length: lr_scheduler.StepLR(optimizer, unit, gamma=0.9),
-    ),
-    "multistep": (
-        ("multistep", {"milestones_epochs": [2, 5], "gamma": 0.3}),
-        lambda optimizer, unit, length: lr_scheduler.MultiStepLR(
-            optimizer, [2 * unit, 5 * unit], gamma=0.3
-        ),
     ),
 }
 

@@ -1,8 +1,9 @@
 """Whole optimizer steps of three recipes, written out in plain tensors beside ours, in fp64.
 
-From bytes to weights: normalized pixels, mixing, loss, rate of the step, clipping inside the optimizer, weight decay.
-The networks are small; the settings are those of the shipped configs of torchvision's ResNet-50, of ResNet-50 with RSB
-A2, and of DeiT-S, read from their files; what they should come to is written out in the tests.
+From bytes to weights: normalized pixels, mixing, loss, rate of the step, clipping inside the
+optimizer, weight decay. The networks are small; the settings are those of the shipped configs of
+torchvision's ResNet-50, of ResNet-50 with RSB A2, and of DeiT-S, read from their files; what they
+should come to is written out in the tests.
 """
 
 import math
@@ -35,7 +36,9 @@ Weights = dict[str, Tensor]
 
 
 def away_from_zero(model: nn.Module) -> nn.Module:
-    """In fp64, with no parameter at 0 or 1: biases and tokens that are near 0 would not show whether they decay."""
+    """In fp64, with no parameter at 0 or 1: biases and tokens that are near 0 would not show
+    whether they decay.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * (0.5 if parameter.ndim == 1 else 0.2))
@@ -100,8 +103,10 @@ def ours(config: Config, model: nn.Module, first_step: int) -> Weights:
 
 @dataclass
 class Recipe:
-    """A recipe written out. mix: normalized images, targets, step -> mixed images, probabilities. update: changes
-    weights, by name, from gradients and a memory of tensors by kind and name, in step 1, 2, ... of this test."""
+    """A recipe written out. mix: normalized images, targets, step -> mixed images, probabilities.
+    update: changes weights, by name, from gradients and a memory of tensors by kind and name, in
+    step 1, 2, ... of this test.
+    """
 
     config: str
     model: Callable[[], nn.Module]
@@ -133,7 +138,8 @@ def one_hot(targets: Tensor) -> Tensor:
 
 
 def mix(images: Tensor, targets: Tensor, step: int, mixup_alpha: float) -> tuple[Tensor, Tensor]:
-    """Mixup (Zhang et al. 2017) or cutmix with alpha 1 (Yun et al. 2019), of each image with its mirror in the batch.
+    """Mixup (Zhang et al. 2017) or cutmix with alpha 1 (Yun et al. 2019), of each image with its
+    mirror in the batch.
 
     The draws, in timm's order: whether to mix, which of both, its share, the rectangle's center.
     """
@@ -211,7 +217,8 @@ def adamw(
 
 
 RECIPES = {
-    # SGD with momentum 0.9, cross-entropy, decay 1e-4 of every parameter, a tenth of the rate every 30 epochs.
+    # SGD with momentum 0.9, cross-entropy, decay 1e-4 of every parameter, a tenth of the rate every
+    # 30 epochs.
     "torchvision v1": Recipe(
         "resnet50.yaml",
         convolutions,
@@ -220,7 +227,8 @@ RECIPES = {
         cross_entropy,
         sgd,
     ),
-    # LAMB (You et al. 2020) on gradients of norm 1 at most, BCE with targets above 0.2 as 1, mixup 0.1 or cutmix.
+    # LAMB (You et al. 2020) on gradients of norm 1 at most, BCE with targets above 0.2 as 1, mixup
+    # 0.1 or cutmix.
     "RSB A2": Recipe(
         "resnet/resnet50_rsb_a2.yaml",
         convolutions,
@@ -229,7 +237,8 @@ RECIPES = {
         binary_cross_entropy,
         lamb,
     ),
-    # AdamW, 5e-4 for 512 images, smoothed and mixed targets, no decay on tokens and whatever has one dimension.
+    # AdamW, 5e-4 for 512 images, smoothed and mixed targets, no decay on tokens and whatever has
+    # one dimension.
     "DeiT-S": Recipe(
         "deit/deit_small_paper.yaml",
         transformer,
@@ -255,9 +264,7 @@ def test_step_equals_the_recipe_written_out(name: str, epoch: int) -> None:
     before = recipe.model().state_dict()
     assert found.keys() == expected.keys()
     for key, weight in found.items():
-        torch.testing.assert_close(
-            weight, expected[key], rtol=0, atol=1e-7, msg=lambda text, n=key: f"{n}: {text}"
-        )
+        torch.testing.assert_close(weight, expected[key], rtol=0, atol=1e-7, msg=key)
     moved = max(float((expected[key] - before[key]).abs().max()) for key in expected)
     assert moved > 1e-4, moved  # else any two recipes would agree
 

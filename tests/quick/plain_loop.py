@@ -1,7 +1,8 @@
-"""A recipe as a plain training loop, made of timm's, torch's and torchvision's own parts: those of the quick recipes.
+"""A recipe as a plain training loop, made of timm's, torch's and torchvision's own parts: those of
+the quick recipes.
 
-The package reads the config, splits off the held-out images, and gives parameter groups and learning rates, which
-tests/parity compares with those of the libraries.
+The package reads the config, splits off the held-out images, and gives parameter groups and
+learning rates, which tests/parity compares with those of the libraries.
 """
 
 import copy
@@ -55,7 +56,9 @@ def build_teacher(recipe: Path, run_folder: Path | None) -> nn.Module | None:
 
 
 class Plain:
-    """The state of a plain loop, and its step. evaluations: (step, top-1) so far, for the plateau schedule."""
+    """The state of a plain loop, and its step. evaluations: (step, top-1) so far, for the plateau
+    schedule.
+    """
 
     def __init__(self, cfg: Any, schedule: Schedule, start: nn.Module | None):
         """start: a trained network, the teacher or the starting weights."""
@@ -73,7 +76,9 @@ class Plain:
             self.mixup.mixup_enabled = epoch < self.cfg.mix.off_epoch
 
     def step(self, images: Tensor, targets: Tensor) -> None:
-        """images: float (B, 3, S, S), normalized and erased; with splits, one view of all after the other."""
+        """images: float (B, 3, S, S), normalized and erased; with splits, one view of all after the
+        other.
+        """
         train = self.cfg.train
         momentum = self.schedule.momentum(self.steps)
         for group in self.optimizer.param_groups:
@@ -194,7 +199,9 @@ def build_ema(model: nn.Module, cfg: Any) -> ModelEmaV3 | None:
 def at_highest_loss(
     model: nn.Module, optimizer: torch.optim.Optimizer, rho: float
 ) -> Iterator[None]:
-    """SAM: moves the weights up along the gradient for the second backward pass, then restores weights and buffers."""
+    """SAM: moves the weights up along the gradient for the second backward pass, then restores
+    weights and buffers.
+    """
     parameters = [
         p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
     ]

@@ -1,6 +1,6 @@
 """Quick recipes: their runs, and the top-1 that each must reach, from the table of docs/quick.md.
 
-python tests/quick/quick_runs.py SEED    # trains each recipe once and prints its top-1, for that table
+python tests/quick/quick_runs.py SEED    # trains each recipe, prints its top-1
 """
 
 import re
@@ -22,7 +22,9 @@ STARTS_FROM = {
 def train_recipe(
     name: str, root: Path, folder: Path, teacher: Path | None, *more: str
 ) -> dict[str, float]:
-    """Train in this process. teacher: run folder of `TEACHER`. Returns the final top-1 (%) by kind of weights."""
+    """Train in this process. teacher: run folder of `TEACHER`. Returns the final top-1 (%) by kind
+    of weights.
+    """
     from helpers import evaluations, train_here
 
     start = [f"{STARTS_FROM[name]}={teacher}"] if name in STARTS_FROM else []
@@ -38,7 +40,9 @@ def train_recipe(
 
 
 def measured() -> dict[tuple[str, str], tuple[int, float, float]]:
-    """Bound, mean and standard deviation of the top-1, by recipe and weights, from docs/quick.md."""
+    """Bound, mean and standard deviation of the top-1, by recipe and weights, from
+    docs/quick.md.
+    """
     row = r"^\| \[(\w+)\]\(\S+\)( \*EMA\*)? \| (\d+) \| \d+ \| ([\d.]+) \| ([\d.]+) \|"
     found = re.findall(row, (REPOSITORY / "docs" / "quick.md").read_text(), re.MULTILINE)
     return {

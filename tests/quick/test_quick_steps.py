@@ -1,10 +1,11 @@
 """Each quick recipe makes the same weights as a plain loop, step by step, and learns.
 
-Two whole runs cannot be compared: rounding changes a ReLU's sign sooner or later, and after some dozens of steps small
-networks differ. So the plain loop takes our weights before each step.
+Two whole runs cannot be compared: rounding changes a ReLU's sign sooner or later, and after some
+dozens of steps small networks differ. So the plain loop takes our weights before each step.
 
-The augmented images are ours, since random draws of two libraries differ. Everything after them is computed twice with
-the same seeds: mixing, network, loss, teacher, SAM, clipping, schedule, optimizer, EMA, and the evaluation.
+The augmented images are ours, since random draws of two libraries differ. Everything after them is
+computed twice with the same seeds: mixing, network, loss, teacher, SAM, clipping, schedule,
+optimizer, EMA, and the evaluation.
 """
 
 from collections.abc import Callable
@@ -20,13 +21,13 @@ from quick_runs import QUICK, STARTS_FROM, TEACHER, measured, train_recipe
 from torch import Tensor, nn
 
 from imagenet_cls.data.device import TrainPreprocess
-from imagenet_cls.engine import run
+from imagenet_cls.engine import run_training
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.seeding import hash_key, seed_generators
 
-# Tolerance and floor: a difference may be `tolerance * (size of the number + floor)`. LAMB and Adam divide a gradient
-# by its own size: where that is near zero, rounding changes an update by up to a part of the learning rate. This
-# happens in some of the later steps.
+# Tolerance and floor: a difference may be `tolerance * (size of the number + floor)`. LAMB and Adam
+# divide a gradient by its own size: where that is near zero, rounding changes an update by up to a
+# part of the learning rate. This happens in some of the later steps.
 FIRST_STEPS, TIGHT, LOOSE = 3, (1e-4, 0.01), (1e-3, 1.0)
 # In the default tests; the others are nightly.
 FAST = "resnet_sgd_step"
@@ -46,7 +47,7 @@ class Trace:
         self.weights: list[Weights] = []  # after each step
 
     def build(self, *args: Any, **kwargs: Any) -> TrainingParts:
-        """Replaces `engine.run.build`: the same parts, with recording added."""
+        """Replaces `engine.run_training.build`: the same parts, with recording added."""
         self.parts = parts = build(*args, **kwargs)
         self.start = {name: value.clone() for name, value in parts.model.state_dict().items()}
         prepare, update = parts.preprocess, parts.updater.update
@@ -68,7 +69,7 @@ class Trace:
             return result
 
         parts.preprocess = prepare_and_record  # type: ignore[assignment]
-        parts.updater.update = update_and_record  # type: ignore[method-assign]
+        parts.updater.update = update_and_record  # type: ignore[method-assign, assignment]
         return parts
 
 
@@ -107,9 +108,8 @@ def teacher(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.filterwarnings(
-    "ignore::UserWarning"
-)  # torch's, about channels-last gradients of small networks
+# torch's, about channels-last gradients of small networks
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "name",
     [name if name == FAST else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES],
@@ -123,10 +123,10 @@ def test_quick_recipe_equals_plain_loop_and_learns(
 ) -> None:
     teacher = request.getfixturevalue("teacher") if name in STARTS_FROM else None
     trace = Trace()
-    monkeypatch.setattr(run, "build", trace.build)
+    monkeypatch.setattr(run_training, "build", trace.build)
     top1s = train_recipe(name, digits, tmp_path / "run", teacher)
-    for weights, top1 in top1s.items():
-        assert top1 >= measured()[name, weights][0]
+    for kind, top1 in top1s.items():
+        assert top1 >= measured()[name, kind][0]
 
     cfg = trace.parts.config
     plain = Plain(cfg, trace.parts.schedule, build_teacher(QUICK / f"{TEACHER}.yaml", teacher))
@@ -145,9 +145,8 @@ def test_quick_recipe_equals_plain_loop_and_learns(
         seed_generators(hash_key("mix", cfg.seed, step, 0, 0))
         plain.step(torch.cat(trace.images[step]), torch.cat(trace.targets[step]))
         assert_close(weights, plain.model, step)
-        plain.model.load_state_dict(
-            weights, strict=False
-        )  # otherwise rounding grows from step to step
+        # otherwise rounding grows from step to step
+        plain.model.load_state_dict(weights, strict=False)
 
     models = {"raw": trace.parts.model}
     if plain.ema is not None:

@@ -1,6 +1,7 @@
 """Simulated nccl, and the copies of DataParallel.
 
-nccl is gloo that takes tensors of the rank's own GPU only, and is bound to a GPU when a group is made.
+nccl is gloo that takes tensors of the rank's own GPU only, and is bound to a GPU when a group is
+made.
 """
 
 import functools
@@ -64,7 +65,7 @@ def distributed_patches(state: SimulatedGpus) -> list[Any]:
 
     def new_group(*args: Any, backend: Any = None, device_id: Any = None, **kwargs: Any) -> Any:
         if backend != "nccl":
-            return real_new_group(*args, backend=backend, **kwargs)
+            return real_new_group(*args, **{**kwargs, "backend": backend})
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
         check_bound(device_id or torch.device("cuda", local_rank % state.gpus))
         return None
@@ -114,7 +115,9 @@ def data_parallel_patches() -> list[Any]:
 def parallel_apply(
     modules: Any, inputs: Any, kwargs_tup: Any = None, devices: Any = None
 ) -> list[Any]:
-    """With the autocast that torch gives the threads of replicas: enabled, with its default dtype."""
+    """With the autocast that torch gives the threads of replicas: enabled, with its default
+    dtype.
+    """
     enabled, outputs = torch.is_autocast_enabled("cuda"), []
     for module, args, kwargs, device in zip(modules, inputs, kwargs_tup, devices, strict=True):
         with torch.cuda.device(device), torch.autocast("cuda", enabled=enabled):

@@ -1,4 +1,6 @@
-"""The two modes through which torch's calls pass: operators, and functions that Python code calls."""
+"""The two modes through which torch's calls pass: operators, and functions that Python code
+calls.
+"""
 
 import functools
 import os
@@ -52,7 +54,9 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 class OperatorMode(TorchDispatchMode):
-    """Sees every operator, also in the backward pass. Raises what CUDA would, and counts host waits."""
+    """Sees every operator, also in the backward pass. Raises what CUDA would, and counts host
+    waits.
+    """
 
     def __init__(self, state: SimulatedGpus):
         super().__init__()
@@ -108,7 +112,8 @@ class OperatorMode(TorchDispatchMode):
         if len(devices) > 1:
             found = ", ".join(f"{tag(tensor)} {tuple(tensor.shape)}" for tensor in tensors[:6])
             raise DeviceError(
-                f"{name}: Expected all tensors to be on the same device, but found {found} ({caller()})"
+                f"{name}: Expected all tensors to be on the same device, but found "
+                f"{found} ({caller()})"
             )
         if devices:
             return devices.pop()
@@ -142,10 +147,12 @@ class FunctionMode(TorchFunctionMode):
         super().__init__()
         self.state = state
         device = state.device
+        is_cuda: Any = Tensor.is_cuda
+        is_cpu: Any = Tensor.is_cpu
         self.handlers: dict[Callable, Callable] = {
             Tensor.device.__get__: device,
-            Tensor.is_cuda.__get__: lambda tensor: device(tensor).type == "cuda",
-            Tensor.is_cpu.__get__: lambda tensor: device(tensor).type == "cpu",
+            is_cuda.__get__: lambda tensor: device(tensor).type == "cuda",
+            is_cpu.__get__: lambda tensor: device(tensor).type == "cpu",
             Tensor.get_device: lambda tensor: -1 if device(tensor) == CPU else device(tensor).index,
             Tensor.grad.__get__: self.grad,
             Tensor.to: self.to,
@@ -173,7 +180,8 @@ class FunctionMode(TorchFunctionMode):
             home = device or (CPU if first is None else self.state.device(first))
             if generator.home != home:
                 raise DeviceError(
-                    f"{func.__name__}: a generator of {generator.home} for a tensor of {home} ({caller()})"
+                    f"{func.__name__}: a generator of {generator.home} for a tensor of {home} "
+                    f"({caller()})"
                 )
         result = self.call(func, *args, **kwargs)
         if device is not None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -85,13 +85,31 @@ def run_files(folder: Path) -> None:
         assert not images, f"copies from memory that is not pinned: {images}"
 
 
+def run_prefetch(folder: Path) -> None:
+    """The next batch is read, and its copy started, before a batch is used."""
+    from imagenet_cls.data.device import prefetch_to_device
+    from imagenet_cls.data.loader import TrainBatch
+
+    read = []
+
+    def batches() -> Iterator[TrainBatch]:
+        for number in range(3):
+            read.append(number)
+            images = torch.full((1, 3, 2, 2), number, dtype=torch.uint8)
+            yield TrainBatch(images.pin_memory(), torch.tensor([number]).pin_memory())
+
+    prefetched = prefetch_to_device(batches(), torch.device("cuda", 0))
+    assert [(int(batch.targets), len(read)) for batch in prefetched] == [(0, 2), (1, 3), (2, 3)]
+    assert not list(prefetch_to_device(iter([]), torch.device("cuda", 0)))
+
+
 def run_waits(folder: Path) -> None:
     """From the second step on, no operator of a step makes the host wait."""
-    from imagenet_cls.checkpoint.format import Progress
+    from imagenet_cls.checkpoint.progress import Progress
     from imagenet_cls.config.load import load_config
     from imagenet_cls.data.device import prefetch_to_device
     from imagenet_cls.engine.build import build
-    from imagenet_cls.engine.meter import Meter
+    from imagenet_cls.engine.meter import Meter, StepResult
     from imagenet_cls.engine.train import train as train_loop
     from imagenet_cls.parallel.environment import RankInfo
     from imagenet_cls.parallel.process_group import Group
@@ -111,15 +129,15 @@ def run_waits(folder: Path) -> None:
                 parts.train_loader.epoch(epoch, first_step), parts.group.device
             )
 
-        def after_step(self, epoch: int, lr: float, *results: Any) -> None:
-            self.meter.add(self.progress.step, epoch, lr, *results)
+        def after_step(self, result: StepResult) -> None:
+            self.meter.add(result)
             if self.progress.step == 1:
                 current().waits.clear()
 
         def after_epoch(self) -> None:
             assert not current().waits, f"the host waits: {dict(current().waits)}"
 
-    train_loop(Steps())  # type: ignore[arg-type]
+    train_loop(Steps())
 
 
 def run_dp(folder: Path) -> None:
@@ -230,7 +248,7 @@ def run_evaluation(folder: Path) -> None:
     """tools/test.py with predictions and a report, k-NN, and a Predictor."""
     from imagenet_cls.commands.test import evaluate_command
     from imagenet_cls.data.builtin import write_digits
-    from imagenet_cls.engine.predictor import Predictor
+    from imagenet_cls.inference.predictor import Predictor
 
     write_digits(folder / "digits", "train")
     words = [*DIGITS, f"data.root={folder}/digits", "data.num_workers=0"]
@@ -245,7 +263,9 @@ def run_evaluation(folder: Path) -> None:
 
 
 def on_two_ranks(command: Callable, words: list[str]) -> None:
-    """Run a command on two forked ranks with a GPU each. Raises AssertionError with the exit codes."""
+    """Run a command on two forked ranks with a GPU each. Raises AssertionError with the exit
+    codes.
+    """
     pids = []
     env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     env["MASTER_PORT"] = free_port()
@@ -254,8 +274,8 @@ def on_two_ranks(command: Callable, words: list[str]) -> None:
         if pid == 0:
             try:
                 os.environ |= {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                with mock.patch("imagenet_cls.commands.distributed.end_process", os._exit):
-                    command(words)
+                with mock.patch("imagenet_cls.commands.distributed.hard_exit", os._exit):
+                    os._exit(command(words) or 0)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -272,6 +292,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], int]] = {
     "train": (run_train, 1),
     "fp16": (run_fp16, 1),
     "files": (run_files, 1),
+    "prefetch": (run_prefetch, 1),
     "waits": (run_waits, 1),
     "dp": (run_dp, 2),
     "ddp": (run_ddp, 2),
@@ -287,7 +308,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], int]] = {
 }
 
 
-# ------------------------------------------------------------------------------------ planted bugs
+# ---- planted bugs
 
 
 def mean_stays_on_the_cpu() -> Any:
@@ -302,15 +323,13 @@ def mean_stays_on_the_cpu() -> Any:
     return mock.patch.object(Preprocess, "__init__", init)
 
 
-def nonfinite_flag_is_on_the_cpu() -> Any:
-    from imagenet_cls.engine import step
+def gradient_norm_is_on_the_cpu() -> Any:
+    original = torch.nn.utils.get_total_norm
 
-    def any_nonfinite(tensors: Any) -> Tensor:
-        found, scale = torch.zeros(()), torch.ones(())
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, scale)
-        return found
+    def get_total_norm(tensors: Any) -> Tensor:
+        return original(tensors).cpu()
 
-    return mock.patch.object(step, "any_nonfinite", any_nonfinite)
+    return mock.patch.object(torch.nn.utils, "get_total_norm", get_total_norm)
 
 
 def no_wait_for_the_copy() -> Any:
@@ -324,14 +343,14 @@ def no_record_stream() -> Any:
 def number_read_in_each_step() -> Any:
     from imagenet_cls.engine import train as loop
 
-    original = loop.top1_share
+    original = loop.top1_accuracy
 
-    def top1_share(outputs: Any, targets: Any) -> Tensor:
+    def top1_accuracy(outputs: Any, targets: Any) -> Tensor:
         share = original(outputs, targets)
         share.item()
         return share
 
-    return mock.patch.object(loop, "top1_share", top1_share)
+    return mock.patch.object(loop, "top1_accuracy", top1_accuracy)
 
 
 def cpu_generator_for_erasing() -> Any:
@@ -366,7 +385,7 @@ def cpu_tensor_to_nccl() -> Any:
 # The scenario that has to notice the bug, and a function that returns its patch.
 PLANTED_BUGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "mean_stays_on_the_cpu": ("train", mean_stays_on_the_cpu),
-    "nonfinite_flag_is_on_the_cpu": ("train", nonfinite_flag_is_on_the_cpu),
+    "gradient_norm_is_on_the_cpu": ("train", gradient_norm_is_on_the_cpu),
     "no_wait_for_the_copy": ("files", no_wait_for_the_copy),
     "no_record_stream": ("files", no_record_stream),
     "number_read_in_each_step": ("waits", number_read_in_each_step),

@@ -1,11 +1,11 @@
 """A simulated GPU: real numbers, computed on the CPU, and the rules of CUDA.
 
-Inside `simulated_gpus` the whole program runs as if torch had GPUs. An error is raised for tensors on
-several devices, a race between streams, an operator without a deterministic kernel, a generator of
-another device, and a collective of nccl on another GPU than the group's. Host waits are counted.
+Inside `simulated_gpus` the whole program runs as if torch had GPUs. An error is raised for tensors
+on several devices, a race between streams, an operator without a deterministic kernel, a generator
+of another device, and a collective of nccl on another GPU than the group's. Host waits are counted.
 
-Not simulated: the kernels of a GPU (cuDNN, torch's SyncBatchNorm), torch.compile, CUDA graphs, memory,
-speed, and the random numbers of a GPU. Private names of torch that this leans on are in
+Not simulated: the kernels of a GPU (cuDNN, torch's SyncBatchNorm), torch.compile, CUDA graphs,
+memory, speed, and the random numbers of a GPU. Private names of torch that this leans on are in
 `test_private_names.py`.
 """
 
@@ -50,9 +50,8 @@ def simulated_gpus(gpus: int = 1, major: int = 9) -> Iterator[SimulatedGpus]:
     real_backward = torch.autograd._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        with (
-            functions
-        ):  # torch disables it during a call; Python code in the backward pass needs it
+        # torch disables it during a call; Python code in the backward pass needs it
+        with functions:
             return real_backward(*args, **kwargs)
 
     patches = [
@@ -155,7 +154,8 @@ def tensor_patches(state: SimulatedGpus) -> list[Any]:
     """Patches of autocast, generators, and functions that look at the real device of a tensor."""
     is_enabled, get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     real_kind = {"cuda": "cpu"}
-    # It compares devices of the forward pass, inside a call of torch, with those of the backward pass.
+    # It compares devices of the forward pass, inside a call of torch, with those of the backward
+    # pass.
     checkpoint_metadata = "torch.utils.checkpoint._allowed_determinism_checks_to_fns"
     real_grouping = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 

@@ -1,4 +1,5 @@
-"""The state of simulated GPUs: on which device each tensor is said to be, streams, events, and host waits.
+"""The state of simulated GPUs: on which device each tensor is said to be, streams, events, and host
+waits.
 
 Every tensor is a real CPU tensor. Its storage has a tag, the device that the program believes it is
 on. The vector clocks of `torch.cuda._sanitizer` find races between streams.
@@ -82,7 +83,9 @@ class SimulatedGpus:
         return torch.device("cuda", index)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory. Also called in the thread of a DataLoader, where no mode is active."""
+        """A copy in pinned memory. Also called in the thread of a DataLoader, where no mode is
+        active.
+        """
         if self.tag(tensor) != CPU:
             raise RuntimeError("only dense CPU tensors can be pinned")
         pinned = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(
@@ -132,11 +135,12 @@ class SimulatedGpus:
                 self._stream_storages[key] = (reference, stream.number, {stream.number})
             elif stream.number not in entry[2]:
                 raise DeviceError(
-                    f"{operator}: memory of stream {entry[1]} is used on stream {stream.number} without record_stream"
+                    f"{operator}: memory of stream {entry[1]} is used on stream {stream.number} "
+                    f"without record_stream"
                 )
         written = {_key(tensor) for tensor in writes}
         names: dict[int, list[str]] = {key: [] for key in tensors}
-        races = self.clocks._handle_kernel_launch(
+        races: list[Any] = self.clocks._handle_kernel_launch(
             stream.number, set(tensors) - written, written, written, operator, names
         )
         if races:
@@ -225,6 +229,6 @@ class SimulatedGenerator(torch.Generator):
     home: torch.device
 
     def __new__(cls, device: Any = "cpu") -> "SimulatedGenerator":
-        generator = super().__new__(cls, "cpu")
+        generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]  # torch.Generator has it
         generator.home = torch.device(device)
         return generator

@@ -12,9 +12,9 @@ from imagenet_cls.config.load import load_config
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.lists import index_list, read_bad_images
 from imagenet_cls.data.sources import FolderSource
-from imagenet_cls.engine.predictor import read_image
 from imagenet_cls.errors import ResourceError, UserError
 from imagenet_cls.files import explain_write_errors, write_file
+from imagenet_cls.inference.predictor import read_image
 
 
 def test_write_file_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:

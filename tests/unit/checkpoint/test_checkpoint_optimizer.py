@@ -1,4 +1,6 @@
-"""Optimizer state through named tensors and JSON, above all for fused optimizers on channels-last weights."""
+"""Optimizer state through named tensors and JSON, above all for fused optimizers on channels-last
+weights.
+"""
 
 import json
 from typing import Any
@@ -72,7 +74,9 @@ def through_files(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> 
     "name", [*NAMES, *(pytest.param(name, marks=pytest.mark.nightly) for name in OF_TIMM)]
 )
 def test_resumed_optimizer_ends_in_the_same_bits(name: str) -> None:
-    """Six steps, against three, a save, a load into a model and optimizer with other values, and three more."""
+    """Six steps, against three, a save, a load into a model and optimizer with other values, and
+    three more.
+    """
     if name in OF_TIMM and optimizer_problems(OptimizerConfig(name=name, lr=0.05)):
         return  # no run accepts it
     whole = network()
@@ -93,9 +97,8 @@ def test_resumed_optimizer_ends_in_the_same_bits(name: str) -> None:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 assert value.stride() == parameter.stride(), key
-    assert (
-        first[0].weight.stride() != first[0].weight.contiguous().stride()
-    )  # else the line above proves nothing
+    # else the line above proves nothing
+    assert first[0].weight.stride() != first[0].weight.contiguous().stride()
     steps(second, fresh, 3, 3)
     for key, value in whole.state_dict().items():
         assert torch.equal(second.state_dict()[key], value), key
@@ -107,7 +110,8 @@ def test_load_optimizer_other_groups_is_an_error() -> None:
     config = OptimizerConfig(lr=0.1, kwargs=KWARGS["sgd"])
     other = build_optimizer(config, parameter_groups(model, config))
     with pytest.raises(
-        CheckpointError, match=r"groups of \[6\] parameters, the checkpoint of \[2, 4\]"
+        CheckpointError,
+        match=r"\[6\].*\[2, 4\]",
     ):
         load_optimizer(model, other, tensors, numbers)
 

@@ -1,6 +1,7 @@
 """Config files for tests, in the working directory."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,3 +30,15 @@ def errors_of(text: str | bytes, *overrides: str) -> list[str]:
     assert caught.value.exit_code == 2
     assert all("\n" not in line and len(line) < 500 for line in caught.value.lines)
     return caught.value.lines
+
+
+def nested(dotted: dict[str, Any]) -> dict[str, Any]:
+    """A config as nested dictionaries, from values by dotted keys."""
+    tree: dict[str, Any] = {"optimizer": {"lr": 0.1}}
+    for key, value in dotted.items():
+        inner = tree
+        *parents, last = key.split(".")
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = value
+    return tree

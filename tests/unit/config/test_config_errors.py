@@ -1,13 +1,17 @@
-"""Errors in configs: reported all at once, with file and line; hostile YAML is rejected."""
+"""Wrong configs that are found without torch: each kind of error, in a file, in an override, and
+between keys. All are reported at once, with file and line; hostile YAML is rejected.
+"""
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from config_files import LR, errors_of, write
+from config_files import LR, errors_of, load, nested, write
 
 from imagenet_cls.config import keys
 from imagenet_cls.config.load import format_problems, load_config
+from imagenet_cls.config.reader import dump
 from imagenet_cls.errors import ConfigError, Problem
 
 
@@ -76,7 +80,7 @@ def test_all_problems_are_reported_at_once_with_place_and_suggestion() -> None:
         ("train: {clip_norm: .inf}", "x.yaml:2: train.clip_norm: inf "),
         ("_base_: 3", "x.yaml:2: _base_: 3: No such file"),
         ("_base_: {a: b}", "x.yaml:2: _base_: {a: 'b'} "),
-        ("_base_: x.yaml", "x.yaml:2: _base_: a circle: x.yaml -> x.yaml"),
+        ("_base_: x.yaml", "x.yaml:2: _base_: these files include each other: x.yaml -> x.yaml"),
     ],
 )
 def test_error_in_file_names_line_and_key(text: str, line: str) -> None:
@@ -97,7 +101,6 @@ def test_error_in_file_names_line_and_key(text: str, line: str) -> None:
         ("expect.note=a: b: c", "mapping values are not allowed"),
         ("model=resnet18", "model: 'resnet18' "),
         ("data.path=/x", "data.path: unknown key; did you mean 'data.root'?"),
-        ("data.on_bad_image=skip", "data.on_bad_image: 'skip' "),
         (
             "data.num_workers=atuo",
             "data.num_workers: 'atuo' is not a whole number or auto or null; did you mean 'auto'?",
@@ -114,6 +117,163 @@ def test_error_in_file_names_line_and_key(text: str, line: str) -> None:
 def test_error_in_override_names_argument_and_key(override: str, line: str) -> None:
     (found,) = errors_of(LR, override)
     assert found.startswith(f"command line {override!r}: {line}")
+
+
+def keys_at_fault(dotted: dict[str, Any]) -> list[str]:
+    """The key of each problem of a config."""
+    try:
+        load(dump(nested(dotted)))
+    except ConfigError as error:
+        return [line.split(": ")[1] for line in error.lines]
+    return []
+
+
+GROWTH = {"augment.progressive.epochs": [0, 9], "augment.progressive.sizes_px": [160, 224]}
+PAD_CROP = {"augment.crop": "pad_crop", "augment.size_px": 32, "augment.pad_px": 31}
+FOLD = {"data.val": None, "data.fold": [4, 5]}
+TEACHER = {"distill.kind": "soft", "distill.teacher.name": "a", "distill.teacher.pretrained": True}
+SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
+
+
+@pytest.mark.parametrize(
+    ("good", "wrong"),
+    [
+        ({"augment.scale": [0.5, 0.5]}, {"augment.scale": [0.5, 0.4]}),
+        ({"augment.scale": [0.1, 1.0]}, {"augment.scale": [0.0, 1.0]}),
+        ({"augment.ratio": [0.5, 2.0]}, {"augment.ratio": [0.5, 1.0, 2.0]}),
+        ({"data.mean": [0.0, 0.5, 1.0]}, {"data.mean": [0.5]}),
+        ({"data.mean": [0.0, 0.5, 1.0]}, {"data.mean": [123.7, 116.3, 103.5]}),
+        ({"data.std": [0.1, 0.2, 0.3]}, {"data.std": [0.1, 0.2, 0.0]}),
+        ({"device": "cuda:3"}, {"device": "cuda3"}),
+        ({"parallel.init_method": "tcp://node-1:29500"}, {"parallel.init_method": "tcp://node-1"}),
+        ({"parallel.init_method": "tcp://[::1]:29500"}, {"parallel.init_method": "tcp://a:0"}),
+        ({"parallel.init_method": "file:///tmp/x"}, {"parallel.init_method": "file://x"}),
+        ({"imports": ["a.b"]}, {"imports": ["a/b.py"]}),
+        ({"mix.mixup_alpha": 0.001}, {"mix.mixup_alpha": 1e-4}),
+        ({"optimizer.kwargs": {"momentum": 0}}, {"optimizer.kwargs": {"momentum": 1.5}}),
+        (
+            {"optimizer.name": "mine:make", "optimizer.kwargs": {"momentum": 2}},
+            {"optimizer.kwargs": {"momentum": "2"}},
+        ),
+        ({"model.kwargs": {"drop_rate": None}}, {"model.kwargs": {"drop_rate": 1.0}}),
+        (
+            {"model.kwargs": {"a": 10**400, "b": "nan"}},
+            {"model.kwargs": {"a": [1, {"b": float("nan")}]}},
+        ),
+        ({"model.checkpoint": "a.pth"}, {"model.checkpoint": "a.pth", "model.pretrained": True}),
+        ({"model.head_only": True}, {"model.freeze": ["a"], "model.head_only": True}),
+        ({"data.val": None, "data.val_fraction": 0.1}, {"data.val": None}),
+        ({"data.classes": ["b", "a"]}, {"data.classes": ["a", "b", "a"]}),
+        ({"data.classes": "a.txt"}, {"data.classes": []}),
+        ({"data.classes": "a.txt"}, {"data.classes": "a.txt", "data.name": "synthetic"}),
+        ({"loss.class_weights": "balanced"}, {"loss.class_weights": "equal"}),
+        ({"loss.class_weights": [1, 2.5]}, {"loss.class_weights": [1, -2.5]}),
+        (FOLD, FOLD | {"data.fold": [5, 5]}),
+        (FOLD, FOLD | {"data.fold": [-1, 5]}),
+        (FOLD, FOLD | {"data.fold": [1, 5, 7]}),
+        (FOLD, FOLD | {"data.val": "val"}),
+        (FOLD, FOLD | {"data.val_fraction": 0.1}),
+        (FOLD | {"data.group": "[^_]*"}, FOLD | {"data.group": "[^_*"}),
+        (
+            FOLD | {"data.group": "[^_]*"},
+            FOLD | {"data.group": "a", "data.name": "torchvision:CIFAR10"},
+        ),
+        ({"data.fraction": 1.0}, {"data.fraction": 0.0}),
+        ({"data.fraction": 0.5}, {"data.fraction": 0.5, "data.name": "synthetic"}),
+        ({"data.val": None, "data.name": "synthetic"}, {"data.val": None, "data.name": "digits"}),
+        ({"data.val": None, "data.name": "torchvision:CIFAR10"}, {"data.val_fraction": 0.1}),
+        (
+            {"data": {"name": "list", "train": "a.txt", "val": "b.csv"}},
+            {"data": {"name": "list", "train": "a.txt"}},
+        ),
+        ({"data.exclude": "a.json"}, {"data.exclude": "a.json", "data.name": "synthetic"}),
+        ({"data.repeats": 3}, {"data.repeats": 3, "train.global_batch_size": 2}),
+        (
+            {"eval.crop_px": 224, "eval.resize_px": 224},
+            {"eval.crop_px": 224, "eval.resize_px": 223},
+        ),
+        ({"train.micro_batch_size": 256}, {"train.micro_batch_size": 257}),
+        ({"train.clip_norm": 1.0}, {"train.clip_value": 1.0, "train.clip_norm": 1.0}),
+        ({"train.sam_rho": 0.1}, {"train.sam_rho": 0.1, "train.precision": "fp16"}),
+        ({"ema.decay": 0.9}, {"ema.half_life_images": 9.0, "ema.decay": 0.9}),
+        ({"schedule.warmup_epochs": 90}, {"schedule.warmup_epochs": 90.5}),
+        (
+            {"schedule.cooldown_epochs": 90},
+            {"schedule.cooldown_epochs": 90, "schedule.warmup_epochs": 1},
+        ),
+        (
+            {"device": "cuda", "parallel.backend": "nccl"},
+            {"parallel.backend": "nccl", "device": "cpu"},
+        ),
+        ({"train.precision": "fp16"}, {"train.precision": "fp16", "device": "cpu"}),
+        ({"mix.mixup_alpha": 0.2}, {"mix.mixup_alpha": 0.2, "loss.name": "focal"}),
+        ({"augment.splits": 3, "loss.name": "jsd"}, {"augment.splits": 3}),
+        (GROWTH, GROWTH | {"augment.progressive.epochs": [0]}),
+        ({"augment.size_px": [160, 224]}, GROWTH | {"augment.size_px": [160, 224]}),
+        (GROWTH, GROWTH | {"augment.progressive.sizes_px": [161, 224]}),
+        (GROWTH, GROWTH | {"augment.progressive.epochs": [0, 91]}),
+        (GROWTH, GROWTH | {"augment.size_px": 256}),
+        (
+            {"data.channels": 1, "data.mean": [0.5], "data.std": [0.5]},
+            {"data.channels": 1, "data.mean": [0.5, 0.5, 0.5]},
+        ),
+        ({"data.channels": 1}, {"data.channels": 2}),
+        ({"data.std": None}, {"data.std": []}),
+        (TEACHER, TEACHER | {"data.channels": 1}),
+        (PAD_CROP, PAD_CROP | {"augment.pad_px": 32}),
+        (PAD_CROP | {"augment.size_px": [32, 40]}, PAD_CROP | {"augment.size_px": [40, 31]}),
+        ({"augment.size_px": [192, 256]}, {"augment.size_px": [192]}),
+        ({"augment.size_px": [192, 256]}, {"augment.size_px": [192, 0]}),
+        (
+            {"eval.crop_px": [192, 224], "eval.resize_px": 224},
+            {"eval.crop_px": [192, 256], "eval.resize_px": 224},
+        ),
+        ({"eval.crop_px": [192, 256]}, {"eval.crop_px": [192, 256, 3]}),
+        (PAD_CROP, PAD_CROP | {"augment.pad_px": -1}),
+        ({"augment.size_px": 4}, {"augment.size_px": 4, "augment.crop": "pad_crop"}),
+        (TEACHER, TEACHER | {"distill.teacher.pretrained": False}),
+        (TEACHER, TEACHER | {"distill.teacher.name": None}),
+        (SPLIT_BN, SPLIT_BN | {"parallel.mode": "dp"}),
+        (SPLIT_BN, SPLIT_BN | {"parallel.sync_bn": True}),
+        ({"parallel.device_ids": [0, 1]}, {"parallel.device_ids": [0, 0]}),
+        ({"parallel.device_ids": [1, 0], "device": "cuda"}, {"parallel.device_ids": []}),
+        (
+            {"parallel": {"mode": "dp", "device_ids": [1, 2, 0]}},
+            {"parallel": {"mode": "dp", "device_ids": [0, -1]}},
+        ),
+        (
+            {"parallel": {"mode": "dp", "output_device": 0}},
+            {"parallel": {"mode": "ddp", "output_device": 0}},
+        ),
+        (
+            {"parallel": {"mode": "ddp", "sync_bn": True}},
+            {"parallel": {"mode": "dp", "sync_bn": True}},
+        ),
+        (
+            {"parallel.mode": "ddp", "train.compile": True},
+            {"parallel.mode": "dp", "train.compile": True},
+        ),
+        ({"parallel.mode": "ddp", "device": "cuda:1"}, {"parallel.mode": "dp", "device": "cuda:1"}),
+        (
+            {"parallel.mode": "dp", "device": "cpu"},
+            {"device": "cuda:1", "parallel.device_ids": [1, 0]},
+        ),
+    ],
+)
+def test_rule_accepts_and_rejects(good: dict[str, Any], wrong: dict[str, Any]) -> None:
+    assert keys_at_fault(good) == []
+    (key,) = keys_at_fault(wrong)
+    assert key.partition(".")[0] in {name.partition(".")[0] for name in wrong}
+
+
+def test_rule_is_skipped_if_one_of_its_keys_is_wrong() -> None:
+    wrong = {
+        "train.global_batch_size": -1,
+        "train.micro_batch_size": 512,
+        "augment.scale": [0.1, 0.2, 0.3],
+    }
+    assert keys_at_fault(wrong) == ["train.global_batch_size", "augment.scale"]
+    assert len(errors_of(LR + "data: {val: null, val_fracton: 0.1}\n")) == 1
 
 
 @pytest.mark.parametrize(
@@ -154,7 +314,7 @@ def test_error_in_a_base_names_both_files() -> None:
     write("a.yaml", "_base_: b.yaml\n")
     write("b.yaml", "seed: 1\n_base_: [a.yaml]\n")
     assert errors_of("_base_: a.yaml\n")[0].endswith(
-        "b.yaml:2: _base_: a circle: a.yaml -> b.yaml -> a.yaml"
+        "b.yaml:2: _base_: these files include each other: a.yaml -> b.yaml -> a.yaml"
     )
     write("b.yaml", "seed: [\n")
     assert errors_of("_base_: a.yaml\n")[0].startswith("a.yaml:1: _base_: b.yaml:2: ")
@@ -169,7 +329,9 @@ def test_unreadable_file_names_file() -> None:
         with pytest.raises(ConfigError, match=f"^{name}: "):
             load_config(name)
     with pytest.raises(
-        ConfigError, match=r"^configs/resnet5O.yaml: .*; did you mean 'resnet50.yaml'"
+        ConfigError,
+        match=r"^configs/resnet5O.yaml: .*; did you mean "
+        r"'resnet50.yaml'",
     ):
         load_config("configs/resnet5O.yaml")
     for text in (
@@ -191,12 +353,22 @@ def test_format_problems_uses_nearest_written_place() -> None:
         "optimizer.kwargs.momentum": "x.yaml:4: ",
         "optimizer.name": "x.yaml:2: ",
         "optimizer.lr": "x.yaml:2: ",
-        "model.name": "command line 'model.kwargs.dorp=1': ",
+        "model.name": "",
         "data.root": "",
     }
     assert format_problems([Problem(key, "no") for key in places], origins) == [
         f"{place}{key}: no" for key, place in places.items()
     ]
+
+
+def test_problem_of_an_argument_is_at_its_component_and_not_at_a_neighbor() -> None:
+    write("x.yaml", "optimizer: {lr: 0.1}\n")
+    overrides = ["data.root=a", "data.name=json:dumps", "data.num_workers=0"]
+    origins = load_config("x.yaml", overrides).origins
+    for key in ("data.name", "data.kwargs", "data.kwargs.root"):
+        (line,) = format_problems([Problem(key, "no")], origins)
+        assert line.startswith("command line 'data.name=json:dumps': ")
+    assert format_problems([Problem("data.train", "no")], origins) == ["data.train: no"]
 
 
 def test_one_letter_typo_of_a_key_suggests_it() -> None:

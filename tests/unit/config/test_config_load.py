@@ -1,4 +1,6 @@
-"""Loading: layers, bases, resets, overrides, interpolation, origins, dictionaries, and removed keys."""
+"""Loading: layers, bases, resets, overrides, interpolation, origins, dictionaries, and removed
+keys.
+"""
 
 import os
 import shlex
@@ -7,13 +9,19 @@ import sys
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from config_files import LR, errors_of, load, write
 
 from imagenet_cls.config import keys
 from imagenet_cls.config.layers import CONFIGS, find_config, shipped_configs
-from imagenet_cls.config.load import config_from_dict, load_config
+from imagenet_cls.config.load import (
+    config_from_dict,
+    load_config,
+    removed_key_warnings,
+    values_by_key,
+)
 from imagenet_cls.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[3]
@@ -114,11 +122,16 @@ def test_changed_policy_or_teacher_resets_its_kwargs() -> None:
     write(
         "base.yaml",
         LR
-        + "augment: {size_px: 96, policy: torchvision:rand_augment, policy_kwargs: {magnitude: 7, fill: [1, 2, 3]}}\n"
+        + (
+            "augment: {size_px: 96, policy: torchvision:rand_augment, policy_kwargs: {magnitude: "
+            "7, "
+            "fill: [1, 2, 3]}}\n"
+        )
         + "distill: {teacher: {name: my:teacher, kwargs: {depth: 3}}, kind: soft}\n",
     )
     kept = load(
-        "_base_: base.yaml\naugment: {policy: torchvision:rand_augment, policy_kwargs: {num_ops: 1}}\n"
+        "_base_: base.yaml\naugment: {policy: torchvision:rand_augment, policy_kwargs: "
+        "{num_ops: 1}}\n"
     ).config
     assert kept.augment.policy_kwargs == {"magnitude": 7, "fill": [1, 2, 3], "num_ops": 1}
     assert kept.distill.teacher.kwargs == {"depth": 3}
@@ -173,7 +186,10 @@ def test_key_given_twice_in_overrides_is_an_error(words: list[str]) -> None:
 
 
 def test_scalars_have_the_type_of_their_key() -> None:
-    text = "data: {train: no, root: 1e3, mean: [0, 1, 0.5]}\nexpect: {note: 2020-01-01}\nimports: [on, a.b]\n"
+    text = (
+        "data: {train: no, root: 1e3, mean: [0, 1, 0.5]}\nexpect: {note: 2020-01-01}\nimports: "
+        "[on, a.b]\n"
+    )
     config = load(
         LR + text,
         "train.clip_norm=1",
@@ -211,7 +227,8 @@ def test_scalars_in_kwargs_have_the_type_that_they_look_like() -> None:
 def test_interpolation_uses_merged_values_and_keeps_types() -> None:
     write(
         "base.yaml",
-        LR + "train: {epochs: 5}\nschedule: {kwargs: {t: '${train.epochs}', l: ['${seed}', 1]}}\n",
+        LR
+        + ("train: {epochs: 5}\nschedule: {kwargs: {t: '${train.epochs}', l: ['${seed}', 1]}}\n"),
     )
     text = "_base_: base.yaml\nexpect: {note: 'lr ${optimizer.lr} seed ${seed}'}\n"
     config = load(text, "train.epochs=9", "seed=${log.every_steps}").config
@@ -256,16 +273,16 @@ def test_interpolation_that_expands_or_loops_is_an_error() -> None:
     for lines in (steps, lists):
         assert "more than" in errors_of(f"{LR}model:\n  kwargs:\n{lines}    a18: '{'x' * 50}'\n")[0]
     loop = errors_of(
-        LR + "model: {kwargs: {a: '${model.kwargs.b}${model.kwargs.b}', b: '${model.kwargs.a}'}}\n"
+        LR
+        + ("model: {kwargs: {a: '${model.kwargs.b}${model.kwargs.b}', b: '${model.kwargs.a}'}}\n")
     )
     assert "refers back to itself" in loop[0]
     assert "can't be interpolated" in errors_of(LR + "model: {name: '${data.root}'}\n")[0]
 
 
 def test_reference_to_an_invalid_key_is_no_further_error() -> None:
-    text = (
-        LR
-        + "schedule: {warmup_epochs: '${train.epochs}', kwargs: {t: '${schedule.warmup_epochs}'}}\n"
+    text = LR + (
+        "schedule: {warmup_epochs: '${train.epochs}', kwargs: {t: '${schedule.warmup_epochs}'}}\n"
     )
     (line,) = errors_of(f"{text}train: {{epochs: many}}\n")
     assert "train.epochs" in line
@@ -288,8 +305,8 @@ def test_origins_name_layer_file_and_line() -> None:
         **dict.fromkeys(["optimizer", "optimizer.lr"], "sub/base.yaml:3"),
         **dict.fromkeys(["optimizer.kwargs", "optimizer.kwargs.nesterov"], "sub/base.yaml:5"),
         "seed": "x.yaml:3",
-        **dict.fromkeys(["log", "log.every_steps"], "command line 'log.every_steps=5'"),
-        **dict.fromkeys(["train", "train.clip_norm"], "command line 'train.clip_norm='"),
+        "log.every_steps": "command line 'log.every_steps=5'",
+        "train.clip_norm": "command line 'train.clip_norm='",
     }
 
 
@@ -334,25 +351,26 @@ def test_names_of_shipped_configs_are_unique() -> None:
 
 
 def test_config_from_dict_fills_defaults_and_checks_types() -> None:
-    config = config_from_dict(
-        {"optimizer": {"name": "adamw", "lr": 1}, "seed": -1}
-    )  # ranges are not checked
+    # ranges are not checked
+    config = config_from_dict({"optimizer": {"name": "adamw", "lr": 1}, "seed": -1})
     assert (config.optimizer.kwargs, config.seed) == ({}, -1)
     good = {"optimizer": {"lr": 1}}
-    for wrong in (
+    wrongs: list[dict[str, Any]] = [
         {},
         {"optimizer": {"lr": "x"}},
         good | {"sed": 1},
         good | {"seed": object()},
         good | {"data": []},
-    ):
+    ]
+    for wrong in wrongs:
         with pytest.raises(ConfigError):
             config_from_dict(wrong)
 
 
 def test_config_imports_no_torch() -> None:
     code = (
-        "import sys; from imagenet_cls.config.load import load_config; load_config('configs/demo.yaml');"
+        "import sys; from imagenet_cls.config.load import load_config; "
+        "load_config('configs/demo.yaml');"
         "assert not {'torch', 'numpy', 'torchvision', 'timm'} & set(sys.modules), 'a heavy import'"
     )
     subprocess.run(
@@ -363,40 +381,39 @@ def test_config_imports_no_torch() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("values", "exclude"),
-    [
-        ({"on_bad_image": "exclude", "root": "/images"}, "/images/verified_images.json"),
-        (
-            {"on_bad_image": "exclude", "manifest": None, "root": "/images"},
-            "/images/verified_images.json",
-        ),
-        ({"on_bad_image": "exclude", "manifest": "a.json"}, "a.json"),
-        ({"on_bad_image": "error", "manifest": "a.json"}, None),
-        ({"on_bad_image": "exclude", "exclude": "b.json"}, "b.json"),
-    ],
-)
-def test_removed_keys_are_read_with_a_warning(
-    values: dict[str, str | None], exclude: str | None
+@pytest.mark.parametrize("key", keys.REMOVED_KEYS)
+def test_removed_key_is_ignored_at_its_default_and_otherwise_an_error(key: str) -> None:
+    default, advice = keys.REMOVED_KEYS[key]
+    loaded = load(LR, f"{key}={'' if default is None else default}")
+    assert loaded.warnings == [] and key not in values_by_key(loaded.config)
+    with pytest.raises(ConfigError) as caught:
+        load(LR, f"{key}=0.5")
+    (line,) = caught.value.lines
+    assert line.startswith(f"command line '{key}=0.5': {key}: ") and advice in line
+
+
+@pytest.mark.parametrize("key", keys.REMOVED_KEYS)
+def test_removed_key_of_a_checkpoint_is_ignored_with_a_warning_unless_at_its_default(
+    key: str,
 ) -> None:
-    overrides = [f"data.{key}={'' if value is None else value}" for key, value in values.items()]
-    loaded = load(LR, *overrides)
-    assert loaded.config.data.exclude == exclude
-    removed = [
-        override for override in overrides if "on_bad_image" in override or "manifest" in override
-    ]
-    assert [line.partition(": ")[0] for line in loaded.warnings] == [
-        f"command line {word!r}" for word in removed
-    ]
-    assert all("replaced by data.exclude" in line for line in loaded.warnings)
-    assert config_from_dict({"optimizer": {"lr": 1}, "data": values}).data.exclude == exclude
+    default, _ = keys.REMOVED_KEYS[key]
+    section, _, name = key.partition(".")
+    for value, lines in ((default, 0), ("other", 1)):
+        stored = asdict(load(LR).config)
+        stored[section][name] = value
+        assert config_from_dict(stored) == load(LR).config
+        warnings = removed_key_warnings(stored)
+        assert len(warnings) == lines and all(key in line for line in warnings)
 
 
 def test_delete_replaces_a_section_of_the_base() -> None:
     write(
         "base.yaml",
         LR
-        + "augment: {color_jitter: {hue: 0.1}, hflip_prob: 0.1}\nmodel: {name: a, kwargs: {x: 1}}\n",
+        + (
+            "augment: {color_jitter: {hue: 0.1}, hflip_prob: 0.1}\nmodel: {name: "
+            "a, kwargs: {x: 1}}\n"
+        ),
     )
     section = "{_delete_: true, lr: 0.2}"
     loaded = load(

@@ -1,4 +1,6 @@
-"""Archives: the index, the images and the errors are those of the same files in folders, wherever there are such."""
+"""Archives: the index, the images and the errors are those of the same files in folders, wherever
+there are such.
+"""
 
 import contextlib
 import io
@@ -30,7 +32,7 @@ from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.imagenet_labels import DEVKIT, GROUND_TRUTH
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.lists import check_paths
-from imagenet_cls.data.sources import FolderSource, describe_sizes
+from imagenet_cls.data.sources import FolderSource, size_fingerprint
 from imagenet_cls.errors import DataError
 
 
@@ -74,9 +76,8 @@ def write_shards(
         members = []
         for name, content in files[number::count]:
             members += [(name, content), (name.rpartition(".")[0] + ".cls", labels(name).encode())]
-        write_tar(
-            folder / f"s-{number:04d}.tar", members, mtime=1.5
-        )  # as WebDataset's writer: a pax header for each
+        # as WebDataset's writer: a pax header for each
+        write_tar(folder / f"s-{number:04d}.tar", members, mtime=1.5)
 
 
 def write_imagenet(root: Path, image_folder: Path) -> None:
@@ -151,14 +152,20 @@ def own_archives(root: Path, image_folder: Path) -> DataConfig:
 FOLDERS: dict[str, Make] = {
     "tar, pax": both_parts(write_tar, ".tar"),
     "tar, GNU": both_parts(lambda path, files: write_tar(path, files, tarfile.GNU_FORMAT), ".tar"),
-    "tar, ustar": both_parts(lambda path, files: write_tar(path, below("./", files), tarfile.USTAR_FORMAT), ".tar"),
-    "tar with a top folder": both_parts(lambda path, files: write_tar(path, below("top/", files)), ".tar"),
+    "tar, ustar": both_parts(
+        lambda path, files: write_tar(path, below("./", files), tarfile.USTAR_FORMAT), ".tar"
+    ),
+    "tar with a top folder": both_parts(
+        lambda path, files: write_tar(path, below("top/", files)), ".tar"
+    ),
     "zip, stored": both_parts(write_zip, ".zip"),
-    "zip, deflated": both_parts(lambda path, files: write_zip(path, below("x/", files), zipfile.ZIP_DEFLATED), ".zip"),
+    "zip, deflated": both_parts(
+        lambda path, files: write_zip(path, below("x/", files), zipfile.ZIP_DEFLATED), ".zip"
+    ),
     "zip as root": whole_zip,
     "class tars": class_tars,
     "ImageNet's archives": own_archives,
-}  # fmt: skip
+}
 
 
 def contents(source: Any) -> list[tuple[str, int, bytes]]:
@@ -171,7 +178,7 @@ def contents(source: Any) -> list[tuple[str, int, bytes]]:
 def described(opened: DataSets) -> list[object]:
     parts = [opened.train, opened.val]
     return [
-        [part.digest(), describe_sizes(part), part.classes] for part in parts if part is not None
+        [part.digest(), size_fingerprint(part), part.classes] for part in parts if part is not None
     ]
 
 
@@ -181,8 +188,19 @@ def odd_folder(tmp_path: Path, image_folder: Path) -> Path:
     root = tmp_path / "folders"
     jpeg = (image_folder / "train" / "cat" / "000.JPEG").read_bytes()
     long = "a very long name " * 9
-    for name in ("b/x.jpg", "b/sub/z.jpg", "b/sub.jpg", "b/sub-2/z.jpg", f"b/{long}.JPEG", f"a/{long}/{long}.png",
-                 "a/ü \udcff.gif", "a/notes.txt", "a/._hidden.jpg", ".hidden/b.jpg", "c/1.2.JPG"):  # fmt: skip
+    for name in (
+        "b/x.jpg",
+        "b/sub/z.jpg",
+        "b/sub.jpg",
+        "b/sub-2/z.jpg",
+        f"b/{long}.JPEG",
+        f"a/{long}/{long}.png",
+        "a/ü \udcff.gif",
+        "a/notes.txt",
+        "a/._hidden.jpg",
+        ".hidden/b.jpg",
+        "c/1.2.JPG",
+    ):
         for part in ("train", "val"):
             path = root / part / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +230,7 @@ def test_archives_of_class_folders_equal_the_folders(
         open_datasets(DataConfig(root=str(image_folder), **held_out))
     )
     val_only = open_datasets(data, ("val",))
-    assert val_only.val is not None and val_only.val.digest() == expected.val.digest()  # type: ignore[union-attr]
+    assert val_only.val is not None and val_only.val.digest() == expected.val.digest()
 
 
 @pytest.mark.parametrize("name", ["tar, pax", "tar, GNU", "zip, stored", "zip as root"])
@@ -292,7 +310,7 @@ def test_numbers_in_shards_are_names_if_all_are_names_of_classes(tmp_path: Path)
     for name, target, _ in contents(val):
         assert val.classes[target] == str(int(name[:-4]) % 12)
     write_shards(tmp_path / "val", files[:13], lambda name: name[:-4])
-    with pytest.raises(DataError, match="'12' is not"):
+    with pytest.raises(DataError, match="may be the class"):
         open_datasets(data)
 
 
@@ -325,7 +343,7 @@ def test_large_zip_is_read_by_its_64_bit_directory(
     )
 
 
-# ------------------------------------------------------------------------------------------------- bad input
+# ---- bad input
 
 
 def cut(path: Path, share: float = 0.6) -> Path:
@@ -388,65 +406,136 @@ def write_local_header_at_the_end(path: Path) -> None:
 IMAGE = b"\xff\xd8 some image"
 SAMPLE = [("a.jpg", IMAGE), ("a.cls", b"0")]
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut short": (lambda f: cut(write_tar(f / "a.tar", [("a/1.jpg", IMAGE * 999), ("b/2.jpg", IMAGE * 999)])), "2.jpg"),
-    "cut between members": (lambda f: cut(write_tar(f / "a.tar", [("a/1.jpg", IMAGE)]), 0.1), "no end"),
-    "damaged header": (lambda f: flip_name(write_tar(f / "a.tar", [("cat/1.jpg", IMAGE)])), "not a tar"),
+    "cut short": (
+        lambda f: cut(write_tar(f / "a.tar", [("a/1.jpg", IMAGE * 999), ("b/2.jpg", IMAGE * 999)])),
+        "2.jpg",
+    ),
+    "cut between members": (
+        lambda f: cut(write_tar(f / "a.tar", [("a/1.jpg", IMAGE)]), 0.1),
+        "no end",
+    ),
+    "damaged header": (
+        lambda f: flip_name(write_tar(f / "a.tar", [("cat/1.jpg", IMAGE)])),
+        "not a tar",
+    ),
     "compressed": (lambda f: (f / "a.tar").write_bytes(b"\x1f\x8b\x08" + bytes(2000)), "not a tar"),
     "empty": (lambda f: (f / "a.tar").write_bytes(b""), "not a tar"),
     "no image": (lambda f: write_tar(f / "a.tar", [("a/notes.txt", b"")]), "no image"),
     "flat": (lambda f: write_tar(f / "a.tar", [("1.jpg", IMAGE)]), "class folders"),
-    "link": (lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.SYMTYPE, linkname="/x"), "link"),
+    "link": (
+        lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.SYMTYPE, linkname="/x"),
+        "link",
+    ),
     "absolute path": (lambda f: write_tar(f / "a.tar", [("/a/1.jpg", IMAGE)]), "/a/1.jpg"),
     "path above": (lambda f: write_zip(f / "a.zip", [("a/../../1.jpg", IMAGE)]), r"a/\.\./"),
     "absolute path in a zip": (lambda f: write_zip(f / "a.zip", [("/a/1.jpg", IMAGE)]), "/a/1.jpg"),
-    "a device": (lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.CHRTYPE), "no regular file"),
+    "a device": (
+        lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.CHRTYPE),
+        "no regular file",
+    ),
     "size that is no number": (
-        lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)], pax_headers={"size": "x", "path": "y"}), "damaged pax"
+        lambda f: write_tar(
+            f / "a.tar", [("a/1.jpg", IMAGE)], pax_headers={"size": "x", "path": "y"}
+        ),
+        "damaged pax",
     ),
     "negative size": (
-        lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)], pax_headers={"size": "-1024"}), "damaged pax"
+        lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)], pax_headers={"size": "-1024"}),
+        "damaged pax",
     ),
-    "twice": (lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)] * 2), "a/1.jpg is in it twice"),
+    "twice": (
+        lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)] * 2),
+        "it contains a/1.jpg twice",
+    ),
     "cut short in a header": (
-        lambda f: (f / "a.tar").write_bytes(write_tar(f / "b", [("a/1.jpg", IMAGE)] * 2).read_bytes()[:1324]),
+        lambda f: (f / "a.tar").write_bytes(
+            write_tar(f / "b", [("a/1.jpg", IMAGE)] * 2).read_bytes()[:1324]
+        ),
         "cut short",
     ),
     "zip cut short": (lambda f: cut(write_zip(f / "a.zip", [("a/1.jpg", IMAGE)])), "cut short"),
     "zip without its start": (
-        lambda f: (f / "a.zip").write_bytes(write_zip(f / "b", [("a/1.jpg", IMAGE)]).read_bytes()[60:]),
+        lambda f: (f / "a.zip").write_bytes(
+            write_zip(f / "b", [("a/1.jpg", IMAGE)]).read_bytes()[60:]
+        ),
         "no zip header|cut short|damaged",
     ),
-    "encrypted": (lambda f: patch_central(write_zip(f / "a.zip", [("a/1.jpg", IMAGE)]), 8, 1), "a/1.jpg is encrypted"),
-    "bzip2": (lambda f: write_zip(f / "a.zip", [("a/1.jpg", IMAGE)], zipfile.ZIP_BZIP2), "method 12"),
-    "two images of a key": (
-        lambda f: write_tar(f / "a.tar", [*SAMPLE, ("a.png", IMAGE)]), "a: two images"
+    "encrypted": (
+        lambda f: patch_central(write_zip(f / "a.zip", [("a/1.jpg", IMAGE)]), 8, 1),
+        "a/1.jpg is encrypted",
     ),
-    "no label": (lambda f: write_tar(f / "a.tar", [*SAMPLE, ("b.jpg", IMAGE)]), "b: no label"),
-    "no label in the json": (lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.json", b"[3]")]), "a: no label"),
-    "a label is left out": (lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"1")]), "0 to 1"),
-    "negative label": (lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"-1")]), "numbers 0"),
+    "bzip2": (
+        lambda f: write_zip(f / "a.zip", [("a/1.jpg", IMAGE)], zipfile.ZIP_BZIP2),
+        "method 12",
+    ),
+    "two images of a key": (
+        lambda f: write_tar(f / "a.tar", [*SAMPLE, ("a.png", IMAGE)]),
+        "two images have the key a",
+    ),
+    "no label": (
+        lambda f: write_tar(f / "a.tar", [*SAMPLE, ("b.jpg", IMAGE)]),
+        "the sample b has no label",
+    ),
+    "no label in the json": (
+        lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.json", b"[3]")]),
+        "the sample a has no label",
+    ),
+    "a label is left out": (
+        lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"1")]),
+        "0 to 1",
+    ),
+    "negative label": (
+        lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"-1")]),
+        "numbers 0",
+    ),
     "label out of range": (
-        lambda f: (write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"7")]), (f / "classes.txt").write_text("x\ny")),
+        lambda f: (
+            write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"7")]),
+            (f / "classes.txt").write_text("x\ny"),
+        ),
         "'7' is none of the 2 classes",
     ),
-    "long name of 2^33 bytes": (lambda f: write_extension(f / "a.tar", b"L"), "header of 8589934592 bytes"),
-    "pax header of 2^33 bytes": (lambda f: write_extension(f / "a.tar", b"x"), "header of 8589934592 bytes"),
-    "incremental": (lambda f: write_incremental(f / "a.tar"), "a/1.jpg is in an incremental backup"),
-    "image of 2^63 bytes": (lambda f: write_zip64_size(f / "a.zip", 2**63), "1.jpg has 9223372036854775808 bytes"),
-    "local header at the end": (lambda f: write_local_header_at_the_end(f / "a.zip"), r"a/\d.jpg.*no zip header"),
-    "twice, by another path": (lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE), ("a//1.jpg", IMAGE)]), "twice"),
-    "twice in a zip": (lambda f: write_zip(f / "a.zip", [("a/1.jpg", IMAGE), ("a//1.jpg", IMAGE)]), "a/1.jpg is in it"),
+    "long name of 2^33 bytes": (
+        lambda f: write_extension(f / "a.tar", b"L"),
+        "header of 8589934592 bytes",
+    ),
+    "pax header of 2^33 bytes": (
+        lambda f: write_extension(f / "a.tar", b"x"),
+        "header of 8589934592 bytes",
+    ),
+    "incremental": (
+        lambda f: write_incremental(f / "a.tar"),
+        "a/1.jpg is in an incremental backup",
+    ),
+    "image of 2^63 bytes": (
+        lambda f: write_zip64_size(f / "a.zip", 2**63),
+        "1.jpg has 9223372036854775808 bytes",
+    ),
+    "local header at the end": (
+        lambda f: write_local_header_at_the_end(f / "a.zip"),
+        r"a/\d.jpg.*no zip header",
+    ),
+    "twice, by another path": (
+        lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE), ("a//1.jpg", IMAGE)]),
+        "twice",
+    ),
+    "twice in a zip": (
+        lambda f: write_zip(f / "a.zip", [("a/1.jpg", IMAGE), ("a//1.jpg", IMAGE)]),
+        "contains a/1.jpg twice",
+    ),
     "link below ./": (
-        lambda f: write_tar(f / "a.tar", [("./a/1.jpg", b"")], type=tarfile.SYMTYPE, linkname="/x"), "a/1.jpg is a link"
+        lambda f: write_tar(f / "a.tar", [("./a/1.jpg", b"")], type=tarfile.SYMTYPE, linkname="/x"),
+        "a/1.jpg is a link",
     ),
     "surrogate in a label": (
-        lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.json", b'{"label": "\\ud800"}')]), "a: no label"
+        lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.json", b'{"label": "\\ud800"}')]),
+        "the sample a has no label",
     ),
     "some without labels": (
         lambda f: (write_tar(f / "a.tar", SAMPLE), write_tar(f / "b.tar", [("b.jpg", IMAGE)])),
-        "no labels in 1 of 2",
+        "1 of 2 archives have no labels",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -456,7 +545,7 @@ def test_bad_archive_is_an_error_with_its_name(name: str, tmp_path: Path) -> Non
     make(tmp_path / "train")
     (tmp_path / "train" / "b").unlink(missing_ok=True)
     with pytest.raises(DataError, match=text) as error:
-        open_datasets(DataConfig(root=str(tmp_path), val=None, val_fraction=0.5)).train.load(0)  # type: ignore[union-attr]
+        open_datasets(DataConfig(root=str(tmp_path), val=None, val_fraction=0.5)).train.load(0)
     lines = str(error.value).splitlines()
     assert len(lines) <= 3 and str(tmp_path / "train") in lines[0]
 
@@ -499,7 +588,7 @@ def test_archive_that_changes_after_the_listing_is_an_error(
     opened = open_datasets(data)
     change(tmp_path / "train.zip")
     with pytest.raises(DataError, match="--resume") as error:
-        opened.train.load(0)  # type: ignore[union-attr]
+        opened.train.load(0)
     lines = str(error.value).splitlines()
     assert len(lines) == 2 and lines[0].startswith(f"{tmp_path / 'train.zip'}: ")
     assert "data.exclude" not in lines[1]  # as it leaves out images only
@@ -508,7 +597,7 @@ def test_archive_that_changes_after_the_listing_is_an_error(
 def test_numbers_of_thousands_of_digits_in_a_pattern_are_an_error(tmp_path: Path) -> None:
     data = DataConfig(root=str(tmp_path), train=f"train-{{0..{'9' * 5000}}}.tar")
     for check in (check_paths, open_datasets):
-        with pytest.raises(DataError, match="9 digits") as error:
+        with pytest.raises(DataError, match="no such file") as error:
             check(data)
         assert len(str(error.value)) < 500 + len(str(tmp_path))
 
@@ -524,7 +613,7 @@ def test_member_of_size_zero_is_not_decompressed(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(DataError, match="the 0 bytes"):
-            source.load(0)  # type: ignore[union-attr]
+            source.load(0)
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
         tracemalloc.stop()
@@ -541,7 +630,9 @@ FIELDS = (0, 99, 100, 124, 134, 136, 148, 153, 155, 156, 157, 257, 263, 345)
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_tar_with_a_damaged_header_or_end_is_an_error(form: int, tmp_path: Path) -> None:
-    """One bit is flipped in each field of each header, and in the two blocks of zeros at the end."""
+    """One bit is flipped in each field of each header, and in the two blocks of zeros at the
+    end.
+    """
     name = "a/3.jpg" if form == tarfile.USTAR_FORMAT else "a/" + "long " * 30 + ".jpg"
     files = [("a/1.jpg", IMAGE), (name, IMAGE), ("b/2.jpg", IMAGE)]
     path = write_tar(tmp_path / "a.tar", files, form)
@@ -609,7 +700,7 @@ def test_damaged_data_in_a_zip_is_an_error(image_folder: Path, tmp_path: Path) -
     (tmp_path / "train.zip").write_bytes(archive)
     source = open_datasets(data).train
     assert isinstance(source, FolderSource)
-    first = int(source.index.spans.offset.argmin())  # type: ignore[union-attr]
+    first = int(source.index.byte_ranges.offset.argmin())
     with pytest.raises(DataError, match=r"image \d+.*damaged"):
         source.load(first)
 
@@ -633,9 +724,9 @@ def test_bad_image_in_an_archive_is_listed_and_left_out(
         opened.train is not None and len(opened.train) == 39 and "dog/004.JPEG" in str(opened.note)
     )
     (folders / "train" / "dog" / "004.JPEG").unlink()
-    assert opened.train.digest() == open_datasets(DataConfig(root=str(folders))).train.digest()  # type: ignore[union-attr]
+    assert opened.train.digest() == open_datasets(DataConfig(root=str(folders))).train.digest()
     with bad.open("a") as file:
-        file.write(f"{data.val}/{open_datasets(data).val.name(2)}\n")  # type: ignore[union-attr]
+        file.write(f"{data.val}/{open_datasets(data).val.name(2)}\n")
     with pytest.raises(DataError, match="1 of 9 validation images"):  # more than a tenth
         open_datasets(replace(data, exclude=str(bad)))
 
@@ -697,10 +788,10 @@ def test_verify_data_reads_images_of_the_same_key_in_all_shards(
         assert code == 3 and "0005.jpg: " in out and f"(in {tmp_path / 'train-0.tar'})" in out
         assert "60 images, 1 bad" in out if place == config else "40 images, 1 bad" in out
     with pytest.raises(DataError, match=r"verify.data(\.py)? CONFIG"):
-        open_datasets(DataConfig(**fields)).train.load(5)  # type: ignore[union-attr]
+        open_datasets(DataConfig(**fields)).train.load(5)
 
 
-# ------------------------------------------------------------------------------------------------- cache, workers
+# ---- cache, workers
 
 
 def test_cached_archives_are_listed_again_after_a_change(
@@ -717,7 +808,7 @@ def test_cached_archives_are_listed_again_after_a_change(
     data = DataConfig(root=str(tmp_path), val="val.zip")
     listed = [contents(part) for part in (open_datasets(data).train, open_datasets(data).val)]
     with monkeypatch.context() as only_cache:
-        only_cache.setattr(archives, "_scan", None)  # a call is an error
+        only_cache.setattr(archives, "_scan_archives", None)  # a call is an error
         opened = open_datasets(data)
         assert [contents(opened.train), contents(opened.val)] == listed
     before = (tmp_path / "val.zip").stat()
@@ -774,9 +865,8 @@ def test_class_tars_beside_other_class_folders_are_an_error(
     write_tar(tmp_path / "train" / "dog.tar", files_of(image_folder / "train" / "dog"))
     with pytest.raises(DataError, match=r"dog\.tar"):
         held_out(tmp_path, "train")
-    shutil.copytree(
-        image_folder / "train" / "dog", tmp_path / "train" / "dog"
-    )  # unpacked, and not removed
+    # unpacked, and not removed
+    shutil.copytree(image_folder / "train" / "dog", tmp_path / "train" / "dog")
     assert held_out(tmp_path, "train").classes == ("cat", "dog")
 
 

@@ -17,7 +17,7 @@ from imagenet_cls.data.datasets import data_problems, open_datasets
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.errors import DataError, UserError
 
-# ------------------------------------------------------------------------------------- a user's own datasets
+# ---- a user's own datasets
 
 
 class Own:
@@ -82,10 +82,10 @@ def test_open_factory_with_a_wrong_data_set_raises(kind: str) -> None:
     with pytest.raises(UserError):
         open_datasets(
             DataConfig(name="test_data_datasets:wrong", kwargs={"kind": kind})
-        ).train.load(0)  # type: ignore[union-attr]
+        ).train.load(0)
 
 
-# ------------------------------------------------------------------------------------------------------ files
+# ---- files
 
 
 def names(source: ImageSource | None) -> list[str]:
@@ -188,7 +188,7 @@ def test_open_synthetic_returns_train_and_val() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------- torchvision's sets
+# ---- torchvision's sets
 
 
 class WithTrainFlag(Own):
@@ -253,7 +253,7 @@ def test_open_torchvision_without_parts(tmp_path: Path) -> None:
     assert opened.train.load(0)[0].shape == (3, 9, 8)
 
 
-# ---------------------------------------------------------------------------------------- problems of a config
+# ---- problems of a config
 
 
 @pytest.mark.parametrize(
@@ -287,10 +287,3 @@ def test_data_problems_of_valid_sections_are_none() -> None:
     assert data_problems(DataConfig(name="digits", val=None, val_fraction=0.2)) == []
     assert data_problems(DataConfig(name="torchvision:EMNIST", kwargs={"split": "letters"})) == []
     assert data_problems(DataConfig(name="torchvision:STL10", kwargs={"folds": 1})) == []
-
-
-def test_min_decoded_px_needs_region_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = data_problems(DataConfig(min_decoded_px=224, decode="whole"))
-    monkeypatch.setattr("imagenet_cls.data.datasets.find_turbojpeg", lambda: None)
-    problems += data_problems(DataConfig(min_decoded_px=224))
-    assert [problem.key for problem in problems] == ["data.min_decoded_px"] * 2

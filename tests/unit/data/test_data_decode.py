@@ -88,7 +88,7 @@ def test_decode_upright_equals_pillows_exif_transpose(
         upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
         expected = torch.from_numpy(np.array(upright.convert("RGB"))).permute(2, 0, 1)
         assert torch.equal(decode_upright(data), expected), orientation
-        asked = []
+        asked: list[tuple[int, int]] = []
 
         def choose(height: int, width: int, asked: list[tuple[int, int]] = asked) -> Box:
             asked.append((height, width))

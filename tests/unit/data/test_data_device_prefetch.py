@@ -5,16 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from imagenet_cls.data.device import prefetch_to_device, start_ahead
+from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
-
-
-def test_each_item_is_started_before_the_previous_one_is_yielded() -> None:
-    events: list[tuple[str, int]] = []
-    for result in start_ahead(range(3), lambda item: events.append(("start", item)) or -item):
-        events.append(("use", -result))
-    assert events == [("start", 0), ("start", 1), ("use", 0), ("start", 2), ("use", 1), ("use", 2)]
-    assert list(start_ahead([], str)) == [] and list(start_ahead([7], str)) == ["7"]
 
 
 def batches(count: int, read: list[int], pin: bool = False) -> Iterator[TrainBatch]:

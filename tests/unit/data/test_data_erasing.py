@@ -1,4 +1,6 @@
-"""Random erasing: colors by the sample's key alone, in place, and boxes that stay within the image."""
+"""Random erasing: colors by the sample's key alone, in place, and boxes that stay within the
+image.
+"""
 
 import pytest
 import torch
@@ -49,7 +51,7 @@ def test_draw_boxes_without_chance_or_fitting_box_gives_none() -> None:
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_erase_fills_exactly_the_boxes_in_place(mode: str, channels_last: bool) -> None:
     keys = list(range(8))
-    erasing = ErasingConfig(prob=0.7, mode=mode, max_count=2)  # type: ignore[arg-type]
+    erasing = ErasingConfig(prob=0.7, mode=mode, max_count=2)
     boxes = boxes_for(keys, erasing, 24)
     images = torch.full((8, 3, 24, 24), 7.0)
     images = images.contiguous(
@@ -75,14 +77,14 @@ def test_erase_fills_exactly_the_boxes_in_place(mode: str, channels_last: bool) 
 def test_erase_colors_depend_on_the_key_only(mode: str) -> None:
     keys = [11, 12, 13, 14]
     boxes = boxes_for(keys, ErasingConfig(prob=1.0), 32)
-    whole = erase(torch.zeros(4, 3, 32, 32), boxes, torch.tensor(keys), mode)  # type: ignore[arg-type]
+    whole = erase(torch.zeros(4, 3, 32, 32), boxes, torch.tensor(keys), mode)
     again = erase(
         torch.ones(4, 3, 32, 32), boxes[[2, 0, 1, 3]], torch.tensor(keys)[[2, 0, 1, 3]], mode
-    )  # type: ignore[arg-type]
+    )
     for place, row in enumerate([2, 0, 1, 3]):
         filled = whole[row] != 0
         assert torch.equal(again[place][filled], whole[row][filled])
-    same_boxes = erase(torch.zeros(2, 3, 32, 32), boxes[[0, 0]], torch.tensor([11, 12]), mode)  # type: ignore[arg-type]
+    same_boxes = erase(torch.zeros(2, 3, 32, 32), boxes[[0, 0]], torch.tensor([11, 12]), mode)
     assert not torch.equal(*same_boxes)
 
 
@@ -104,8 +106,8 @@ def test_erase_on_a_gpu_fills_the_same_boxes(mode: str) -> None:
     keys = list(range(16))
     boxes = boxes_for(keys, ErasingConfig(prob=0.5, max_count=2), 32)
     there, again = (
-        erase(torch.full((16, 3, 32, 32), 7.0, device="cuda"), boxes, torch.tensor(keys), mode)  # type: ignore[arg-type]
+        erase(torch.full((16, 3, 32, 32), 7.0, device="cuda"), boxes, torch.tensor(keys), mode)
         for _ in range(2)
     )
-    here = erase(torch.full((16, 3, 32, 32), 7.0), boxes, torch.tensor(keys), mode)  # type: ignore[arg-type]
+    here = erase(torch.full((16, 3, 32, 32), 7.0), boxes, torch.tensor(keys), mode)
     assert torch.equal(there, again) and torch.equal((there != 7).cpu(), here != 7)

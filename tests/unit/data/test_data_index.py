@@ -14,7 +14,7 @@ from helpers import REPOSITORY
 from torchvision.datasets import ImageFolder
 
 from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, describe_unread, index_folder
-from imagenet_cls.data.sources import FolderSource, MapSource, describe_sizes
+from imagenet_cls.data.sources import FolderSource, MapSource, size_fingerprint
 from imagenet_cls.data.splits import held_out_mask
 from imagenet_cls.errors import DataError
 
@@ -119,12 +119,12 @@ def test_digest_depends_on_names_targets_and_classes_only(tmp_path: Path) -> Non
 def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) -> None:
     names = [f"a/{number:04}.jpg" for number in range(1500)]
     source = FolderSource(index_folder(touch(tmp_path, *names)))
-    before = describe_sizes(source)
+    before = size_fingerprint(source)
     (tmp_path / names[0]).write_bytes(b"longer than before")
-    after = describe_sizes(source)
+    after = size_fingerprint(source)
     (tmp_path / names[-1]).unlink()
-    assert len({before, after, describe_sizes(source)}) == 3
-    assert describe_sizes(MapSource(range(3), "numbers", "abc")) is None
+    assert len({before, after, size_fingerprint(source)}) == 3
+    assert size_fingerprint(MapSource(range(3), "numbers", "abc")) is None
 
 
 def test_index_folder_matches_given_classes_by_name(tmp_path: Path) -> None:
@@ -153,19 +153,19 @@ def test_index_folder_with_other_classes_raises(tmp_path: Path, classes: str, na
         (
             ["train/n1/1.jpg", "train/n2/1.jpg"],
             "",
-            "a level deeper\n.*data.train=train data.val=null",
+            "a level deeper\\.\n.*data.train=train data.val=null",
         ),
-        (["images/n1/1.jpg", "images/n2/1.jpg"], "", "a level deeper\n.*data.train=FOLDER"),
+        (["images/n1/1.jpg", "images/n2/1.jpg"], "", "a level deeper\\.\n.*data.train=FOLDER"),
         (
             ["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"],
             "",
-            "deeper\n.*train data.val=Val data.val_fraction=null",
+            "deeper\\.\n.*train data.val=Val data.val_fraction=null",
         ),
         (["a/1.jpg", "b/note.txt", "c/2/note.txt"], "", "2 of 3 class folders hold no image: b, c"),
         (["readme.txt"], "", "holds 0 images"),
         (["train/n1/1.jpg"], "val", "set data.root.*\n?.*data.val_fraction=0.1"),
         (["n1/1.jpg"], "train", "data.train=. data.val=null"),
-        ([], "nowhere/train", "set data.root"),
+        ([], "nowhere/train", "Set data.root"),
         (["train/1.jpg"], "train", "holds 1 images"),
     ],
 )

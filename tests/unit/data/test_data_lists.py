@@ -49,12 +49,8 @@ def test_index_list_csv(folder: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("labels", "given", "classes", "targets"),
     [
-        (
-            "0 1 2 3 4 5 6 7 8 9 10",
-            None,
-            "0 1 2 3 4 5 6 7 8 9 10",
-            [*range(11)],
-        ),  # sorted as numbers
+        # sorted as numbers
+        ("0 1 2 3 4 5 6 7 8 9 10", None, "0 1 2 3 4 5 6 7 8 9 10", [*range(11)]),
         ("2 0", "zebra apple mole", "zebra apple mole", [2, 0]),  # positions in classes
         ("mole apple", "zebra apple mole", "zebra apple mole", [2, 1]),
         ("10 2", "0 1 10 2", "0 1 10 2", [2, 3]),  # names that are numbers
@@ -84,15 +80,17 @@ LONG = "9" * 5000
         ("t.csv", "images/b.jpg,cat\n" + "x" * 200_000 + ",dog\n", None, r"t\.csv:\d: not CSV"),
         ("t.txt", "images/b.jpg 0\nimages/c.jpg 3\nimages/c.jpg -1\n", "ab", "t.txt:2: .* 0 to 1"),
         ("t.txt", "images/b.jpg a\nimages/c.jpg x\n", "ab", "t.txt:2: label 'x'"),
-        *(("t.txt", f"images/b.jpg {label}\nimages/c.jpg 0\n", "ab", "t.txt:1: label '")
-          for label in (LONG, LONG[:900], "a" * 70_000)),
+        *(
+            ("t.txt", f"images/b.jpg {label}\nimages/c.jpg 0\n", "ab", "t.txt:1: label '")
+            for label in (LONG, LONG[:900], "a" * 70_000)
+        ),
         ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", None, "numbers 0 to 2"),
         ("t.txt", "\nimages/gone.jpg a\nimages/b.jpg b\n", None, "t.txt:2: no image"),
         ("t.txt", "images/" + "n" * 300 + ".jpg dog\n", None, "t.txt:1: no image"),
         ("t.txt", "\n", None, "no images"),
     ],
     ids=lambda value: str(value)[:30],
-)  # fmt: skip
+)
 def test_index_list_malformed_list_raises(
     folder: Path, name: str, text: str, classes: str | None, expected: str
 ) -> None:
@@ -118,7 +116,7 @@ def test_index_list_long_number_among_short_ones_adds_no_class(folder: Path, lab
 def test_index_list_numbers_of_which_only_some_are_names_raise(folder: Path) -> None:
     """1 is the name of class 0, and 2, which is no name, could be the position of `x`."""
     file = write(folder, "t.txt", "images/b.jpg 1\nimages/c.jpg 2\n")
-    with pytest.raises(DataError, match="'1' is one, '2' is not"):
+    with pytest.raises(DataError, match="may be the class '1'"):
         index_list(file, folder, ["1", "7", "x"])
 
 

@@ -37,7 +37,9 @@ def train_loader(
 
 
 def same(one: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether these are the same batches: images, targets and what else there is. None equals only None."""
+    """Whether these are the same batches: images, targets and what else there is. None equals only
+    None.
+    """
     return len(one) == len(other) and all(
         a is b or (a is not None and b is not None and torch.equal(a, b))
         for x, y in zip(one, other, strict=True)
@@ -46,7 +48,7 @@ def same(one: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]]) -> bo
 
 
 @pytest.fixture(scope="module")
-def reference(image_folder: Path) -> list[tuple[torch.Tensor, ...]]:
+def reference(image_folder: Path) -> list[TrainBatch]:
     """Epoch 1, made from the keys without a loader."""
     source, transform = FolderSource(index_folder(image_folder / "train")), TrainTransform(AUGMENT)
     sampler = EpochSampler(len(source), 8, 0, 1, seed=5, accumulation=2)
@@ -167,7 +169,7 @@ def test_workers_ignore_signals_of_the_process_group_and_end_at_close(image_fold
     assert len(workers) == 2
     for worker in workers:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            os.kill(worker.pid, number)  # type: ignore[arg-type]
+            os.kill(worker.pid, number)
     time.sleep(0.2)
     assert len(list(epoch)) == 8
     loader.close()

@@ -97,7 +97,9 @@ LAYOUTS = {
 def test_micro_batches_depend_only_on_their_number(
     together: int, layout: tuple[int, int, int], repeats: int
 ) -> None:
-    """layout: ranks, micro-batches, devices. The reference is the permutation with every image repeated."""
+    """layout: ranks, micro-batches, devices. The reference is the permutation with every image
+    repeated.
+    """
     num_images, batch = 1003, 96
     permutation = torch.randperm(num_images, generator=generator("permutation", 7, 3)).tolist()
     order = [(3, index, view) for index in permutation for view in range(repeats)]
@@ -179,7 +181,7 @@ def test_shard_for_eval_has_every_image_once(world_size: int) -> None:
         assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
-# ------------------------------------------------------------------------------------------------------------- balance
+# ---- balance
 
 TARGETS = np.repeat([2, 0, 3, 1], [60, 30, 7, 6])  # 103 images; not in the order of the classes
 
@@ -205,11 +207,8 @@ def balanced_epoch(
 )
 def test_class_quotas_by_largest_remainder(balance: float, quotas: list[int]) -> None:
     assert class_quotas(np.bincount(TARGETS), balance, 103).tolist() == quotas
-    assert class_quotas(np.array([5, 0, 5]), balance, 10).tolist() == [
-        5,
-        0,
-        5,
-    ]  # a class without images
+    # a class without images
+    assert class_quotas(np.array([5, 0, 5]), balance, 10).tolist() == [5, 0, 5]
 
 
 def test_balanced_samples_have_each_image_of_a_class_equally_often() -> None:

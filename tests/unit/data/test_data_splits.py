@@ -110,9 +110,8 @@ def test_val_fraction_of_groups_is_nearest_and_as_of_images_without_groups() -> 
         alone = held_out_mask(NAMES, CLASSES, fraction)
         assert np.array_equal(held_out_mask(NAMES, CLASSES, fraction, NAMES), alone)
         by_person = held_out_mask(NAMES, CLASSES, fraction, group_names(NAMES, PERSONS))
-        assert (
-            abs(by_person.sum() - min(max(200 * fraction, 5), 195)) <= 2.5
-        )  # each has five images
+        # each has five images
+        assert abs(by_person.sum() - min(max(200 * fraction, 5), 195)) <= 2.5
     classes = np.repeat([0, 1], [90, 10])
     sizes = held_out_mask(
         [b"%d" % i for i in range(100)], classes, 0.2, [b"%d" % (i // 3) for i in range(100)]

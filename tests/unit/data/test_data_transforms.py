@@ -1,4 +1,6 @@
-"""Transforms against torchvision's, on tensors (same bits) and on Pillow images (within a gray level)."""
+"""Transforms against torchvision's, on tensors (same bits) and on Pillow images (within a gray
+level).
+"""
 
 import io
 from copy import copy
@@ -30,7 +32,9 @@ MODES = {
 
 
 def assert_alike(ours: torch.Tensor, reference: Image.Image, interpolation: str) -> None:
-    """Within a gray level; `nearest` may differ in the few rows and columns that lie exactly between two pixels."""
+    """Within a gray level; `nearest` may differ in the few rows and columns that lie exactly
+    between two pixels.
+    """
     pixels = ours.permute(1, 2, 0).numpy().astype(int)
     differs = (np.abs(pixels - np.asarray(reference).astype(int)) > 1).any(-1)
     assert differs.mean() <= (0.03 if interpolation == "nearest" else 0)
@@ -49,7 +53,7 @@ def assert_form(image: torch.Tensor, size_px: int) -> None:
 def test_train_transform_within_a_gray_level_of_pillow(
     photographs: list[Image.Image], interpolation: str
 ) -> None:
-    augment = AugmentConfig(size_px=96, interpolation=interpolation, hflip_prob=0.5)  # type: ignore[arg-type]
+    augment = AugmentConfig(size_px=96, interpolation=interpolation, hflip_prob=0.5)
     mode = InterpolationMode.NEAREST if interpolation == "nearest" else MODES[interpolation]
     reference = v1.Compose(
         [v1.RandomResizedCrop(96, interpolation=mode), v1.RandomHorizontalFlip(0.5)]
@@ -262,11 +266,11 @@ def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
     # timm's shifts in pixels are at most 0.45 of the side
     shifts = [
         policy.policy.ops[0].hparams["translate_const"] for policy in transform.policies.values()
-    ]  # type: ignore[union-attr]
+    ]
     assert list(transform.policies) == [(32, 32), (64, 64), (96, 96)] and shifts == [14, 28, 43]
     wide = TrainTransform(AugmentConfig(size_px=[32, 96], policy="rand-m9-mstd0.5"))
     (policy,) = wide.policies.values()
-    assert policy.policy.ops[0].hparams["translate_const"] == 14, "of the short side, as in timm"  # type: ignore[union-attr]
+    assert policy.policy.ops[0].hparams["translate_const"] == 14, "of the short side, as in timm"
     assert only_view(wide, image).shape == (3, 32, 96)
 
 
@@ -281,7 +285,7 @@ def test_eval_transform_within_a_gray_level_of_pillow(
     crop_pct: float,
     resize_px: int | None,
 ) -> None:
-    config = EvalConfig("crop", crop_px, crop_pct, resize_px, interpolation)  # type: ignore[arg-type]
+    config = EvalConfig("crop", crop_px, crop_pct, resize_px, interpolation)
     mode = InterpolationMode.NEAREST if interpolation == "nearest" else MODES[interpolation]
     short_px = resize_px or int(crop_px / crop_pct)
     reference = v1.Compose([v1.Resize(short_px, interpolation=mode), v1.CenterCrop(crop_px)])
@@ -342,9 +346,11 @@ def test_eval_mode_equals_timms(
     crop_px: int | list[int],
     crop_pct: float,
 ) -> None:
-    """The same bits as timm's steps on uint8 tensors, its resize by torchvision's v2; rounding apart also on Pillow."""
+    """The same bits as timm's steps on uint8 tensors, its resize by torchvision's v2; rounding
+    apart also on Pillow.
+    """
     mean = (0.2, 0.5, 0.999)
-    config = EvalConfig(mode, crop_px, crop_pct, None, interpolation)  # type: ignore[arg-type]
+    config = EvalConfig(mode, crop_px, crop_pct, None, interpolation)
     transform = EvalTransform(config, mean)
     options = {
         "crop_pct": crop_pct,
@@ -360,9 +366,8 @@ def test_eval_mode_equals_timms(
         image = rgb_tensor(photograph)
         result = transform(image)
         assert result.dtype == torch.uint8 and result.shape == (3, *height_width(crop_px))
-        if (
-            interpolation != "nearest"
-        ):  # which differs where rows or columns lie exactly between two pixels
+        # which differs where rows or columns lie exactly between two pixels
+        if interpolation != "nearest":
             assert (result.float() - on_pillow(photograph)).abs().mean() < 0.5
         resized_by_timm = steps[0](photograph).size[::-1]  # width and height of Pillow
         expected = v2.functional.resize(
@@ -375,7 +380,9 @@ def test_eval_mode_equals_timms(
 
 
 def timms_crop(step: torch.nn.Module, channel: torch.Tensor, number: int) -> torch.Tensor:
-    """timm's center crop of one channel; torchvision's v1, which it uses, takes one fill value for a tensor."""
+    """timm's center crop of one channel; torchvision's v1, which it uses, takes one fill value for
+    a tensor.
+    """
     step = copy(step)
     if isinstance(getattr(step, "fill", None), list):
         step.fill = step.fill[number]
@@ -398,7 +405,9 @@ def growing(epochs: list[float], sizes: list[int], multiple_px: int = 32) -> Aug
 
 @pytest.mark.parametrize(("first", "last"), [(11, 13), (29, 34), (65, 76)])
 def test_size_px_equals_ffcvs_ramps(first: int, last: int) -> None:
-    """`get_resolution` of FFCV's ImageNet script: interpolate 160 to 192, round to a multiple of 32."""
+    """`get_resolution` of FFCV's ImageNet script: interpolate 160 to 192, round to a multiple of
+    32.
+    """
     augment = growing([first, last], [160, 192])
     for epoch in range(100):
         expected = int(np.round(np.interp([epoch], [first, last], [160, 192])[0] / 32)) * 32

@@ -1,4 +1,6 @@
-"""Data workers that fail or hang end with an error of code 5, and none outlives its loader or its process."""
+"""Data workers that fail or hang end with an error of code 5, and none outlives its loader or its
+process.
+"""
 
 import multiprocessing
 import os
@@ -6,26 +8,25 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers import environment
+from helpers import environment, wait_for
 
-from imagenet_cls.config.schema import AugmentConfig
-from imagenet_cls.data import loader as data_loader
-from imagenet_cls.data.loader import TrainLoader, WorkerOptions
+from imagenet_cls.config.schema import AugmentConfig, EvalConfig
+from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.data.transforms import TrainTransform
+from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.errors import ResourceError
 
 pytestmark = pytest.mark.timeout(200)  # a worker that is not ended hangs
 
-# In a process of its own, since torch's SIGCHLD handler raises wherever the program is.
+# In a process of its own, whose end is tested, too.
 SCRIPT = """
 import multiprocessing, os, signal, sys, tempfile, time
 from pathlib import Path
@@ -46,33 +47,34 @@ if os.fork() == 0:  # a process that ends before its worker has started
 
 killed, epoch = first_batch(Images())
 try:
-    os.kill(killed.loader._iterator._workers[0].pid, signal.SIGKILL)
+    for worker in multiprocessing.active_children():
+        worker.kill()
     list(epoch)
 except ResourceError as error:
     print("killed:", error, flush=True)
 killed.close()
 
 loader, _ = first_batch(Images())
-iterator = loader.loader._iterator
-iterator._workers_done_event._cond.acquire()  # a lock that a worker holds now and then, and torch needs to end it
-try:
-    os.kill(iterator._workers[0].pid, signal.SIGKILL)
-    time.sleep(30)
-except RuntimeError:
-    pass  # torch reports the dead worker
+# A worker holds this lock now and then, and torch needs it to end the worker.
+loader._batches.gi_frame.f_locals["iterator"]._workers_done_event._cond.acquire()
+for worker in multiprocessing.active_children():
+    worker.kill()
+    worker.join()
 loader.close()
 print("closed", flush=True)
 
 pipe = Path(tempfile.mkdtemp()) / "pipe"
 os.mkfifo(pipe)
 hung, epoch = first_batch(Images(pipe))  # one worker will hang at exit
-print("workers", *(worker.pid for worker in hung.loader._iterator._workers), flush=True)
+print("workers", *(worker.pid for worker in multiprocessing.active_children()), flush=True)
 raise ValueError("a bug")
 """
 
 
 class Images(ImageSource):
-    """16 images of 8 px. pipe: reading an image with an index in `hanging` blocks on this named pipe."""
+    """16 images of 8 px. pipe: reading an image with an index in `hanging` blocks on this named
+    pipe.
+    """
 
     classes = ("a", "b")
 
@@ -119,9 +121,7 @@ def test_workers_of_a_process_with_killed_and_hung_workers_all_end(tmp_path: Pat
         [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=150
     )
     assert ended.returncode == 1 and ended.stderr.endswith("ValueError: a bug\n"), ended.stderr
-    assert (
-        "killed: a data worker of process " in ended.stdout and "data.num_workers" in ended.stdout
-    )
+    assert "killed: Data worker " in ended.stdout and "data.num_workers" in ended.stdout
     assert "closed" in ended.stdout and "an orphan is alive" not in ended.stdout
     pids = ended.stdout.splitlines()[-1].split()[1:]
     assert len(pids) == 2 and not any(Path("/proc", pid).exists() for pid in pids)
@@ -143,7 +143,7 @@ def test_epoch_with_workers_hung_in_the_first_batch_raises(tmp_path: Path) -> No
     """Also if the timeout is shorter than the start of the workers."""
     os.mkfifo(tmp_path / "pipe")
     loader = build_loader(Images(tmp_path / "pipe", hanging=range(16)), timeout_sec=0.001)
-    with pytest.raises(ResourceError, match=r"^data worker 0 \(process [0-9]+\) returned no batch"):
+    with pytest.raises(ResourceError, match=r"^Data worker 0 \(process [0-9]+\) returned no batch"):
         next(loader.epoch(0))
     assert not multiprocessing.active_children()
 
@@ -153,9 +153,10 @@ def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(
 ) -> None:
     """All batches of the epoch are announced; torch's timeout does not apply to receiving them."""
     loader, epoch = first_batch(Images(), timeout_sec=4.0)
-    workers = loader.loader._iterator._workers  # type: ignore[union-attr]
+    workers = multiprocessing.active_children()
     time.sleep(0.5)  # the workers have announced the other batches
     for worker in workers:
+        assert worker.pid is not None
         os.kill(worker.pid, signal.SIGSTOP)
     with pytest.raises(ResourceError, match="returned no batch for 4 s"):
         list(epoch)
@@ -167,75 +168,67 @@ def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(
 
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes torch start the thread that pins memory, also without an accelerator. Nothing is pinned."""
+    """Makes torch start the thread that pins memory, also without an accelerator. Nothing is
+    pinned.
+    """
     monkeypatch.setattr(torch.accelerator, "is_available", lambda *_, **__: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
 
 
-def test_thread_that_pins_memory_ends_before_the_workers(
-    pinning: None, monkeypatch: pytest.MonkeyPatch
+def test_close_ends_idle_workers_and_the_thread_that_pins_memory(
+    pinning: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Otherwise it would find their connections closed, and print a traceback."""
+    """torch ends them in an order in which none finds the connections of another closed."""
+    threads = set(threading.enumerate())  # an earlier test's threads may end meanwhile
     loader, _ = first_batch(Images(), pin_memory=True)
-    iterator: Any = loader.loader._iterator
-    workers, alive, kill = list(iterator._workers), [], type(iterator._workers[0]).kill
-
-    def record_and_kill(worker: Any) -> None:
-        alive.append(iterator._pin_memory_thread.is_alive())
-        kill(worker)
-
-    monkeypatch.setattr(type(workers[0]), "kill", record_and_kill)
+    workers = multiprocessing.active_children()
     loader.close()
-    assert alive == [False, False] and not any(worker.is_alive() for worker in workers)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    wait_for(lambda: threads.issuperset(threading.enumerate()), "the end of the threads")
+    assert capfd.readouterr() == ("", "")
 
 
-def test_epoch_whose_thread_that_pins_memory_has_ended_raises(pinning: None) -> None:
-    """As it does when a worker dies between announcing and sending a batch."""
-    loader, epoch = first_batch(Images(), pin_memory=True)
-    iterator: Any = loader.loader._iterator
-    iterator._pin_memory_thread_done_event.set()
-    iterator._worker_result_queue.put((None, None))
-    iterator._pin_memory_thread.join()
-    with pytest.raises(ResourceError, match="a data worker of process"):
-        list(epoch)
-
-
-def test_worker_that_dies_outside_of_the_loader_raises_at_its_next_batch() -> None:
-    """torch's SIGCHLD handler would raise here, in `join`."""
-    loader, epoch = first_batch(Images())
-    worker = loader.loader._iterator._workers[0]  # type: ignore[union-attr]
-    worker.kill()
-    worker.join()
-    with pytest.raises(ResourceError, match="was killed"):
-        list(epoch)
-    loader.close()
-
-
-def test_signal_of_a_worker_that_timed_out_does_not_replace_its_error(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_worker_that_dies_between_two_batches_is_named_at_its_next_batch(
+    pinning: None, tmp_path: Path, pin_memory: bool
 ) -> None:
-    """The connection is closed first, and torch's SIGCHLD handler runs while that error is handled."""
-    loader, _ = first_batch(Images(), timeout_sec=60.0)
-    workers = loader.loader._iterator._workers  # type: ignore[union-attr]
-    handler: Any = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    awaited_worker = data_loader._awaited_worker
+    """torch's SIGCHLD handler would raise here, in `join`. Worker 1 has batch 1, with image 4."""
+    os.mkfifo(tmp_path / "pipe")
+    images = Images(tmp_path / "pipe", hanging=[4])
+    transform = EvalTransform(EvalConfig(crop_px=8, resize_px=8))
+    options = WorkerOptions(2, pin_memory=pin_memory, timeout_sec=60.0)
+    batches = eval_batches(images, transform, range(16), 4, options)
+    next(batches)
+    first, second = sorted(multiprocessing.active_children(), key=lambda worker: worker.pid or 0)
+    second.kill()
+    second.join()
+    with pytest.raises(ResourceError, match=rf"^Data worker 1 \(process {second.pid}\) was killed"):
+        list(batches)
+    assert not first.is_alive()
 
-    def with_the_signal(found: Any) -> str:
-        handler(signal.SIGCHLD, None)
-        return awaited_worker(found)
 
-    monkeypatch.setattr(data_loader, "_awaited_worker", with_the_signal)
-    with (
-        pytest.raises(ResourceError, match=r"returned no batch for 0\.5 s"),
-        data_loader._worker_errors(loader.loader, timeout_sec=0.5),
+@pytest.mark.parametrize("hanging", [8, 12])
+def test_worker_that_hangs_is_named(tmp_path: Path, hanging: int) -> None:
+    """Without shuffling, batches 2 and 3 of four images each have images 8 and 12."""
+    os.mkfifo(tmp_path / "pipe")
+    images = Images(tmp_path / "pipe", hanging=[hanging])
+    batches = eval_batches(
+        images,
+        EvalTransform(EvalConfig(crop_px=8, resize_px=8)),
+        range(16),
+        4,
+        WorkerOptions(2, timeout_sec=2.0),
+    )
+    next(batches)
+    workers = sorted(multiprocessing.active_children(), key=lambda worker: worker.pid or 0)
+    number = (hanging // 4) % 2
+    with pytest.raises(
+        ResourceError, match=rf"^Data worker {number} \(process {workers[number].pid}\) returned"
     ):
-        for worker in workers:
-            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-        raise EOFError
-    signal.signal(signal.SIGCHLD, handler)
-    loader.close()
+        list(batches)
+    assert not any(worker.is_alive() for worker in workers)
 
 
 @pytest.mark.nightly

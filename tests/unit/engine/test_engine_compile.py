@@ -47,24 +47,22 @@ def test_model_is_compiled_in_the_mode_of_the_config(
     config, calls = load_config(None, words).config, []
     assert config.train.compile == value and config_from_dict(asdict(config)) == config
     monkeypatch.setattr(nn.Linear, "compile", lambda _, **keywords: calls.append(keywords))
-    compile_model(nn.Linear(2, 2), config)
+    compile_model(nn.Linear(2, 2), config.train, config.augment)
     assert calls == expected
 
 
 def test_compiling_for_a_gpu_needs_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     compiled, eager = (
-        load_config(None, [f"train.compile={value}"]).config for value in ("true", "false")
+        load_config(None, [f"train.compile={value}"]).config.train for value in ("true", "false")
     )
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if name == "clang" else None)
     check_compiler(compiled, gpu)
     monkeypatch.setattr("shutil.which", lambda _: None)
-    for config, device in (
-        (eager, gpu),
-        (compiled, cpu),
-    ):  # for CPUs inductor finds the compiler itself
-        check_compiler(config, device)
+    # for CPUs inductor finds the compiler itself
+    for train, device in ((eager, gpu), (compiled, cpu)):
+        check_compiler(train, device)
     with pytest.raises(UsageError, match="needs a C compiler"):
         check_compiler(compiled, gpu)
     monkeypatch.setenv("CC", "/opt/bin/cc")

@@ -45,9 +45,13 @@ def test_auto_workers_of_a_rank(cpus: float, num_batches: int, expected: int) ->
     ],
 )
 def test_startup_table_shows_the_data_workers(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], workers: str,
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    workers: str,
     shown: str,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
     assert (
         train_command(
@@ -58,19 +62,32 @@ def test_startup_table_shows_the_data_workers(
     assert shown in capsys.readouterr().out
 
 
+def test_synthetic_data_has_no_workers_and_no_prefetched_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # of images from files, such batches would not fit into shared memory
+    changes = {"data__num_workers": 4, "data__prefetch_batches": 10**8, "train__epochs": 10**5}
+    argv = arguments(tmp_path, tmp_path / "run", data__name="synthetic", **changes)
+    argv = [word for word in argv if not word.startswith("data.root=")] + ["--dry-run"]
+    assert train_command(argv) == 0
+    assert "data workers" not in capsys.readouterr().out
+
+
 def data_wait_check(*overrides: str) -> DataWaitCheck:
     config = load_config(None, overrides).config
     return DataWaitCheck(
-        config, plan_run(config.train, 10_000, 1, 1), Group(RankInfo(), torch.device("cpu"))
+        config.data, plan_run(config.train, 10_000, 1, 1), Group(RankInfo(), torch.device("cpu"))
     )
 
 
 def warnings_of(check: DataWaitCheck, intervals: list[tuple[int, float]]) -> list[int]:
-    """The intervals, counted from 0, that get a warning. intervals: epoch and share of the time spent waiting."""
+    """The intervals, counted from 0, that get a warning. intervals: epoch and share of the time
+    spent waiting.
+    """
     records = [
         [{"epoch": epoch}, {"epoch": epoch, "data_wait_pct": wait}] for epoch, wait in intervals
     ]
-    return [number for number, interval in enumerate(records) if check.warning(interval)]
+    return [number for number, interval in enumerate(records) if check.add_interval(interval)]
 
 
 @pytest.mark.parametrize(
@@ -92,22 +109,15 @@ def test_data_wait_warning_after_five_consecutive_intervals(
 def test_data_wait_warning_names_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     interval = [{"epoch": 0, "data_wait_pct": 40.0}]
-    monkeypatch.setattr(loaders, "find_turbojpeg", object)
     for overrides, remedy in {
         ("data.num_workers=0",): "set data.num_workers=auto",
-        (
-            "data.num_workers=3",
-        ): "increase data.num_workers: 3 workers of a rank that may use 8 CPUs",
-        (
-            "data.num_workers=auto",
-        ): "may use 8 CPUs for 7 workers, so give it more CPUs, store smaller images",
-        (
-            "data.num_workers=auto",
-            "data.decode=whole",
-        ): "more CPUs, use data.decode=auto with libjpeg-turbo 3, store smaller images",
+        ("data.num_workers=3",): "increase data.num_workers: 3 workers of a rank that may use 8 "
+        "CPUs",
+        ("data.num_workers=auto",): "may use 8 CPUs for 7 workers, so give it more CPUs, store "
+        "smaller images",
     }.items():
         check = data_wait_check(*overrides)
-        (warning,) = filter(None, (check.warning(interval) for _ in range(10)))
+        (warning,) = filter(None, (check.add_interval(interval) for _ in range(10)))
         assert (
             warning.startswith("warning: the loop waited for data 40 % of the time in 5 ")
             and remedy in warning

@@ -3,9 +3,10 @@
 import math
 import re
 
+import pytest
 import torch
 
-from imagenet_cls.engine.meter import Meter, top1_share
+from imagenet_cls.engine.meter import Meter, StepResult, top1_accuracy
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 
@@ -13,14 +14,8 @@ ALONE = Group(RankInfo(), torch.device("cpu"))
 
 
 def add(m: Meter, step: int, loss: float = 1.0, skipped: bool = False) -> None:
-    m.add(
-        step,
-        0,
-        0.1,
-        torch.tensor([loss, loss / 2]),
-        torch.tensor(2.0 * loss),
-        torch.tensor(skipped),
-    )
+    loss_and_top1, norm = torch.tensor([loss, loss / 2]), torch.tensor(2.0 * loss)
+    m.add(StepResult(step, 0, 0.1, loss_and_top1, norm, torch.tensor(skipped)))
 
 
 def test_every_step_is_there_once_and_the_last_tells_the_speed() -> None:
@@ -28,36 +23,58 @@ def test_every_step_is_there_once_and_the_last_tells_the_speed() -> None:
     assert m.flush() == []
     for step in (1, 2, 3):
         add(m, step, loss=step / 4, skipped=step == 2)
-    assert list(m.time_waiting(iter([1, 2]))) == [1, 2]
     records = m.flush()
-    assert [(r["step"], r["loss"], r["top1_pct"], r["grad_norm"], r.get("skipped")) for r in records] == [
-        (1, 0.25, 12.5, 0.5, None), (2, 0.5, 25.0, 1.0, True), (3, 0.75, 37.5, 1.5, None),
-    ]  # fmt: skip
+    assert [
+        (r["step"], r["loss"], r["top1_pct"], r["grad_norm"], r.get("skipped")) for r in records
+    ] == [
+        (1, 0.25, 12.5, 0.5, None),
+        (2, 0.5, 25.0, 1.0, True),
+        (3, 0.75, 37.5, 1.5, None),
+    ]
     assert [("images_per_sec" in r, r["kind"], r["epoch"], r["lr"]) for r in records] == [
-        (False, "train", 0, 0.1), (False, "train", 0, 0.1), (True, "train", 0, 0.1),
-    ]  # fmt: skip
+        (False, "train", 0, 0.1),
+        (False, "train", 0, 0.1),
+        (True, "train", 0, 0.1),
+    ]
     last = records[-1]
     assert (
         last["images_per_sec"] > 0 and 0 <= last["data_wait_pct"] <= 100 and last["memory_mib"] > 10
     )
     assert m.flush() == []
-    assert re.fullmatch(r"3 steps in \d:\d\d:\d\d, \d+ img/s", m.describe_total())
 
 
-def test_a_step_without_a_norm_has_no_grad_norm() -> None:
+def test_speed_is_without_evaluations_and_the_duration_is_that_of_the_process() -> None:
+    """The last line of a run: ten minutes, of which 100 seconds were steps and waiting."""
+    m = Meter(ALONE, global_batch=1000)
+    for step in (1, 2, 3):
+        add(m, step)
+    m.created_at -= 600.0
+    m.started_at -= 100.0
+    m.waited_sec += 25.0
+    last = m.flush()[-1]
+    assert last["images_per_sec"] == pytest.approx(30, rel=0.05)
+    assert last["data_wait_pct"] == pytest.approx(25, rel=0.05)
+    m.started_at -= 500.0
+    m.restart_clock()  # after an evaluation of 500 seconds
+    add(m, 4)
+    add(m, 5)
+    m.started_at -= 200.0 / 3
+    m.flush()
+    assert re.fullmatch(r"5 steps in 0:10:0\d, (29|30) img/s", m.describe_total())
+
+
+def test_a_norm_that_is_nan_is_recorded() -> None:
     m = Meter(ALONE, global_batch=8)
-    m.add(1, 0, 0.1, torch.tensor([1.0, 0.5]), None, torch.tensor(False))
-    add(m, 2, loss=math.nan)
-    without, with_nan = m.flush()
-    assert "grad_norm" not in without and (without["loss"], without["top1_pct"]) == (1.0, 50.0)
-    assert math.isnan(with_nan["grad_norm"])
+    add(m, 1, loss=math.nan)
+    (record,) = m.flush()
+    assert math.isnan(record["grad_norm"])
 
 
-def test_top1_share_of_hard_and_mixed_targets_two_outputs_and_several_views() -> None:
+def test_top1_accuracy_of_hard_and_mixed_targets_two_outputs_and_several_views() -> None:
     logits = torch.eye(4)[[0, 1, 2, 2]].requires_grad_()
     targets = torch.tensor([0, 1, 3, 2])
     mixed = 0.6 * torch.eye(4)[targets] + 0.4 * torch.eye(4)[targets.flip(0)]
     for outputs, labels in ((logits, targets), (logits, mixed), ((logits, -logits), targets)):
-        assert top1_share(outputs, labels).item() == 0.75
-    assert top1_share(logits, targets[:2]).item() == 1.0, "the other rows are second views"
-    assert not top1_share(logits, targets).requires_grad
+        assert top1_accuracy(outputs, labels).item() == 0.75
+    assert top1_accuracy(logits, targets[:2]).item() == 1.0, "the other rows are second views"
+    assert not top1_accuracy(logits, targets).requires_grad

@@ -89,7 +89,7 @@ def test_numbers_of_any_kind_are_values() -> None:
     [
         (
             "Incomplete",
-            "'own_metric:Incomplete' returned a Incomplete, which has no method 'compute'",
+            "'own_metric:Incomplete': the factory returned a Incomplete, which has no method",
         ),
         ("Plain", "which is not a torch.nn.Module"),
         ("text", "'text' is a str, not a number"),
@@ -137,11 +137,8 @@ def test_run_folder_whose_config_names_a_metric_needs_permission(
     code, out, err = call(evaluate_command, tmp_path / "run", *allowed)
     assert code == 0 and "Good 0.50000" in out, err
     train_command([*words, "--overwrite"])
-    named = [
-        "eval.metrics=[own_metric:Good]",
-        "--allow-import",
-        "helpers:plain",
-    ]  # the command line permits it
+    # the command line permits it
+    named = ["eval.metrics=[own_metric:Good]", "--allow-import", "helpers:plain"]
     code, out, err = call(evaluate_command, tmp_path / "run", *named)
     assert code == 0 and "Good 0.50000" in out, err
 
@@ -165,7 +162,7 @@ def test_names_and_values_that_can_not_be_reported() -> None:
 
 
 def test_metric_that_changes_its_arguments_changes_no_result(own_module: str) -> None:
-    class Erasing(import_from_cwd(own_module).Good):
+    class Erasing(import_from_cwd(own_module).Good):  # type: ignore[misc]
         def update(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
             logits.zero_(), targets.zero_()
 

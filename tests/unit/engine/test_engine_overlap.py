@@ -137,5 +137,5 @@ def test_initial_weights_of_other_images_do_not_warn(
     config = Config(model=ModelConfig(checkpoint=str(trained)), data=data)
     assert initial_weights_warning(config, open_datasets(data)) is None
     for file in (tmp_path / "weights.pth", tmp_path / "missing"):
-        file = replace(config, model=ModelConfig(checkpoint=str(file)))
-        assert initial_weights_warning(file, open_datasets(data)) is None
+        other = replace(config, model=ModelConfig(checkpoint=str(file)))
+        assert initial_weights_warning(other, open_datasets(data)) is None

@@ -4,8 +4,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from imagenet_cls.config.schema import TrainConfig
-from imagenet_cls.engine.plan import batch_problem, micro_batch_for, part_sizes, plan_run
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.schema import Config, TrainConfig
+from imagenet_cls.engine.plan import (
+    Plan,
+    batch_problem,
+    due_after,
+    micro_batch_for,
+    part_sizes,
+    plan_run,
+)
 from imagenet_cls.errors import DataError
 
 shares = st.integers(1, 120)
@@ -59,7 +67,7 @@ def test_uneven_plan_has_the_fewest_micro_batches(
 ) -> None:
     train = TrainConfig(global_batch_size=batch, micro_batch_size=limit)
     assume(batch % world_size != 0)
-    if batch_problem(train, world_size, uneven=True):
+    if batch_problem(train, world_size):
         assert batch < world_size or limit == 1
         return
     plan = plan_run(train, batch, world_size)
@@ -74,7 +82,7 @@ def test_uneven_plan_has_the_fewest_micro_batches(
 
 @given(st.integers(1, 300), st.integers(1, 40))
 def test_batch_problem_names_nearest_divisors(batch: int, world_size: int) -> None:
-    problem = batch_problem(TrainConfig(global_batch_size=batch), world_size)
+    problem = batch_problem(TrainConfig(global_batch_size=batch), world_size, uneven=False)
     if batch % world_size == 0:
         assert problem is None
         return
@@ -82,4 +90,46 @@ def test_batch_problem_names_nearest_divisors(batch: int, world_size: int) -> No
     multiples = range(world_size, batch + world_size + 1, world_size)
     below = [m for m in multiples if m < batch][-1:]
     above = next(m for m in multiples if m > batch)
-    assert problem.message.endswith("nearest that do: " + " or ".join(map(str, [*below, above])))
+    assert problem.message.endswith(
+        "nearest numbers that do: " + " or ".join(map(str, [*below, above]))
+    )
+
+
+def config_with(*overrides: str) -> Config:
+    return load_config(None, overrides).config
+
+
+def steps_due(name: str, config: Config, stopped_early: int = 0) -> list[int]:
+    """The steps after which `name` is due, of epochs with 10 steps."""
+    plan = Plan(1, 32, 1, 32, steps_per_epoch=10, epochs=9, total_steps=25)
+    steps = range(1, 26)
+    due = {step: due_after(step, plan, config, step == stopped_early) for step in steps}
+    return [step for step in steps if getattr(due[step], name)]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("end", [], [25]),
+        ("end_of_epoch", [], [10, 20]),
+        ("log", ["log.every_steps=8"], [8, 16, 24]),
+        ("regular_evaluation", ["eval.every_epochs=1"], [10, 20]),
+        ("regular_evaluation", ["eval.every_epochs=2"], [20]),
+        ("evaluation", ["eval.every_epochs=2"], [20, 25]),
+        ("save", ["checkpoint.every_epochs=null"], [25]),
+        ("save", ["checkpoint.every_epochs=2"], [20, 25]),
+        (
+            "save",
+            ["checkpoint.every_steps=4", "checkpoint.every_epochs=null"],
+            [4, 8, 12, 16, 20, 24, 25],
+        ),
+        ("save", ["checkpoint.every_steps=12", "checkpoint.every_epochs=1"], [10, 12, 20, 24, 25]),
+    ],
+)
+def test_what_is_due_after_a_step(name: str, overrides: list[str], expected: list[int]) -> None:
+    assert steps_due(name, config_with(*overrides)) == expected
+
+
+def test_an_early_stop_is_the_end_of_the_run() -> None:
+    for name in ("end", "save", "evaluation"):
+        assert 13 in steps_due(name, config_with(), stopped_early=13)

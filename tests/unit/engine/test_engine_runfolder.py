@@ -5,16 +5,18 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.engine import run_folder
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
-from imagenet_cls.errors import ResourceError, UsageError
+from imagenet_cls.errors import ResourceError, Stopped, UsageError
 
 WRITTEN = (
     "config.yaml",
@@ -71,7 +73,8 @@ def test_open_folder_with_any_part_of_a_run_is_an_error(tmp_path: Path, name: st
             open_folder(tmp_path, **options)
     assert contents(tmp_path) == [name] and not (tmp_path / ".lock").exists()
     for option in ("resume", "overwrite"):
-        open_folder(tmp_path, **{option: True}).close()
+        with open_folder(tmp_path, **{option: True}):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -92,18 +95,16 @@ def test_overwrite_weights_in_the_run_is_an_error(tmp_path: Path, name: str) -> 
 def test_clear_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
     fill(tmp_path)
     before = contents(tmp_path)
-    folder = open_folder(tmp_path, overwrite=True)
-    assert contents(tmp_path) == before  # not before the new run is known to begin
-    folder.clear()
-    folder.close()
+    with open_folder(tmp_path, overwrite=True) as folder:
+        assert contents(tmp_path) == before  # not before the new run is known to begin
+        folder.clear()
     assert contents(tmp_path) == ["logs", "logs/rank0.log", "mine", "mine/plot.png", "notes.txt"]
 
 
 def hold(path: Path, pipe: Connection) -> None:
-    folder = open_folder(path, resume=True)
-    pipe.send("held")
-    pipe.poll(60)
-    folder.close()
+    with open_folder(path, resume=True):
+        pipe.send("held")
+        pipe.poll(60)
 
 
 def test_open_locked_folder_is_an_error_until_the_holder_dies(tmp_path: Path) -> None:
@@ -120,8 +121,8 @@ def test_open_locked_folder_is_an_error_until_the_holder_dies(tmp_path: Path) ->
     finally:
         holder.kill()
         holder.join(60)
-    open_folder(tmp_path, resume=True).close()
-    assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
+    with open_folder(tmp_path, resume=True):
+        assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
 
 
 def test_open_unwritable_place_is_an_error(tmp_path: Path) -> None:
@@ -133,16 +134,45 @@ def test_open_unwritable_place_is_an_error(tmp_path: Path) -> None:
             open_folder(place)
 
 
-def test_discard_removes_only_what_open_created(tmp_path: Path) -> None:
-    open_folder(tmp_path / "a" / "b").discard()
+def test_exit_before_the_start_of_the_run_removes_only_what_open_created(tmp_path: Path) -> None:
+    with open_folder(tmp_path / "a" / "b"):
+        pass
     assert contents(tmp_path) == []
     fill(tmp_path)
     before = contents(tmp_path)
-    open_folder(tmp_path, resume=True).discard()
+    with open_folder(tmp_path, resume=True):
+        pass
     assert contents(tmp_path) == before and not (tmp_path / ".lock").exists()
-    open_folder(tmp_path, resume=True).close()
-    open_folder(tmp_path, resume=True).discard()
+    with open_folder(tmp_path, resume=True) as folder:
+        folder.start_run(Progress(), resumed=True)
+    with open_folder(tmp_path, resume=True):
+        pass
     assert (tmp_path / ".lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "step", "resumed", "is_cleared"),
+    [
+        (ValueError(), 0, False, True),
+        (UsageError("a", "b"), 0, False, True),
+        (ValueError(), 1, False, False),
+        (ValueError(), 0, True, False),
+        (Stopped("a", "b", 15), 0, False, False),
+        (KeyboardInterrupt(), 0, False, False),
+        (None, 0, False, False),
+    ],
+)
+def test_exit_clears_a_new_run_that_failed_before_its_first_step(
+    tmp_path: Path, error: BaseException | None, step: int, resumed: bool, is_cleared: bool
+) -> None:
+    progress = Progress()
+    with suppress(type(error) if error else ()), open_folder(tmp_path) as folder:
+        folder.start_run(progress, resumed)
+        (tmp_path / "config.yaml").write_text("new")
+        progress.step = step
+        if error:
+            raise error
+    assert contents(tmp_path) == ([] if is_cleared else ["config.yaml"])
 
 
 def test_metadata_records_only_listed_variables(
@@ -197,10 +227,9 @@ def test_code_version_is_the_commit_of_the_checkout(
 
 
 def test_check_present_moved_folder_is_an_error(tmp_path: Path) -> None:
-    folder = open_folder(tmp_path / "run")
-    folder.check_present()
-    (tmp_path / "run").rename(tmp_path / "moved")
-    (tmp_path / "run").mkdir()
-    with pytest.raises(ResourceError):
+    with open_folder(tmp_path / "run") as folder:
         folder.check_present()
-    folder.close()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        (tmp_path / "run").mkdir()
+        with pytest.raises(ResourceError):
+            folder.check_present()

@@ -58,7 +58,9 @@ def assert_equal(model: nn.Module, before: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_sam_two_steps_equal_formula(accumulation: int) -> None:
-    """Equation 2 and the update of Algorithm 1, with momentum and weight decay, on a dictionary of tensors."""
+    """Equation 2 and the update of Algorithm 1, with momentum and weight decay, on a dictionary of
+    tensors.
+    """
     model = network()
     sam, updater = sam_and_updater(model)
     weights = values(model)

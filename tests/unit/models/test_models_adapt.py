@@ -31,11 +31,13 @@ def images_of(step: int, count: int = 6) -> Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(step))
 
 
-# ------------------------------------------------------------------------------------------------------ split BatchNorm
+# ---- split BatchNorm
 
 
 def test_split_batch_norm_equals_one_layer_per_split() -> None:
-    """Against three BatchNorm layers by hand: outputs and statistics; evaluation is the first one's."""
+    """Against three BatchNorm layers by hand: outputs and statistics; evaluation is the first
+    one's.
+    """
     torch.manual_seed(0)
     layer = nn.BatchNorm2d(3)
     layer(torch.randn(8, 3, 4, 4) * 2 + 1)
@@ -60,11 +62,13 @@ def test_split_batch_norm_without_batch_norm_2d_is_an_error(name: str) -> None:
         split_batch_norm(timm.create_model(name), SPLIT, 3)
 
 
-# ------------------------------------------------------------------------------------------------- gradient checkpoints
+# ---- gradient checkpoints
 
 
 def trained(model: nn.Module, autocast: bool = False) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of two steps with accumulation, and the state at the end. Dropout draws by key, as in the loop."""
+    """Losses of two steps with accumulation, and the state at the end. Dropout draws by key, as in
+    the loop.
+    """
     optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
     losses = []
     for step in range(2):
@@ -208,7 +212,7 @@ def test_model_without_checkpointing_is_a_problem(name: str) -> None:
         checkpoint_activations(nn.Sequential(nn.Linear(3, 3)))
 
 
-# ---------------------------------------------------------------------------------------------------------- image sizes
+# ---- image sizes
 
 TINY_VIT = {"depth": 1, "embed_dim": 24, "num_heads": 2, "img_size": 64}
 
@@ -251,7 +255,7 @@ def test_resize_model_keeps_embedding_frozen() -> None:
     assert vit.pos_embed.shape[1] == 37 and not vit.pos_embed.requires_grad
 
 
-# -------------------------------------------------------------------------------------------------------------- padding
+# ---- padding
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

@@ -1,5 +1,6 @@
-"""The average: timm's and torchvision's arithmetic, updated every `every_steps` steps; the step and the weights are its
-whole state."""
+"""The average: timm's and torchvision's arithmetic, updated every `every_steps` steps; the step and
+the weights are its whole state.
+"""
 
 import math
 from typing import Any
@@ -66,7 +67,9 @@ def test_update_after_resume_equals_timms_uninterrupted(every_steps: int, warmup
 
 @pytest.mark.parametrize(("batch", "every_steps", "epochs"), [(32, 1, 10), (128, 4, 5)])
 def test_update_equals_torchvisions(batch: int, every_steps: int, epochs: int) -> None:
-    """`--model-ema-decay 0.998` with its adjustment, and the half-life that stands for it in a config."""
+    """`--model-ema-decay 0.998` with its adjustment, and the half-life that stands for it in a
+    config.
+    """
     decay = 1.0 - min(1.0, (1.0 - 0.998) * batch * every_steps / epochs)
 
     def average(averaged: Tensor, current: Tensor, _: Any) -> Tensor:
@@ -90,10 +93,8 @@ def test_update_equals_torchvisions(batch: int, every_steps: int, epochs: int) -
 
 @pytest.mark.parametrize(
     ("half_life_images", "every_steps", "decay"),
-    [
-        (17_744_213, 1, 0.99996),
-        (20_783_057, 32, 1 - 2e-5 * 1024 * 32 / 600),
-    ],  # DeiT, torchvision's reference script
+    # DeiT, torchvision's reference script
+    [(17_744_213, 1, 0.99996), (20_783_057, 32, 1 - 2e-5 * 1024 * 32 / 600)],
 )
 def test_half_life_of_recipes_is_the_published_decay(
     half_life_images: int, every_steps: int, decay: float

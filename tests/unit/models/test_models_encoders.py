@@ -1,5 +1,6 @@
-"""Files of self-supervised and image-text pre-training, generated from timm's models with the published names: a model
-gets all of the encoder, and a new head."""
+"""Files of self-supervised and image-text pre-training, generated from timm's models with the
+published names: a model gets all of the encoder, and a new head.
+"""
 
 import re
 from collections.abc import Callable
@@ -68,7 +69,9 @@ def dinov2(state: State) -> Any:
 
 
 def dinov2_training(state: State) -> Any:
-    """Four blocks in two chunks. With registers, the embedding of the class token has a position."""
+    """Four blocks in two chunks. With registers, the embedding of the class token has a
+    position.
+    """
     state = {**state, "register_tokens": state["reg_token"], "mask_token": torch.zeros(1, 24)}
     position = torch.randn(1, 1, 24)
     state |= {"cls_token": state["cls_token"] - position}
@@ -226,7 +229,9 @@ def test_encoder_for_average_pooling_gets_a_new_norm() -> None:
 
 
 def test_encoder_of_another_model_is_an_error() -> None:
-    """More layers, a norm or a token that the model lacks: dropping them would give other features."""
+    """More layers, a norm or a token that the model lacks: dropping them would give other
+    features.
+    """
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=7, **TINY)
     deeper = timm.create_model("vit_tiny_patch16_224", num_classes=0, **{**TINY, "depth": 5})
     distilled = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=0, **TINY)

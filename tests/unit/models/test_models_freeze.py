@@ -1,4 +1,6 @@
-"""Frozen parameters and statistics keep their bits while the rest trains, as with timm's own freezing."""
+"""Frozen parameters and statistics keep their bits while the rest trains, as with timm's own
+freezing.
+"""
 
 import pytest
 import timm
@@ -43,7 +45,9 @@ def train(model: nn.Module, cfg: ModelConfig | None) -> nn.Module:
     ids=["stages", "bn", "head"],
 )
 def test_training_equals_timms_freezing(cfg: ModelConfig) -> None:
-    """timm puts another class in place of each frozen BatchNorm; here the class stays. The outputs are the same."""
+    """timm puts another class in place of each frozen BatchNorm; here the class stays. The outputs
+    are the same.
+    """
     ours, theirs = network(), network()
     if cfg.freeze_bn:
         theirs = timm.layers.freeze_batch_norm_2d(theirs)
@@ -83,7 +87,9 @@ def test_set_training_keeps_dropout_in_frozen_parts() -> None:
 
 
 def test_batch_norm_without_weights_follows_the_module_around_it() -> None:
-    """In front of a trained head it is updated, as for MAE's linear probes; within a frozen part it is not."""
+    """In front of a trained head it is updated, as for MAE's linear probes; within a frozen part it
+    is not.
+    """
     body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
     head = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 5))
     model = nn.Sequential(body, head)

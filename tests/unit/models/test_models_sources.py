@@ -1,4 +1,6 @@
-"""Models that timm saved: in a folder (`local-dir:`) and on the Hugging Face Hub (`hf-hub:`), here in its cache."""
+"""Models that timm saved: in a folder (`local-dir:`) and on the Hugging Face Hub (`hf-hub:`), here
+in its cache.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +32,6 @@ def save(model: nn.Module, folder: Path) -> Path:
 
 
 def cached(model: nn.Module, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     repository = cache / "models--someone--vit"
     save(model, repository / "snapshots" / "0123abcd")
@@ -60,9 +61,8 @@ def test_model_of_a_source_is_checked_built_and_loaded(
     other = build_model(model, 3)
     assert "it had 7 outputs, the model has 3" in weights_source(model, other, 3)
     assert torch.equal(other.blocks[1].attn.qkv.weight, saved.blocks[1].attn.qkv.weight)
-    assert not torch.equal(
-        build_model(ModelConfig(name), 7).cls_token, saved.cls_token
-    )  # from scratch
+    # from scratch
+    assert not torch.equal(build_model(ModelConfig(name), 7).cls_token, saved.cls_token)
 
 
 def test_hub_without_network_is_a_resource_error_at_once(
@@ -75,6 +75,7 @@ def test_hub_without_network_is_a_resource_error_at_once(
         raise OSError("no such host")
 
     monkeypatch.setattr("socket.getaddrinfo", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     for pretrained in (True, False):
         with pytest.raises(ResourceError) as caught:
@@ -85,9 +86,8 @@ def test_hub_without_network_is_a_resource_error_at_once(
             and "local-dir:FOLDER" in message
             and len(message.splitlines()) == 3
         )
-    assert (
-        len(calls) < 12
-    )  # one on the meta device and one on the CPU; with the five retries of each there are 24
+    # one on the meta device and one on the CPU; with the five retries of each there are 24
+    assert len(calls) < 12
 
 
 def test_wrong_folder_is_an_error(saved: nn.Module, digits: Path, tmp_path: Path) -> None:
@@ -101,9 +101,8 @@ def test_wrong_folder_is_an_error(saved: nn.Module, digits: Path, tmp_path: Path
     for name in (tmp_path / "missing", tmp_path):
         with pytest.raises(ConfigError, match=r"model.name: .*config.json"):
             train_here([*words, f"model.name=local-dir:{name}"])
-        with pytest.raises(
-            CheckpointError, match=r"model.name: .*config.json"
-        ):  # as prediction builds it
+        # as prediction builds it
+        with pytest.raises(CheckpointError, match=r"model.name: .*config.json"):
             build_model(ModelConfig(f"local-dir:{name}"), 7)
     (tmp_path / "config.json").write_text('{"architecture": "bert"}')
     (problem,) = model_problems(ModelConfig(f"local-dir:{tmp_path}"))

@@ -46,7 +46,9 @@ def built(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, TeacherConfig]:
-    """A network with BatchNorm's statistics far from the initial ones, and the config that names its weights."""
+    """A network with BatchNorm's statistics far from the initial ones, and the config that names
+    its weights.
+    """
     network = timm.create_model("resnet10t", num_classes=5)
     for _ in range(3):
         network(torch.randn(4, 3, 32, 32) * 3 + 1)
@@ -76,9 +78,8 @@ def test_teacher_gets_images_with_its_own_normalization(trained) -> None:
         torch.testing.assert_close(
             found, network(Preprocess(*HALF, CPU, channels_last)(pixels)), rtol=1e-5, atol=1e-5
         )
-    assert (
-        teacher(Preprocess(*HALF, CPU, False)(pixels)) - found
-    ).abs().max() > 1e-3  # else this could not fail
+    # else this could not fail
+    assert (teacher(Preprocess(*HALF, CPU, False)(pixels)) - found).abs().max() > 1e-3
 
 
 def test_teacher_keeps_memory_format_and_autocast(trained) -> None:
@@ -116,26 +117,29 @@ def test_weights_errors_have_the_teachers_keys(
 ) -> None:
     config = TeacherConfig("resnet14t", checkpoint=trained[1].checkpoint)
     with pytest.raises(
-        CheckpointError, match=r"set distill\.teacher\.name and distill\.teacher\.kwargs"
+        CheckpointError,
+        match=r"distill\.teacher\.name and "
+        r"distill\.teacher\.kwargs",
     ):
         built(config, size_px=32)
     with pytest.raises(CheckpointError, match=r"^distill\.teacher\.checkpoint: "):
         built(TeacherConfig("resnet10t", checkpoint=str(tmp_path / "none.pth")))
-    monkeypatch.setenv(
-        "https_proxy", "http://127.0.0.1:9"
-    )  # nothing listens there: torch.hub fails at once
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    # nothing listens there: torch.hub fails at once
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(ResourceError, match=r"distill\.teacher\.checkpoint=FILE"):
         built(TeacherConfig("torchvision:resnet18", True), 1000)
 
 
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """The network of torchvision's published weights, which are in the cache folder of its downloads."""
+    """The network of torchvision's published weights, which are in the cache folder of its
+    downloads.
+    """
     network = torchvision.models.resnet18().eval()
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-    (tmp_path / "checkpoints").mkdir()
-    torch.save(network.state_dict(), tmp_path / "checkpoints" / "resnet18-f37072fd.pth")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    torch.save(network.state_dict(), tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth")
     return network
 
 
@@ -151,7 +155,7 @@ def test_factory_without_weights_is_initialized_by_key() -> None:
     torch.manual_seed(1)
     teachers.append(built(TeacherConfig("helpers:plain")))
     other = built(TeacherConfig("helpers:plain"), seed=1)
-    weights = [teacher.network[0].weight for teacher in (*teachers, other)]  # type: ignore[index]
+    weights = [teacher.network[0].weight for teacher in (*teachers, other)]
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
     assert not torch.equal(weights[0], weights[3])
 
@@ -171,6 +175,6 @@ def test_factory_without_weights_is_initialized_by_key() -> None:
 def test_problems_have_the_teachers_keys(
     teacher: TeacherConfig, kind: str, keys: list[str]
 ) -> None:
-    problems = distillation_problems(DistillConfig(kind, teacher=teacher))  # type: ignore[arg-type]
+    problems = distillation_problems(DistillConfig(kind, teacher=teacher))
     assert [problem.key for problem in problems] == [f"distill.teacher.{key}" for key in keys]
     assert not any(" model." in problem.message for problem in problems)

@@ -1,4 +1,6 @@
-"""Any checkpoint into a model; files that are no checkpoints are errors, and no code in them is run."""
+"""Any checkpoint into a model; files that are no checkpoints are errors, and no code in them is
+run.
+"""
 
 import argparse
 import copy
@@ -49,9 +51,8 @@ def test_read_weights_of_every_library_returns_the_state_dict(
 ) -> None:
     """What each of the libraries' training scripts passes to torch.save."""
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(
-        optimizer, [30, 60]
-    )  # its state holds a collections.Counter
+    # its state holds a collections.Counter
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60])
     args = argparse.Namespace(
         model="resnet18", lr=0.1, data_path="/data", nested=argparse.Namespace(seed=None)
     )
@@ -89,7 +90,8 @@ def test_read_weights_of_wrapped_models_removes_prefixes(net: nn.Module, tmp_pat
     torch.save(
         nn.DataParallel(net).state_dict(), tmp_path / "dp.pt", _use_new_zipfile_serialization=False
     )
-    torch.save(torch.compile(net).state_dict(), tmp_path / "compiled.pt")
+    compiled: Any = torch.compile(net)
+    torch.save(compiled.state_dict(), tmp_path / "compiled.pt")
     safetensors.torch.save_file(net.state_dict(), tmp_path / "model.safetensors")
     for name in ("dp.pt", "compiled.pt", "model.safetensors"):
         assert same(read_weights(tmp_path / name)[0], net.state_dict()), name
@@ -97,7 +99,9 @@ def test_read_weights_of_wrapped_models_removes_prefixes(net: nn.Module, tmp_pat
 
 @pytest.fixture(scope="module")
 def average(net: nn.Module) -> AveragedModel:
-    """What torchvision's reference script calls ExponentialMovingAverage, after an update with other weights."""
+    """What torchvision's reference script calls ExponentialMovingAverage, after an update with
+    other weights.
+    """
     average = AveragedModel(copy.deepcopy(net), avg_fn=get_ema_avg_fn(0.5), use_buffers=True)
     average.update_parameters(net)  # the first one copies
     for parameter in average.module.parameters():
@@ -153,10 +157,10 @@ class Hostile:
 def test_failed_download_is_a_resource_error_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(ResourceError, match="downloaded"):
         download_weights("http://127.0.0.1:9/checkpoint.pth")  # nothing listens there
-    assert not list((tmp_path / "checkpoints").iterdir())
+    assert not list((tmp_path / "hub" / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("new_format", [True, False])
@@ -253,12 +257,11 @@ def test_load_weights_with_mismatch_raises_and_changes_nothing(net: nn.Module) -
         ),
         (
             state | {"layer1.0.conv1.weight": torch.zeros(64, 1, 3, 3)},
-            r"1 of another shape \(layer1.0.conv1.weight",
+            r"1 of another shape "
+            r"\(layer1.0.conv1.weight",
         ),
-        (
-            state | {"fc.weight": torch.zeros(10, 9)},
-            r"1 of another shape \(fc.weight",
-        ),  # not another number of outputs
+        # not another number of outputs
+        (state | {"fc.weight": torch.zeros(10, 9)}, r"1 of another shape \(fc.weight"),
         (
             {key: value for key, value in state.items() if not key.startswith(("fc.", "conv1."))},
             "3 missing",
@@ -308,7 +311,9 @@ def test_load_weights_loads_everything(net: nn.Module, with_counters: bool) -> N
 
 
 def test_load_weights_translates_names_of_the_authors() -> None:
-    """ConvNeXt's published files say `downsample_layers` and `pwconv1`, as its authors' repository does."""
+    """ConvNeXt's published files say `downsample_layers` and `pwconv1`, as its authors' repository
+    does.
+    """
     target = timm.create_model("test_convnext", num_classes=10)
     authors = {}
     for key, value in timm.create_model("test_convnext", num_classes=10).state_dict().items():

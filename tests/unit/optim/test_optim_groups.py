@@ -1,5 +1,6 @@
-"""Kinds of parameters, their weight decay and their factor of the learning rate. Parity with the libraries is in
-`tests/parity/test_parity_groups.py`."""
+"""Kinds of parameters, their weight decay and their factor of the learning rate. Parity with the
+libraries is in `tests/parity/test_parity_groups.py`.
+"""
 
 from typing import Any
 

@@ -11,49 +11,60 @@ from typing import Any
 import pytest
 
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel import environment
+from imagenet_cls.parallel import cpus
+from imagenet_cls.parallel.cpus import cgroup_cpus, cpu_threads, cpus_per_rank
 from imagenet_cls.parallel.environment import (
     RankInfo,
-    address_towards,
-    cgroup_cpus,
-    choose_interface,
     complete_master_address,
-    cpu_threads,
-    cpus_per_rank,
     find_rank_info,
     first_host,
-    interface_towards,
-    machine_options,
+    options_from_kubernetes,
 )
+from imagenet_cls.parallel.network import address_towards, choose_interface, interface_towards
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {
-    "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4711",
-}  # fmt: skip
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "4711",
+}
 # A shell on an allocation of four tasks (salloc, srun --pty): a step of one.
-SHELL = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0",
-         "SLURM_STEP_TASKS_PER_NODE": "1"}  # fmt: skip
+SHELL = {
+    **SLURM,
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_ess_base_jobid": "984285185",
-}  # fmt: skip
-PMI = {
-    "PMI_RANK": "3",
-    "PMI_SIZE": "4",
-    "MPI_LOCALRANKID": "1",
-    "MPI_LOCALNRANKS": "2",
-}  # MPICH's and Intel's
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_ess_base_jobid": "984285185",
+}
+# MPICH's and Intel's
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 JOBS = [str(job) for job in range(4711, 4721)]
 BY_HAND = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
 
 def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
-    return rank_info and (
-        rank_info.rank,
-        rank_info.local_rank,
-        rank_info.world_size,
-        rank_info.local_world_size,
+    return (
+        None
+        if rank_info is None
+        else (
+            rank_info.rank,
+            rank_info.local_rank,
+            rank_info.world_size,
+            rank_info.local_world_size,
+        )
     )
 
 
@@ -67,11 +78,8 @@ def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
         (SLURM, "mpi", UsageError),
         (OPEN_MPI, "auto", (2, 0, 4, 2)),
         ({**SLURM, **OPEN_MPI, **TORCHRUN}, "auto", (5, 1, 8, 4)),  # the most explicit
-        (
-            {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"},
-            "auto",
-            None,
-        ),  # sbatch's own script
+        # sbatch's own script
+        ({key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}, "auto", None),
         (SHELL, "auto", None),
         (SHELL, "slurm", (0, 0, 1, 1)),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "auto", (3, 1, 4, 1)),
@@ -106,7 +114,7 @@ def test_find_rank_info_of_a_spawned_rank_names_spawn() -> None:
     assert [find_rank_info(TORCHRUN, launcher).launcher for launcher in ("auto", "spawn")] == [
         "pytorch",
         "spawn",
-    ]  # type: ignore[union-attr]
+    ]
 
 
 # What Kubeflow sets in the second of two pods with eight GPUs each.
@@ -114,15 +122,25 @@ MASTER = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 PET_MASTER = {"PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456"}
 PYTORCHJOB_1_6 = {"PYTHONUNBUFFERED": "0", **MASTER, "WORLD_SIZE": "2", "RANK": "1"}
 PYTORCHJOB_1_7 = {
-    "PYTHONUNBUFFERED": "1", **MASTER, **PET_MASTER, "WORLD_SIZE": "16", "RANK": "1", "PET_NODE_RANK": "1",
-    "PET_NPROC_PER_NODE": "8", "PET_NNODES": "2",
-}  # fmt: skip
+    "PYTHONUNBUFFERED": "1",
+    **MASTER,
+    **PET_MASTER,
+    "WORLD_SIZE": "16",
+    "RANK": "1",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_NNODES": "2",
+}
 PYTORCHJOB_1_7_AUTO = PYTORCHJOB_1_7 | {"WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "auto"}
 TRAINJOB = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1", **PET_MASTER}
 ELASTIC = {
-    "PYTHONUNBUFFERED": "1", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d",
-    "PET_NNODES": "1:4", "PET_MAX_RESTARTS": "3", "PET_NPROC_PER_NODE": "auto",
-}  # fmt: skip
+    "PYTHONUNBUFFERED": "1",
+    "PET_RDZV_ENDPOINT": "job-worker-0:23456",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_NNODES": "1:4",
+    "PET_MAX_RESTARTS": "3",
+    "PET_NPROC_PER_NODE": "auto",
+}
 SECOND_OF_TWO = {
     "nodes": "2",
     "node_rank": "1",
@@ -153,7 +171,7 @@ OF_ELASTIC = {
     ],
 )
 def test_machine_options_of_a_pod(env: dict[str, str], expected: dict[str, str]) -> None:
-    assert machine_options(env) == expected
+    assert options_from_kubernetes(env) == expected
 
 
 def completed(env: dict[str, str]) -> dict[str, str]:
@@ -235,10 +253,10 @@ def test_cpu_threads_share_the_cores_and_the_quota(monkeypatch: pytest.MonkeyPat
         return cpu_threads(RankInfo(local_world_size=ranks))
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
-    monkeypatch.setattr(environment, "cgroup_cpus", lambda: math.inf)
+    monkeypatch.setattr(cpus, "cgroup_cpus", lambda: math.inf)
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     assert (threads(1), threads(8), threads(100)) == (64, 8, 1)
-    monkeypatch.setattr(environment, "cgroup_cpus", lambda: 4.5)
+    monkeypatch.setattr(cpus, "cgroup_cpus", lambda: 4.5)
     assert (threads(1), threads(2), threads(8)) == (4, 2, 1)
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS
     assert threads(1) >= 1
@@ -254,11 +272,8 @@ CONTAINER_V1 = "9:name=systemd:/\n4:cpu,cpuacct:/docker/4711\n3:cpuset:/docker/4
         ("0::/\n", {}, math.inf),  # the root has no cpu.max
         ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
         ("0::/\n", {"cpu.max": "750000 100000\n"}, 7.5),  # a container
-        (
-            "0::/a/b\n",
-            {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "400000 100000\n"},
-            2.0,
-        ),  # the upper one limits
+        # the upper one limits
+        ("0::/a/b\n", {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "400000 100000\n"}, 2.0),
         ("0::/a\n", {"a/cpu.max": "max 100000\n", "other/cpu.max": "100000 100000\n"}, math.inf),
         (
             CONTAINER_V1,
@@ -290,22 +305,22 @@ def test_cgroup_cpus_is_the_smallest_quota(
 
 
 def test_cpus_per_rank_shares_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cpus(ranks: int, launcher: str = "pytorch") -> float:
+    def share(ranks: int, launcher: str = "pytorch") -> float:
         return cpus_per_rank(RankInfo(0, 0, ranks, ranks, launcher))
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
-    monkeypatch.setattr(environment, "cgroup_cpus", lambda: math.inf)
+    monkeypatch.setattr(cpus, "cgroup_cpus", lambda: math.inf)
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    assert (cpus(1), cpus(8)) == (64, 8)
-    monkeypatch.setattr(environment, "cgroup_cpus", lambda: 12.0)
-    assert (cpus(1), cpus(8)) == (12, 1.5)
+    assert (share(1), share(8)) == (64, 8)
+    monkeypatch.setattr(cpus, "cgroup_cpus", lambda: 12.0)
+    assert (share(1), share(8)) == (12, 1.5)
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
-    assert cpus(1) == 12, "of the job, not of a step"
+    assert share(1) == 12, "of the job, not of a step"
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert cpus(8, "slurm") == 6, "each rank is a task"
-    assert cpus(3, "pytorch") == 2, "three ranks in one task"
+    assert share(8, "slurm") == 6, "each rank is a task"
+    assert share(3, "pytorch") == 2, "three ranks in one task"
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
-    assert cpus(8, "pytorch") == 6, "tasks that set RANK"
+    assert share(8, "pytorch") == 6, "tasks that set RANK"
 
 
 def test_commands_read_the_environment_before_torch_is_imported() -> None:

@@ -56,7 +56,7 @@ def test_lost_ranks_are_named_by_all_others_and_reported_once(heartbeats: Heartb
         vanish(heartbeat)
     reasons = [heartbeat.wait_for_lost_rank(patience_sec=5) for heartbeat in (a, b)]
     for reason in reasons:
-        assert str(reason).startswith(f"lost contact with {on_ranks(2, 3)}: no heartbeat for ")
+        assert str(reason).startswith(f"Lost contact with {on_ranks(2, 3)}: no heartbeat for ")
         assert "--resume" in str(reason) and len(str(reason).splitlines()) <= 3
     assert [reason.printed_elsewhere for reason in reasons if reason] == [False, True]
 
@@ -81,7 +81,9 @@ def test_first_rank_to_fail_is_named_and_not_those_that_fail_after_it(
     vanish(d)  # its launcher has killed it
     time.sleep(0.8)
     reason = a.lost_rank_error()
-    assert str(reason).startswith(f"{on_ranks(2)} failed ") and "logs/rank2.log" in str(reason)
+    assert str(reason).startswith(
+        f"Lost contact: {on_ranks(2)} failed "
+    ) and "logs/rank2.log" in str(reason)
 
 
 def test_silent_rank_aborts_the_others_once_unless_they_are_leaving(heartbeats: Heartbeats) -> None:
@@ -102,9 +104,8 @@ def test_rank_never_heard_is_not_lost() -> None:
     nobody = Member(1, "elsewhere", "127.0.0.1", stranger.me.port, 1)
     unknown = Member(2, "nowhere", "no-such-host.invalid", 9, 1)
     deaf.start([deaf.me, nobody, unknown], aborts.append)
-    stranger.start(
-        [deaf.me, stranger.me], aborts.append
-    )  # of another run: its members are not the same
+    # of another run: its members are not the same
+    stranger.start([deaf.me, stranger.me], aborts.append)
     try:
         time.sleep(0.4)
         vanish(stranger)
@@ -120,7 +121,8 @@ def test_name_machines_groups_ranks_by_machine() -> None:
     ]
     assert name_machines(members[:1]) == "host gpu0 (10.0.0.0; rank 8)"
     assert name_machines(members) == (
-        "host gpu0 (10.0.0.0; ranks 8, 9), host gpu1 (10.0.0.1; ranks 10, 11, 12, 13, 14, 15, 16, 17, ...), "
+        "host gpu0 (10.0.0.0; ranks 8, 9), host gpu1 (10.0.0.1; ranks 10, 11, 12, 13, 14, 15, 16, "
+        "17, ...), "
         "host gpu2 (10.0.0.2; ranks 20, 21, 22, 23, 24, 25, 26, 27, ...) and 3 more machines"
     )
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.exit import STOP_SIGNALS
 from imagenet_cls.parallel.process_group import Group
-from imagenet_cls.parallel.signals import StopRequested, StopSignalHandler
+from imagenet_cls.parallel.signals import STOP_SIGNALS
+from imagenet_cls.parallel.stop_requests import StopRequested, StopSignalHandler
 
 SINGLE = Group(RankInfo(), torch.device("cpu"))
 
@@ -38,9 +38,8 @@ def test_stop_request_after_a_signal_raises_and_later_signals_change_nothing(
         stop.check()
     assert raised.value.signal_number == number
     stop.close()
-    os.kill(
-        os.getpid(), signal.SIGTERM
-    )  # as from a launching process, before this one has reported its stop
+    # as from a launching process, before this one has reported its stop
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_single_rank_checks_after_each_step() -> None:

@@ -1,7 +1,6 @@
 """Devices, backends and wrapping with a single rank. Several ranks: tests/distributed."""
 
 import os
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -185,10 +184,9 @@ def test_process_group_is_bound_to_the_gpu_of_its_rank(
     report = check_dist.RankReport(1, 1, "host", "cuda:1", "-", "-", "-", "-", "-")
     monkeypatch.setattr(check_dist, "describe_rank", lambda _: report)
     loaded = load_config(None, [f"parallel.backend={backend}"])
-    check_dist.check_ranks(Namespace(), loaded, Group(RankInfo(1, 1, 2, 2), gpu))
-    assert bound == (
-        [torch.device(device_id)] * 2 if device_id else [None]
-    )  # gloo's group exists already
+    check_dist.check_ranks(loaded.config, Group(RankInfo(1, 1, 2, 2), gpu))
+    # gloo's group exists already
+    assert bound == ([torch.device(device_id)] * 2 if device_id else [None])
 
 
 def test_flight_recorder_is_on_for_nccl_before_the_group_is_made(
@@ -254,8 +252,8 @@ def test_batch_norm_statistics_of_a_loaded_state_are_restored() -> None:
     norm = nn.BatchNorm1d(2)
     statistics = BatchNormStatistics(norm, SINGLE)
     for value in (5.0, float("nan")):
-        norm.running_mean.fill_(value)  # type: ignore[union-attr]
+        norm.running_mean.fill_(value)
         if value == 5.0:
             statistics.store_current()
     statistics.sync(torch.tensor(True))
-    assert norm.running_mean.tolist() == [5.0, 5.0]  # type: ignore[union-attr]
+    assert norm.running_mean.tolist() == [5.0, 5.0]

@@ -1,4 +1,6 @@
-"""metrics.jsonl: always valid JSON, readable after a kill at any byte, truncated at the right step on a resume."""
+"""metrics.jsonl: always valid JSON, readable after a kill at any byte, truncated at the right step
+on a resume.
+"""
 
 import json
 import math

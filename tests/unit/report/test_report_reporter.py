@@ -2,20 +2,23 @@
 
 import errno
 import re
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers import wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tracker import AppendOnly, read_rows
 
-from imagenet_cls.config.schema import CheckpointConfig, Config, LogConfig
+from imagenet_cls.config.schema import Config, LogConfig
 from imagenet_cls.errors import ResourceError, Stopped
 from imagenet_cls.report.jsonl import MetricsFile, read_metrics
 from imagenet_cls.report.reporter import Reporter
-from imagenet_cls.report.writers import writer_names, writer_problems
+from imagenet_cls.report.writers import Mlflow, writer_names, writer_problems
 
 EVAL = {
     "kind": "eval",
@@ -45,10 +48,9 @@ def train_records(first: int, last: int, loss: float = 1.0) -> list[dict]:
     return records
 
 
-def make_reporter(folder: Path | None, resume_step: int = 0, **changes: object) -> Reporter:
-    on_error = "continue" if changes.pop("continue_on_error", False) else "stop"
+def make_reporter(folder: Path | None, resume_step: int = 0, **changes: Any) -> Reporter:
     log = LogConfig(writers=list(changes.pop("writers", [])))
-    config = Config(log=log, checkpoint=CheckpointConfig(on_error=on_error))
+    config = Config(log=log)
     settings = {"config": config, "is_main": True, "total_steps": 10, "total_epochs": 1}
     return Reporter(folder, resume_step, **settings | changes)
 
@@ -180,7 +182,7 @@ def test_tensorboard_after_resume_before_an_evaluation_shows_it_once(tmp_path):
     )
 
 
-def test_full_disk_is_an_error_or_reported_once(tmp_path, capsys, monkeypatch):
+def test_full_disk_is_an_error_of_each_method(tmp_path, monkeypatch):
     def full(self, records):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -188,10 +190,9 @@ def test_full_disk_is_an_error_or_reported_once(tmp_path, capsys, monkeypatch):
     with pytest.raises(ResourceError) as caught, make_reporter(tmp_path) as reporter:
         reporter.report_steps(train_records(1, 2))
     assert len(str(caught.value).splitlines()) <= 3
-    reporter = make_reporter(tmp_path, continue_on_error=True)
-    for step in (3, 4):
-        reporter.report_steps(train_records(step, step))
-    assert capsys.readouterr().out.count("can't write") == 1
+    reporter = make_reporter(tmp_path)
+    with pytest.raises(ResourceError):
+        reporter.report_steps(train_records(3, 3))
     for save_or_end in (reporter.sync, reporter.close):
         with pytest.raises(ResourceError):
             save_or_end()
@@ -202,13 +203,15 @@ def rows_of(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def test_append_only_writer_has_each_step_once_and_complete(tmp_path):
-    """Stopped before the evaluation of step 6 and killed after step 9; then the writer lacks steps of metrics.jsonl."""
+    """Stopped before the evaluation of step 6 and killed after step 9; then the writer lacks steps
+    of metrics.jsonl.
+    """
     with (
         pytest.raises(Stopped),
         make_reporter(tmp_path, writers=["tracker:AppendOnly"]) as reporter,
     ):
         reporter.report_steps(train_records(1, 6))
-        raise Stopped("stopped", 15)
+        raise Stopped("Stopped.", "Resume.", 15)
     assert sorted(rows_of(tmp_path)) == [1, 2, 3, 4, 5]
     killed = make_reporter(tmp_path, 6, writers=["tracker:AppendOnly"])
     killed.eval_result(EVAL)
@@ -246,6 +249,36 @@ def test_writer_that_fails_is_reported_once_and_the_run_continues(
         == len(read_events(tmp_path).Scalars("train/loss"))
         == 6
     )
+
+
+# As much of MLflow as the writer uses, with a server that is away.
+MLFLOW = """
+from types import SimpleNamespace
+
+entities = SimpleNamespace(Metric=lambda key, value, timestamp, step: (key, value, step))
+run = SimpleNamespace(info=SimpleNamespace(run_id="1"), data=SimpleNamespace(metrics={}))
+set_tracking_uri = set_experiment = log_params = end_run = lambda argument: None
+start_run = lambda run_id, run_name: run
+
+class MlflowClient:
+    def log_batch(self, run_id, metrics):
+        raise ConnectionError("the server is away")
+"""
+
+
+def test_failed_upload_to_mlflow_is_an_error_of_the_next_write_or_the_end(tmp_path, monkeypatch):
+    (tmp_path / "mlflow.py").write_text(MLFLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("write", "close"):
+        (tmp_path / name).mkdir()
+    writer = Mlflow(tmp_path / "write", Config(), 0)
+    with pytest.raises(ConnectionError):
+        wait_for(lambda: bool(writer.write([(1, {"a": 1.0})])), "the error of a write", 60)
+    writer = Mlflow(tmp_path / "close", Config(), 0)
+    writer.write([(1, {"train/loss": 1.0})])
+    with pytest.raises(ConnectionError):
+        writer.close(True)
+    del sys.modules["mlflow"]
 
 
 def test_writer_that_changes_the_first_batch_changes_a_copy(tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
-"""The pages of `test.py --report` and `report.py` in Chromium: colors, width, text, and nothing loaded."""
+"""The pages of `test.py --report` and `report.py` in Chromium: colors, width, text, and nothing
+loaded.
+"""
 
 import json
 import shutil
@@ -28,7 +30,9 @@ class Opened(NamedTuple):
 
 
 def open_page(page: Path, folder: Path, scheme: str = "light", width: int = 1200) -> Opened:
-    """Open a page by its path, without a network. scheme: the preferred color scheme of the user."""
+    """Open a page by its path, without a network. scheme: the preferred color scheme of the
+    user.
+    """
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("needs a browser (Debian: chromium)")
@@ -58,9 +62,8 @@ def open_page(page: Path, folder: Path, scheme: str = "light", width: int = 1200
     assert done.returncode == 0, done.stderr
     events = json.loads((folder / "net.json").read_text())["events"]
     requests = [event["params"] for event in events if "initiator" in event.get("params", {})]
-    urls = [
-        request["url"] for request in requests if request["initiator"] != "not an origin"
-    ]  # that is Chromium
+    # that is Chromium
+    urls = [request["url"] for request in requests if request["initiator"] != "not an origin"]
     return Opened(unescape(done.stdout), Image.open(folder / "screenshot.png").convert("RGB"), urls)
 
 
@@ -81,9 +84,8 @@ def check_page(page: Path, folder: Path, texts: list[str]) -> None:
             assert opened.screenshot.size == (width, 1500)
             assert opened.screenshot.getpixel((0, 0)) == background
             margin = opened.screenshot.crop((width - 8, 0, width, 1500))
-            assert margin.getcolors() == [
-                (8 * 1500, background)
-            ]  # nothing is wider than the window
+            # nothing is wider than the window
+            assert margin.getcolors() == [(8 * 1500, background)]
             drawn = opened.screenshot.getcolors(width * 1500)
             assert drawn is not None
             assert drawn != [(width * 1500, background)]

@@ -14,10 +14,10 @@ from helpers import REPOSITORY, arguments, environment, losses, plain, train_her
 from PIL import Image
 from torch import Tensor, nn
 
+from imagenet_cls.commands import finders
 from imagenet_cls.commands.find_batch import find_batch_command
 from imagenet_cls.commands.find_lr import find_lr_command
-from imagenet_cls.engine import finders
-from imagenet_cls.engine.finders import LrRange
+from imagenet_cls.commands.finders import LrRange
 
 SEEN: list[int] = []  # sizes of training batches
 
@@ -69,7 +69,10 @@ def test_search_continues_below_a_size_that_is_out_of_memory(
     small = {2: True, 4: True} if device == "cpu" else {}
     assert sizes(out) == {**small, 8: True, 16: True, 32: True, 64: False, 48: False, 40: True}
     assert "largest that fits: 40;" in out
-    line = "train.micro_batch_size=40  # train.global_batch_size=128 on 2 devices: 2 micro-batches of 32 images"
+    line = (
+        "train.micro_batch_size=40  # train.global_batch_size=128 on 2 devices: 2 "
+        "micro-batches of 32 images"
+    )
     assert out.splitlines()[-1] == line
     assert list(tmp_path.iterdir()) == []
 
@@ -89,7 +92,7 @@ def test_nothing_fits_exits_5(digits: Path, call: Callable) -> None:
     code, out, err = call(
         find_batch_command, *limited_words(digits, **{"model.kwargs": "{most: 0}"})
     )
-    assert code == 5 and "not even one image" in err and sizes(out) == {2: False, 1: False}
+    assert code == 5 and "smaller images" in err and sizes(out) == {2: False, 1: False}
 
 
 def test_on_a_cpu_a_size_that_would_exceed_the_memory_is_not_tried(
@@ -98,9 +101,8 @@ def test_on_a_cpu_a_size_that_would_exceed_the_memory_is_not_tried(
     line = [*limited_words(digits, **{"model.kwargs": "{mib: 2}"}), "--max"]
     call(find_batch_command, *line, 2)  # imports
     resident = int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024
-    monkeypatch.setattr(
-        finders, "memory_limit_bytes", lambda: (resident + (200 << 20)) / 0.9
-    )  # about 100 images
+    # about 100 images
+    monkeypatch.setattr(finders, "memory_limit_bytes", lambda: (resident + (200 << 20)) / 0.9)
     SEEN.clear()
     code, out, _ = call(find_batch_command, *line, 10**6)
     assert code == 0 and sizes(out)[128] is False and "128          -" in out and "not tried" in out
@@ -158,7 +160,9 @@ def geometric(
 def test_range_test_is_a_training_with_that_schedule(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
 ) -> None:
-    """The default epochs of 11 steps; the batch is accumulated; the layers have their own factors."""
+    """The default epochs of 11 steps; the batch is accumulated; the layers have their own
+    factors.
+    """
     found: list[LrRange] = []
     original = finders.lr_range
     monkeypatch.setattr(
@@ -199,9 +203,8 @@ def test_suggestion_is_divided_by_the_factor_of_lr_base_batch(
             re.findall(r"suggestion: optimizer\.lr=([\d.e-]+)", call(find_lr_command, *line)[1])[0]
         )
 
-    assert suggested("optimizer.lr_base_batch=32") == pytest.approx(
-        suggested() / 4, rel=0.05
-    )  # two digits
+    # two digits
+    assert suggested("optimizer.lr_base_batch=32") == pytest.approx(suggested() / 4, rel=0.05)
 
 
 def test_range_test_ends_once_the_loss_diverges(
@@ -269,9 +272,15 @@ def test_steepest_descent_of_a_known_curve() -> None:
     ],
 )
 def test_bad_command_lines(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable,
-    command: Callable, more: list[object], code: int, expected: str,
-) -> None:  # fmt: skip
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable,
+    command: Callable,
+    more: list[object],
+    code: int,
+    expected: str,
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("old.png").write_text("old")
     found, _, err = call(command, *words(digits), *more)
@@ -299,9 +308,10 @@ def test_one_of_several_ranks_exits_2(
 @pytest.mark.parametrize("tool", ["find_lr", "find_batch"])
 def test_ctrl_c_ends_a_search_with_130(digits: Path, tmp_path: Path, tool: str) -> None:
     program = (
-        "import os, runpy, signal, sys, time\nfrom imagenet_cls.engine import finders\n"
+        "import os, runpy, signal, sys, time\nfrom imagenet_cls.commands import finders\n"
         "def interrupted(*_):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
-        "finders._LrRangeRun.after_step = finders._TimedRun.after_step = interrupted\nsys.argv[0] = 'find'\n"
+        "finders._LrRangeRun.after_step = finders._TimedRun.after_step = interrupted\nsys.argv[0] "
+        "= 'find'\n"
         f"runpy.run_path({str(REPOSITORY / 'tools' / tool)!r} + '.py', run_name='__main__')"
     )
     command = [sys.executable, "-c", program, *words(digits, data__num_workers=1)]

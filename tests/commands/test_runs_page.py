@@ -16,8 +16,8 @@ from helpers import REPOSITORY, arguments, train_here
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from imagenet_cls.commands.print_config import differing_values
 from imagenet_cls.commands.report import report_command
+from imagenet_cls.config.compare import differing_values
 from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.files import is_locked
@@ -150,11 +150,18 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(
     waits = [record["data_wait_pct"] for record in train if "data_wait_pct" in record]
     found = cells((tmp_path / "page.html").read_text())
     assert found[2:13] == [
-        f"{best['top1_pct']:.2f}", str(best["step"]), "raw", f"{results[-1]['top1_pct']:.2f}",
+        f"{best['top1_pct']:.2f}",
+        str(best["step"]),
+        "raw",
+        f"{results[-1]['top1_pct']:.2f}",
         f"{results[-1]['balanced_accuracy_pct']:.2f}",
-        f"{train[-1]['loss']:.4f}", f"{expected / 3600:.3g}", f"{median(speeds.values()):,.0f}",
-        f"{fmean(waits):.1f}", "1", f"{results[-1]['mean_target']:.4f}",
-    ]  # fmt: skip
+        f"{train[-1]['loss']:.4f}",
+        f"{expected / 3600:.3g}",
+        f"{median(speeds.values()):,.0f}",
+        f"{fmean(waits):.1f}",
+        "1",
+        f"{results[-1]['mean_target']:.4f}",
+    ]
     versions = [
         text
         for row in json.loads((run / "env.json").read_text())["versions"].items()
@@ -212,7 +219,9 @@ def test_last_result_is_of_the_weights_with_the_best_one(tmp_path: Path) -> None
 
 
 def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable) -> None:
-    """Records without an evaluation, with a loss that is not finite; no config, checkpoint or versions."""
+    """Records without an evaluation, with a loss that is not finite; no config, checkpoint or
+    versions.
+    """
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
     (tmp_path / "new").mkdir()

@@ -1,5 +1,8 @@
-"""`test.py RUN --data PATH`, and runs that hold out training images and are evaluated on another folder."""
+"""`test.py RUN --data PATH`, and runs that hold out training images and are evaluated on another
+folder.
+"""
 
+import gzip
 import io
 import shutil
 import tarfile
@@ -23,7 +26,9 @@ FOLDER = {
 
 @pytest.fixture(scope="module")
 def data(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Digits as the classes a to j: 20 of each to train on in `photos`, 3 or 4 in `testset`, and copies of both."""
+    """Digits as the classes a to j: 20 of each to train on in `photos`, 3 or 4 in `testset`, and
+    copies of both.
+    """
     root = tmp_path_factory.mktemp("data")
     for number, name in enumerate(NAMES):
         for i, file in enumerate(
@@ -102,15 +107,17 @@ def test_test_set_gets_the_classes_of_the_checkpoint(
     (tmp_path / "some.csv").write_text("\n".join(rows))
     words = [run_folder, *ALLOW, "--data"]
     code, _, err = call(evaluate_command, *words, tmp_path / "some")
-    assert code == 3 and "eval.classes=present" in err
+    assert code == 3 and "eval.classes=present" in err and "data.val" not in err
     code, folders, _ = call(evaluate_command, *words, tmp_path / "some", "eval.classes=present")
     assert code == 0 and folders.startswith("8 images of 2 classes") and "2 of 10" in folders
-    # A list need not have all classes. Its paths are relative to data.root, if that is given.
-    code, out, _ = call(
-        evaluate_command, *words, tmp_path / "some.csv", "data.root=.", "eval.classes=present"
-    )
+    # The same for a list. Its paths are relative to data.root, if that is given.
+    some = [tmp_path / "some.csv", "data.root=."]
+    code, out, _ = call(evaluate_command, *words, *some, "eval.classes=present")
     assert code == 0 and accuracy(out) == accuracy(folders)
-    assert call(evaluate_command, *words, tmp_path / "some.csv")[0] == 3
+    code, _, err = call(evaluate_command, *words, *some)
+    assert code == 3 and "eval.classes=present" in err and "data.val" not in err
+    code, _, err = call(evaluate_command, *words, tmp_path / "some.csv", "eval.classes=present")
+    assert code == 3 and "data.root" in err
     (tmp_path / "some" / "b").rename(tmp_path / "some" / "unknown")
     assert call(evaluate_command, *words, tmp_path / "some", "eval.classes=present")[0] == 3
 
@@ -159,15 +166,21 @@ def test_split_stays_if_the_data_were_moved_and_is_an_error_for_others(
 
 
 def test_mistakes_in_the_place_are_errors_that_name_the_option(
-    run_folder: Path, call: Callable
+    run_folder: Path, tmp_path: Path, call: Callable
 ) -> None:
     words = [run_folder, *ALLOW]
     for more in (["data.val=testset"], ["data.val=testset", "data.val_fraction=null"]):
         code, _, err = call(evaluate_command, *words, *more)
         assert code == 2 and "--data testset" in err
     assert call(evaluate_command, *words, "data.val=testset", "--data", "testset")[0] == 2
-    assert call(evaluate_command, *words, "--data", "")[0] == 2
     assert call(evaluate_command, *words, "--data", "nowhere")[0] == 3
+    for name, content in (
+        ("photo.png", b"\x89PNG\r\n\x1a\n\0\0\0"),
+        ("all.tar.gz", gzip.compress(b"x")),
+    ):
+        (tmp_path / name).write_bytes(content)
+        code, _, err = call(evaluate_command, *words, "--data", tmp_path / name)
+        assert code == 3 and name in err and ".zip" in err
     code, _, err = call(evaluate_command, *words, "--data", "both.zip")
     assert code == 3 and "--data both.zip/val" in err
     shutil.move("both/val", "both/test")

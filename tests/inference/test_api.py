@@ -1,4 +1,6 @@
-"""The Python API: the example of docs/api.md, and the same numbers as tools/predict.py for every kind of image."""
+"""The Python API: the example of docs/api.md, and the same numbers as tools/predict.py for every
+kind of image.
+"""
 
 import json
 import re

@@ -14,9 +14,9 @@ from imagenet_cls.commands import LIBRARIES
 from imagenet_cls.commands.cli import parse
 from imagenet_cls.commands.main import COMMANDS
 from imagenet_cls.commands.train import train_command, train_parser
-from imagenet_cls.errors import command_line
+from imagenet_cls.text import command_line
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
 
 
 @pytest.mark.parametrize(("number", "name"), [(1, "stdout"), (2, "stderr")])
@@ -50,7 +50,8 @@ def test_tool_without_libraries_names_the_setup_script(tool: Path) -> None:
 def test_ctrl_c_during_imports_exits_130_silently(tmp_path: Path) -> None:
     """By one that catches every exception and continues, as some do."""
     (tmp_path / "torch.py").write_text(
-        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n"
+        "    pass\n"
     )
     command = [
         sys.executable,
@@ -130,7 +131,9 @@ def test_resume_takes_an_optional_checkpoint(
 
 
 def test_libraries_are_those_of_setup_cfg() -> None:
-    """By the names that they are imported by, which are not always those that they are installed by."""
+    """By the names that they are imported by, which are not always those that they are installed
+    by.
+    """
     setup = ConfigParser()
     setup.read(TOOLS.parent / "setup.cfg")
     wanted = {line.partition(">")[0] for line in setup["options"]["install_requires"].split()}
@@ -146,7 +149,8 @@ def test_verify_data_on_ctrl_c_exits_with_130(tmp_path: Path) -> None:
     program = (
         "import os, runpy, signal, sys, time\nimport imagenet_cls.commands.verify_data\n"
         "def interrupted(*_):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
-        f"imagenet_cls.commands.verify_data.image_problem = interrupted\nsys.argv[0] = 'verify_data'\n"
+        f"imagenet_cls.commands.verify_data.image_problem = interrupted\nsys.argv[0] = "
+        f"'verify_data'\n"
         f"runpy.run_path({str(TOOLS / 'verify_data')!r} + '.py', run_name='__main__')"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -154,9 +158,12 @@ def test_verify_data_on_ctrl_c_exits_with_130(tmp_path: Path) -> None:
 
 
 def console_script(*words: str) -> subprocess.CompletedProcess[str]:
-    """The console script `imagenet-cls`, as pip installs it. Prints to stdout whether torch was imported."""
+    """The console script `imagenet-cls`, as pip installs it. Prints to stdout whether torch was
+    imported.
+    """
     program = (
-        "import atexit, sys\nfrom imagenet_cls.commands.main import main\nsys.argv[0] = '/usr/bin/imagenet-cls'\n"
+        "import atexit, sys\nfrom imagenet_cls.commands.main import main\nsys.argv[0] = "
+        "'/usr/bin/imagenet-cls'\n"
         "atexit.register(lambda: print('torch' in sys.modules))\nmain()"
     )
     return subprocess.run(

@@ -1,4 +1,6 @@
-"""The options of every command that runs on ranks, checked before any rank starts; the end of a process."""
+"""The options of every command that runs on ranks, checked before any rank starts; the end of a
+process.
+"""
 
 import os
 import sys
@@ -16,9 +18,10 @@ from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command, train_parser
 from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ResourceError, UsageError
-from imagenet_cls.parallel import environment
-from imagenet_cls.parallel.environment import RankInfo, cgroup_cpus
-from imagenet_cls.parallel.exit import COMMAND_VARIABLE, restart_advice
+from imagenet_cls.parallel import cpus
+from imagenet_cls.parallel.cpus import cgroup_cpus
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.exit import COMMAND_ENV, restart_advice
 from imagenet_cls.parallel.launch import configure_agent
 
 
@@ -85,7 +88,9 @@ def test_several_ranks_without_a_launcher_exit_2(
 def test_several_machines_without_an_address_exit_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--nodes alone must not train on this machine by itself; here it ends for want of an address."""
+    """--nodes alone must not train on this machine by itself; here it ends for want of an
+    address.
+    """
     assert (
         main(train_command, [DEMO, "device=cpu", "--nodes", "2", "--work-dir", str(tmp_path)]) == 2
     )
@@ -130,7 +135,7 @@ def test_elastic_job_uses_the_seconds_in_pet_rdzv_conf(monkeypatch: pytest.Monke
 
 # Prints at the exit, and if the interpreter is finalized.
 PROGRAM = """
-import atexit, concurrent.futures, sys
+import atexit, concurrent.futures, sys, torch  # without torch, the exit is sys.exit
 from imagenet_cls.commands.cli import main
 class Last:
     def __del__(self):
@@ -156,7 +161,7 @@ def test_command_ends_with_exit_functions_and_without_finalization(tmp_path: Pat
 def test_only_training_is_advised_to_resume(
     call: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(COMMAND_VARIABLE, "none")
+    monkeypatch.setenv(COMMAND_ENV, "none")
     advised = {}
     for command in (train_command, evaluate_command):
         assert call(command, "no-such-config.yaml")[0] == 2
@@ -174,7 +179,7 @@ def test_single_process_uses_no_more_threads_than_its_quota(
     }.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
-    for module in (distributed, environment):
+    for module in (distributed, cpus):
         monkeypatch.setattr(module, "cgroup_cpus", partial(cgroup_cpus, tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)

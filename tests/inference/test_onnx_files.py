@@ -1,4 +1,6 @@
-"""predict.py on ONNX files whose outputs or metadata are not those of export.py: a sentence and the exit code."""
+"""predict.py on ONNX files whose outputs or metadata are not those of export.py: a sentence and the
+exit code.
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Private names of torch that the simulated GPU leans on: where one is missing, adapt the simulation."""
+"""The private names of torch that the simulated GPU uses exist. Where one is missing, adapt the
+simulation. Those of the package are tested in tests/unit/test_private_names.py.
+"""
 
 from importlib import import_module
 

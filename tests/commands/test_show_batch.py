@@ -1,4 +1,4 @@
-"""show_batch.py draws what the model gets, for any epoch and rank."""
+"""show_batch.py draws what the model gets, for any epoch."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def test_picture_of_mixed_images(digits: Path, tmp_path: Path, call: Callable) -
     assert np.asarray(Image.open(tmp_path / "batch.png")).std() > 10
 
 
-def test_images_are_those_of_the_epoch_and_the_rank(
+def test_images_are_those_of_the_epoch(
     digits: Path, tmp_path: Path, call: Callable, drawn: dict[str, Any]
 ) -> None:
     words = without_work_dir(arguments(digits, tmp_path))
@@ -50,8 +50,6 @@ def test_images_are_those_of_the_epoch_and_the_rank(
 
     alone, again, later = images(), images(), images("--epoch", 1)
     assert np.array_equal(alone, again) and not np.array_equal(alone, later)
-    ranks = [images("--ranks", 2, "--rank", rank) for rank in (0, 1)]
-    assert np.array_equal(ranks[0][:4], alone[0:8:2]) and np.array_equal(ranks[1][:4], alone[1:8:2])
 
 
 def test_class_name_with_an_undecodable_byte(digits: Path, tmp_path: Path, call: Callable) -> None:
@@ -63,16 +61,7 @@ def test_class_name_with_an_undecodable_byte(digits: Path, tmp_path: Path, call:
     assert (code, err) == (0, "")
 
 
-def test_more_ranks_than_images_of_a_batch_are_a_usage_error(
-    digits: Path, tmp_path: Path, call: Callable
-) -> None:
-    words = without_work_dir(arguments(digits, tmp_path))
-    for more in (["--ranks", 500, "--rank", 499], ["--ranks", 100, "train.micro_batch_size=1"]):
-        code, _, err = call(show_batch.show_batch_command, *words, *more)
-        assert code == 2 and f"--ranks {more[1]}" in err and "up to 128 ranks" in err
-
-
-@pytest.mark.parametrize("words", [["--rank", 1], ["--out", "batch.jpg"], ["optimizer.rl=1"]])
+@pytest.mark.parametrize("words", [["--out", "batch.jpg"], ["optimizer.rl=1"]])
 def test_bad_arguments_exit_2(
     digits: Path, tmp_path: Path, call: Callable, words: list[object]
 ) -> None:

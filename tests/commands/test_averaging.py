@@ -1,8 +1,11 @@
-"""tools/average_checkpoints.py: the mean of checkpoints, which evaluates and predicts like any other."""
+"""tools/average_checkpoints.py: the mean of checkpoints, which evaluates and predicts like any
+other.
+"""
 
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,10 @@ def mean_of(paths: list[Path], name: str = "model.safetensors") -> dict[str, tor
         else states[-1][key]
         for key in states[0]
     }
+
+
+def update_progress(state: dict, values: dict) -> None:
+    state["progress"].update(values)
 
 
 def altered(path: Path, copy: Path, change: Callable[[dict], None]) -> Path:
@@ -126,7 +133,7 @@ def test_choose_by_each_rule(run: Path, tmp_path: Path) -> None:
         altered(
             path,
             tmp_path / "checkpoints" / path.name,
-            lambda state, raw=raw: state["progress"].update(raw),
+            partial(update_progress, values=raw),
         )
 
     def chosen(rule: str, count: int) -> list[int]:
@@ -138,7 +145,7 @@ def test_choose_by_each_rule(run: Path, tmp_path: Path) -> None:
     assert chosen("last", 2) == [3, 4]
     assert chosen("best", 3) == [1, 3, 4]
     assert chosen("improving", 3) == [0, 1, 3]  # 71.9 and 72.5 were no records
-    with pytest.raises(CheckpointError, match=r"--improving 4 finds 3 checkpoints of 5"):
+    with pytest.raises(CheckpointError, match=r"--improving 4 finds only 3 of 5 checkpoints"):
         choose(tmp_path, "improving", 4, "raw")
 
 

@@ -1,4 +1,6 @@
-"""tools/export.py: the same top-1 as tools/test.py through onnxruntime and torch.export, and models that fail."""
+"""tools/export.py: the same top-1 as tools/test.py through onnxruntime and torch.export, and models
+that fail.
+"""
 
 import json
 import logging
@@ -19,10 +21,10 @@ from torch import nn
 from imagenet_cls.commands.export import export_command
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
-from imagenet_cls.engine import export
-from imagenet_cls.engine import predictor as predictors
-from imagenet_cls.engine.predictor import OnnxModel, OnnxPredictor, Predictor, read_image
 from imagenet_cls.errors import CheckpointError
+from imagenet_cls.inference import export
+from imagenet_cls.inference import predictor as predictors
+from imagenet_cls.inference.predictor import OnnxModel, OnnxPredictor, Predictor, read_image
 
 TRUST = ("--allow-import", "helpers:plain")
 
@@ -144,9 +146,13 @@ def test_predict_prints_the_same_for_an_onnx_file(
     stored = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
     assert stored["input_size"] == [3, 16, 16] and stored["resize_size"] == [20, 20]
     assert stored["eval"] == {
-        "mode": "crop", "crop_px": 16, "crop_pct": 1.0, "resize_px": 20, "interpolation": "bilinear",
+        "mode": "crop",
+        "crop_px": 16,
+        "crop_pct": 1.0,
+        "resize_px": 20,
+        "interpolation": "bilinear",
         "flip_tta": False,
-    }  # fmt: skip
+    }
     assert (
         stored["classes"] == [str(digit) for digit in range(10)]
         and stored["preprocess"] == "normalize"

@@ -1,4 +1,6 @@
-"""The wheel: its files and, nightly, its commands outside of the repository, with the libraries of this environment."""
+"""The wheel: its files and, nightly, its commands outside of the repository, with the libraries of
+this environment.
+"""
 
 import shutil
 import subprocess
@@ -55,7 +57,9 @@ def test_wheel_contains_every_module_and_config(wheel: Path) -> None:
 
 @pytest.fixture
 def installed(wheel: Path, tmp_path: Path) -> Path:
-    """The folder of the programs of a virtual environment with the wheel and the libraries of this one."""
+    """The folder of the programs of a virtual environment with the wheel and the libraries of this
+    one.
+    """
     venv.create(tmp_path / "venv", with_pip=False)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -110,7 +114,10 @@ def test_commands_of_the_wheel_work_outside_of_the_repository(
     assert "over 359 images" in call("test", "demo", "one")
     image = next((here / "data" / "digits" / "train" / "3").iterdir())
     assert call("predict", "one", image).startswith(f"{image}: ")
-    use = "import sys, imagenet_cls as c; print(next(c.Predictor('one').predict([sys.argv[1]]))['image'])"
+    use = (
+        "import sys, imagenet_cls as c; "
+        "print(next(c.Predictor('one').predict([sys.argv[1]]))['image'])"
+    )
     assert call("-c", use, image, program="python") == f"{image}\n"
     assert "imagenet_cls/_configs/" in call("print-config", "resnet50", "--origin")
     assert "check-gpu" in call("--help")

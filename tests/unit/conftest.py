@@ -1,4 +1,4 @@
-"""Small real image folders for the tests of the data package."""
+"""Small real image folders for the tests of the data package and of commands."""
 
 from pathlib import Path
 
@@ -16,7 +16,9 @@ def photographs() -> list[Image.Image]:
 
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory: pytest.TempPathFactory, photographs: list[Image.Image]) -> Path:
-    """train: 3 classes with 8, 12 and 20 JPEGs of different sizes; val: the same classes with 3 each."""
+    """train: 3 classes with 8, 12 and 20 JPEGs of different sizes; val: the same classes with 3
+    each.
+    """
     root = tmp_path_factory.mktemp("images")
     draws = np.random.default_rng(0)
     for part, counts in (("train", (8, 12, 20)), ("val", (3, 3, 3))):

@@ -1,4 +1,6 @@
-"""Packing into shards: equal bytes after an interruption, names and classes survive, bad input is an error."""
+"""Packing into shards: equal bytes after an interruption, names and classes survive, bad input is
+an error.
+"""
 
 import io
 import json
@@ -175,7 +177,7 @@ def test_class_name_with_a_dot_at_its_start_is_packed(
     )
 
 
-# ------------------------------------------------------------------------------------------------- Parquet
+# ---- Parquet
 
 
 @pytest.fixture

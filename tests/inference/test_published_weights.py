@@ -1,4 +1,6 @@
-"""Published weights, read from a file in place of a download: the head that they are evaluated with, and its order."""
+"""Published weights, read from a file in place of a download: the head that they are evaluated
+with, and its order.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +16,9 @@ from torchvision.models import ResNet18_Weights
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.schema import Config, DistillConfig, ModelConfig, TeacherConfig
-from imagenet_cls.engine.model import build_distillation_teacher, build_initial_model
-from imagenet_cls.engine.trained import load_foreign_weights
+from imagenet_cls.engine.initial_weights import build_distillation_teacher, build_initial_model
 from imagenet_cls.errors import CheckpointError, DataError
+from imagenet_cls.inference.load_weights import load_foreign_weights
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 
@@ -119,13 +121,14 @@ def test_published_weights_are_not_evaluated_with_a_new_head(
     code, out, err = call(evaluate_command, *words)
     assert code == 4 and "top-1" not in out
     assert err.startswith("model.pretrained: ") and "model.num_classes=1000" in err
-    assert (
-        call(evaluate_command, *words, "model.num_classes=1000")[0] == 3
-    )  # ten digits are no classes of ImageNet
+    # ten digits are no classes of ImageNet
+    assert call(evaluate_command, *words, "model.num_classes=1000")[0] == 3
 
 
 def test_head_of_another_size_is_answered_by_num_classes(source: nn.Module, kwargs: dict) -> None:
-    """pytorch/examples has 1,000 outputs for any number of classes. Weights of another model have another answer."""
+    """pytorch/examples has 1,000 outputs for any number of classes. Weights of another model have
+    another answer.
+    """
     file = Path(kwargs["pretrained_cfg_overlay"]["file"])
     with pytest.raises(CheckpointError, match=r"model\.num_classes=1000"):
         load_foreign_weights(Config(model=ModelConfig("test_resnet")), file, NUMBERS[:10])

@@ -49,9 +49,8 @@ def test_verify_data_odd_folder_lists_exactly_the_bad_images(
     found = read_bad_images(odd_root / BAD_IMAGES_FILE)
     assert sorted(found) == sorted(f"bad/{path.name}" for path in (odd_root / "bad").iterdir())
     assert all(f"bad: {name}: {reason}" in out for name, reason in found.items())
-    assert (
-        len(err.splitlines()) == 2 and "5 of 7" in err
-    )  # and nothing from the decoders' C libraries
+    # and nothing from the decoders' C libraries
+    assert len(err.splitlines()) == 2 and "5 of 7" in err
 
 
 def test_verify_data_good_folder_writes_a_list_only_over_an_earlier_one(
@@ -94,9 +93,13 @@ def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["nowhere"], 3), (["{root}/train/cat/000.JPEG"], 3), (["{root}", "data.root=x"], 2),
-     (["{root}", "--out", "/proc/none/m.txt"], 5)],
-)  # fmt: skip
+    [
+        (["nowhere"], 3),
+        (["{root}/train/cat/000.JPEG"], 3),
+        (["{root}", "data.root=x"], 2),
+        (["{root}", "--out", "/proc/none/m.txt"], 5),
+    ],
+)
 def test_verify_data_bad_arguments_exit_with_their_code(
     image_folder: Path, arguments: list[str], code: int
 ) -> None:
@@ -126,7 +129,8 @@ def test_verify_data_of_a_config_reads_the_images_of_its_lists(
     (root / "val.txt").write_text("2.JPEG 0\n")
     config = tmp_path / "list.yaml"
     config.write_text(
-        f"data: {{name: list, root: {root}, train: train.txt, val: val.txt}}\noptimizer: {{lr: 0.1}}\n"
+        f"data: {{name: list, root: {root}, train: train.txt, val: val.txt}}\n"
+        f"optimizer: {{lr: 0.1}}\n"
     )
     assert verify(config) == 3
     assert sorted(read_bad_images(root / BAD_IMAGES_FILE)) == ["folder.jpg", "missing.JPEG"]
@@ -137,10 +141,10 @@ def test_verify_data_of_a_config_reads_the_images_of_its_lists(
     with pytest.raises(DataError, match="at most 1"):
         open_datasets(data)
     (root / "train.txt").write_text("".join(line for line in lines if "folder.jpg" not in line))
-    assert len(open_datasets(data).train) == 12  # type: ignore[arg-type]
+    assert len(open_datasets(data).train) == 12
 
 
-# ------------------------------------------------------------------------------------------------- data.exclude
+# ---- data.exclude
 
 
 @pytest.fixture
@@ -240,7 +244,7 @@ def test_exclude_of_too_many_validation_images_raises(one_bad: Path) -> None:
     for parts in (("val",), ("train", "val")):
         with pytest.raises(DataError, match="1 of 9 validation images"):
             open_datasets(excluding(one_bad), parts)
-    assert len(open_datasets(excluding(one_bad), ("train",)).train) == 39  # type: ignore[arg-type]
+    assert len(open_datasets(excluding(one_bad), ("train",)).train) == 39
 
 
 @pytest.mark.parametrize("part", ["train", "val"])

@@ -1,4 +1,6 @@
-"""Which weights `test.py` evaluates, which classes their outputs are, and outputs that are not finite."""
+"""Which weights `test.py` evaluates, which classes their outputs are, and outputs that are not
+finite.
+"""
 
 import json
 import shutil
@@ -16,8 +18,7 @@ from torchvision.models import ResNet18_Weights
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
-from imagenet_cls.engine.evaluate_weights import classes_of_outputs
-from imagenet_cls.models.imagenet import imagenet_outputs
+from imagenet_cls.data.classes import classes_of_outputs, imagenet_outputs
 
 ALLOW = ["--allow-import", "helpers:plain"]
 IDS = ImageNetInfo("imagenet-1k").label_names()
@@ -93,19 +94,13 @@ def test_outputs_that_are_not_finite_are_an_error_with_their_number(
     assert call(evaluate_command, *words[:2])[0] == 0
 
 
-def test_report_without_a_path_is_a_usage_error(
-    run_folder: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, _, err = call(evaluate_command, run_folder, *ALLOW, "--report", "")
-    assert code == 2 and "--report" in err and not list(tmp_path.iterdir())
-
-
-# ------------------------------------------------------------------- weights with an output for each class of ImageNet
+# ---- weights with an output for each class of ImageNet
 
 
 def classify_by_hand(folder: Path, outputs: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and targets of the images in `folder` by the network of `imagenet`. outputs: of each class."""
+    """Logits and targets of the images in `folder` by the network of `imagenet`. outputs: of each
+    class.
+    """
     network = plain(1000)
     network.load_state_dict(torch.load(folder.parent / "model.pth", weights_only=True))
     files = sorted(folder.rglob("*.png"))
@@ -123,8 +118,9 @@ def classify_by_hand(folder: Path, outputs: dict[str, int]) -> tuple[torch.Tenso
 
 @pytest.fixture(scope="module")
 def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`model.pth`, a network that classifies about half of its images right, and 40 images in `ids`, the WordNet ids
-    of five classes, `categories`, torchvision's names of them, and `others`."""
+    """`model.pth`, a network that classifies about half of its images right, and 40 images in
+    `ids`, the WordNet ids of five classes, `categories`, torchvision's names of them, and `others`.
+    """
     root, draws = tmp_path_factory.mktemp("imagenet"), np.random.default_rng(0)
     torch.manual_seed(0)
     network = plain(1000)
@@ -223,7 +219,9 @@ def test_outputs_of_all_classes_are_in_the_order_of_the_ids_or_of_data_classes()
 def test_weights_of_a_run_keep_their_classes(
     run_folder: Path, digits: Path, tmp_path: Path, call: Callable
 ) -> None:
-    """In `model.checkpoint`, too: other folders, of the same number, would give the accuracy of other classes."""
+    """In `model.checkpoint`, too: other folders, of the same number, would give the accuracy of
+    other classes.
+    """
     for number, folder in enumerate(sorted((digits / "train").iterdir())):
         shutil.copytree(folder, tmp_path / "train" / f"class {number}")
     words = [run_folder / "config.yaml", f"model.checkpoint={run_folder}", "data.name=folder"]

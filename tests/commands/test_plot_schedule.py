@@ -1,4 +1,6 @@
-"""plot_schedule.py: needs no data, plots the numbers of the run itself, and reports a bad config as train.py does."""
+"""plot_schedule.py: needs no data, plots the numbers of the run itself, and reports a bad config as
+train.py does.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -125,7 +127,7 @@ def test_training_images_are_counted_given_or_assumed(
         (["growing.yaml", "--out", "folder.png"], 2, "folder.png"),
         (["growing.yaml", "--images", "1000"], 3, "1000 images"),
         (["growing.yaml", "other.yaml"], 2, "other.yaml"),
-        (["optimizer.lr=1"], 2, "no config"),
+        (["optimizer.lr=1"], 2, "CONFIG"),
     ],
 )
 def test_bad_command_line_is_reported(

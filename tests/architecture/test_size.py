@@ -1,0 +1,67 @@
+"""The size of each package in Python tokens, without comments and docstrings, has a ceiling.
+
+Line breaks do not change the number of tokens, so longer lines do not make a package smaller. A
+change that needs more raises the ceiling in its own commit, and says why.
+"""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
+CEILINGS = {
+    "checkpoint": 4_300,
+    "commands": 28_000,
+    "config": 12_400,
+    "data": 30_600,
+    "engine": 21_500,
+    "guards": 4_700,
+    "inference": 11_200,
+    "models": 10_200,
+    "optim": 6_600,
+    "parallel": 10_700,
+    "report": 12_000,
+    "": 3_600,  # modules of the package itself
+}
+NOT_COUNTED = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def count_tokens(source: str) -> int:
+    docstrings = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            docstrings.add(node.body[0].lineno)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(
+        token.type not in NOT_COUNTED
+        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        for token in tokens
+    )
+
+
+def test_tokens_are_counted_without_comments_and_docstrings() -> None:
+    assert count_tokens('"""Text."""\nx = 1  # one\n') == 3
+
+
+@pytest.mark.parametrize("folder", CEILINGS)
+def test_package_is_not_larger_than_its_ceiling(folder: str) -> None:
+    pattern = "*.py" if folder == "" else "**/*.py"
+    files = (PACKAGE / folder).glob(pattern)
+    assert sum(count_tokens(file.read_text()) for file in files) <= CEILINGS[folder]
+
+
+def test_each_folder_has_a_ceiling() -> None:
+    folders = {file.parent.name for file in PACKAGE.glob("*/*.py")}
+    assert folders == {folder for folder in CEILINGS if folder}

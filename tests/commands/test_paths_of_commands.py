@@ -1,0 +1,202 @@
+"""Paths that users give: outputs to a device or FIFO, and paths that the system refuses, for every
+command.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import arguments, train_here
+
+from imagenet_cls.commands.average_checkpoints import average_command
+from imagenet_cls.commands.check_gpu import check_gpu_command
+from imagenet_cls.commands.compare_parallel import compare_command
+from imagenet_cls.commands.export import export_command
+from imagenet_cls.commands.find_lr import find_lr_command
+from imagenet_cls.commands.pack import pack_command
+from imagenet_cls.commands.plot_schedule import plot_schedule_command
+from imagenet_cls.commands.predict import predict_command
+from imagenet_cls.commands.prepare_imagenet import prepare_command
+from imagenet_cls.commands.print_config import print_config_command
+from imagenet_cls.commands.publish import publish_command
+from imagenet_cls.commands.report import report_command
+from imagenet_cls.commands.show_batch import show_batch_command
+from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.commands.train import train_command
+from imagenet_cls.commands.verify_data import verify_command
+
+Call = Callable[..., tuple[int, str, str]]
+LONG = "x" * 300  # file systems take names of up to 255 bytes
+TRUST = ("--allow-import", "helpers:plain")
+
+
+@pytest.fixture(scope="module")
+def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of `helpers:plain` after two checkpoints."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train_here(arguments(digits, folder, train__max_steps=2, checkpoint__every_steps=1))
+    return folder
+
+
+# Commands that write a file: the function, its arguments before the path, and the suffix of the
+# path.
+WRITERS: dict[str, tuple[Callable, list[str], str]] = {
+    "verify-data": (verify_command, ["IMAGES", "--out"], ".txt"),
+    "predict": (predict_command, ["RUN", "IMAGE", *TRUST, "--features"], ".npz"),
+    "test": (evaluate_command, ["CONFIG", "RUN", "--out"], ".csv"),
+    "export": (export_command, ["RUN", *TRUST, "--format", "torch", "--out"], ".pt2"),
+    "report": (report_command, ["RUN", "--out"], ".html"),
+    "average": (average_command, ["RUN", "--last", "2", "--out"], ".safetensors"),
+    "show-batch": (show_batch_command, ["CONFIG", "--out"], ".png"),
+    "plot-schedule": (plot_schedule_command, ["CONFIG", "--out"], ".png"),
+    "find-lr": (find_lr_command, ["CONFIG", "device=cpu", "--steps", "20", "--out"], ".png"),
+}
+# Commands with a path that can't be used: exit code, command, arguments.
+UNUSABLE: list[tuple[int, Callable, list[str]]] = [
+    # too long
+    (2, train_command, [LONG]),
+    (2, train_command, ["CONFIG", "--work-dir", LONG]),
+    (3, train_command, ["CONFIG", f"data.exclude={LONG}", "--work-dir", "new"]),
+    (4, train_command, ["CONFIG", f"model.checkpoint={LONG}", "--work-dir", "new"]),
+    (4, train_command, ["CONFIG", "--work-dir", "new", f"--resume-from={LONG}"]),
+    (2, evaluate_command, [LONG]),
+    (2, evaluate_command, ["CONFIG", LONG]),
+    (2, evaluate_command, ["CONFIG", "RUN", "--report", LONG]),
+    (2, predict_command, [LONG, "IMAGE"]),
+    (2, predict_command, ["RUN", LONG, *TRUST]),
+    (2, predict_command, [f"{LONG}.onnx", "IMAGE"]),
+    (2, export_command, [LONG, "--format", "torch"]),
+    (2, report_command, [LONG]),
+    (2, publish_command, ["RUN", LONG, *TRUST]),
+    (2, average_command, ["RUN", "--last", "2", "--out", LONG]),
+    (2, average_command, [LONG, LONG, "--out", "new"]),
+    (2, print_config_command, ["CONFIG", "--diff", LONG]),
+    (2, verify_command, [LONG]),
+    (2, prepare_command, [LONG, "new"]),
+    (2, prepare_command, ["IMAGES", "new", "--labels", LONG]),
+    (2, find_lr_command, [LONG]),
+    (2, compare_command, [LONG]),
+    *((2, command, [*words, f"{LONG}{suffix}"]) for command, words, suffix in WRITERS.values()),
+    # empty, such as that of an unset variable of a shell
+    *((2, command, [*words, ""]) for command, words, _ in WRITERS.values()),
+    (2, train_command, ["CONFIG", "--work-dir", ""]),
+    (2, evaluate_command, ["CONFIG", "RUN", "--report", ""]),
+    (2, evaluate_command, ["CONFIG", "RUN", "--data", ""]),
+    (2, predict_command, ["RUN", "", *TRUST]),
+    (2, predict_command, ["", "IMAGE"]),
+    (2, report_command, [""]),
+    (2, publish_command, ["RUN", "", *TRUST]),
+    (2, verify_command, [""]),
+    (2, pack_command, ["", "new"]),
+    (2, pack_command, ["IMAGES", ""]),
+    (2, prepare_command, ["", "new"]),
+    (2, prepare_command, ["IMAGES", "", "--no-count-check"]),
+    (2, prepare_command, ["IMAGES", "new", "--labels", ""]),
+    (2, check_gpu_command, ["--out", ""]),
+    # leads nowhere, or to another kind of file
+    (2, train_command, ["CONFIG", "--work-dir", "LOOP"]),
+    (2, train_command, ["CONFIG", "--dry-run", "data.exclude=~nobody-here/list.txt"]),
+    (2, compare_command, ["LOOP"]),
+    (2, verify_command, ["~nobody-here/images"]),
+    (2, verify_command, ["IMAGES", "--out", "FOLDER"]),
+    (2, verify_command, ["IMAGES", "--out", "."]),
+    (2, pack_command, ["~nobody-here/images", "new"]),
+    (2, report_command, ["RUN", "--out", "FOLDER.html"]),
+    (2, show_batch_command, ["CONFIG", "--out", "FOLDER.png"]),
+    (2, plot_schedule_command, ["CONFIG", "--out", "FOLDER.png"]),
+    (3, prepare_command, ["SOURCE", "new", "--labels", "FOLDER"]),
+    (3, prepare_command, ["SOURCE", "new", "--labels", "FIFO"]),
+]
+
+
+@pytest.fixture
+def fill(digits: Path, run: Path) -> Callable[[list[str]], list[str]]:
+    """Replaces the names in capitals by paths."""
+    config = arguments(digits, run)[:-2]
+
+    def filled(words: list[str]) -> list[str]:
+        images = digits / "train" / "7"
+        paths = {
+            "CONFIG": config,
+            "RUN": [str(run)],
+            "IMAGES": [str(images)],
+            "IMAGE": [str(next(images.glob("*.jpg")))],
+        }
+        return [path for word in words for path in paths.get(word, [word])]
+
+    return filled
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_output_to_a_fifo_is_written_and_the_fifo_stays(
+    name: str, fill: Callable[[list[str]], list[str]], tmp_path: Path, call: Call
+) -> None:
+    command, words, suffix = WRITERS[name]
+    fifo = tmp_path / f"out{suffix}"
+    os.mkfifo(fifo)
+    content: list[bytes] = []
+    reader = threading.Thread(target=lambda: content.append(fifo.read_bytes()), daemon=True)
+    reader.start()
+    code, _, err = call(command, *fill(words), fifo)
+    assert code == 0, err
+    reader.join()
+    assert fifo.is_fifo() and os.listdir(tmp_path) == [fifo.name]  # noqa: PTH208
+    assert content[0] or name == "verify-data"  # no image is bad
+
+
+@pytest.mark.parametrize(
+    ("code", "command", "words"),
+    [pytest.param(*case, id=f"{case[1].__name__}-{i}") for i, case in enumerate(UNUSABLE)],
+)
+def test_path_that_cannot_be_used_has_an_exit_code_and_nothing_is_written(
+    code: int,
+    command: Callable,
+    words: list[str],
+    fill: Callable[[list[str]], list[str]],
+    tmp_path: Path,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("LOOP").symlink_to("LOOP")
+    Path("folder").mkdir()
+    for suffix in ("", ".html", ".png"):
+        Path(f"FOLDER{suffix}").symlink_to("folder")
+    os.mkfifo("FIFO")
+    Path("SOURCE/val").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    found, _, err = call(command, *fill(words))
+    assert found == code, err
+    assert sorted(tmp_path.rglob("*")) == before and Path("FOLDER.png").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (errno.ENAMETOOLONG, 2),
+        (errno.ELOOP, 2),
+        (errno.EACCES, 5),
+        (errno.EIO, 5),
+        (errno.ESTALE, 5),
+        (errno.ENOTCONN, 5),
+    ],
+)
+def test_error_of_a_path_has_an_exit_code_and_names_the_path(
+    number: int, code: int, call: Call
+) -> None:
+    def command(argv: object) -> int:
+        raise OSError(number, os.strerror(number), "share/images")
+
+    found, _, err = call(command)
+    assert found == code and "share/images" in err and os.strerror(number) in err
+
+
+def test_error_of_no_path_is_a_bug(call: Call) -> None:
+    def command(argv: object) -> int:
+        raise FileNotFoundError(errno.ENOENT, "no such file", "checked before")
+
+    with pytest.raises(FileNotFoundError):
+        call(command)

@@ -1,0 +1,106 @@
+"""Each private name of torch, timm and Python in `imagenet_cls.private_names` exists and does what
+the package needs.
+"""
+
+import atexit
+import inspect
+import os
+import sys
+from typing import Any
+
+import pytest
+import timm.optim
+import torch
+from torch import nn
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.utils.checkpoint import checkpoint
+from torchvision import datasets
+
+from imagenet_cls import private_names
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_batch_norm_base_is_the_base_of_each_kind(kind: type[nn.Module]) -> None:
+    assert issubclass(kind, private_names.BatchNormBase)
+    assert not issubclass(nn.InstanceNorm2d, private_names.BatchNormBase)
+
+
+class _Negated(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return -super().forward(input)
+
+
+def test_change_class_keeps_parameters_and_changes_the_forward() -> None:
+    layer, input = nn.Linear(2, 2), torch.ones(1, 2)
+    parameters, output = list(layer.parameters()), layer(input)
+    private_names.change_class(layer, _Negated)
+    assert layer(input).equal(-output)
+    assert all(a is b for a, b in zip(parameters, layer.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_is_in_backward_only_while_activations_are_recomputed(use_reentrant: bool) -> None:
+    seen = []
+
+    def record(input: torch.Tensor) -> torch.Tensor:
+        seen.append(private_names.is_in_backward())
+        return input * input
+
+    input = torch.ones(2, requires_grad=True)
+    checkpoint(record, input, use_reentrant=use_reentrant).sum().backward()
+    assert seen == [False, True]
+
+
+def test_base_optimizer_of_lookahead_holds_the_state() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    sgd = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    assert private_names.base_optimizer(timm.optim.Lookahead(sgd)) is sgd
+    assert private_names.base_optimizer(sgd) is sgd
+
+
+def test_generate_readme_contains_the_details() -> None:
+    text = private_names.generate_readme({"details": {"Classes": 10}}, "my_model")
+    assert "my_model" in text and "Classes" in text
+
+
+class _Agent:
+    """Has the two methods of torch's agent that `is_restarting_ranks` looks for."""
+
+    def _restart_workers(self) -> bool:
+        return self._stop_workers()
+
+    def _stop_workers(self) -> bool:
+        return private_names.is_restarting_ranks(sys._getframe())
+
+
+def test_is_restarting_ranks_only_where_the_agent_stops_ranks_to_restart_them() -> None:
+    assert _Agent()._restart_workers() and not _Agent()._stop_workers()
+
+
+def test_elastic_agent_stops_ranks_in_order_to_restart_them() -> None:
+    restart: Any = inspect.unwrap(LocalElasticAgent._restart_workers)
+    stop: Any = inspect.unwrap(LocalElasticAgent._stop_workers)
+    assert (restart.__code__.co_name, stop.__code__.co_name) == (
+        "_restart_workers",
+        "_stop_workers",
+    )
+    assert "_stop_workers" in restart.__code__.co_names
+
+
+@pytest.mark.parametrize("kind", [datasets.Food101, datasets.Flowers102, datasets.FGVCAircraft])
+def test_datasets_keep_their_targets_in_the_private_attribute(kind: type) -> None:
+    assert f"self.{private_names.TARGETS}" in inspect.getsource(kind)
+
+
+def test_run_exit_functions_runs_them() -> None:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        atexit._clear()
+        atexit.register(os.write, write, b"called")
+        private_names.run_exit_functions()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write)
+    assert os.read(read, 100) == b"called"
+    os.close(read)
