@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,11 +160,7 @@ def check(row: str, holds: bool, note: str = "") -> Row:
 
 
 def paired(
-    row: str,
-    ours: Implementation | None,
-    other: Implementation | None,
-    goal: str = "",
-    note: str = "",
+    row: str, ours: Implementation | None, other: Implementation | None, goal: str = ""
 ) -> Row:
     """The ratio of images per second in each round; `cpu_ratio` is that of images per CPU
     second.
@@ -177,7 +174,7 @@ def paired(
         for mine, theirs in zip(ours.cpu_ms, other.cpu_ms, strict=True)
         if mine and theirs
     ]
-    return measured(row, ratios, "x", goal, note, cpu_ratio=rounded(median(cpu)) if cpu else None)
+    return measured(row, ratios, "x", goal, cpu_ratio=rounded(median(cpu)) if cpu else None)
 
 
 def best(implementations: Sequence[Implementation]) -> Implementation | None:
@@ -216,7 +213,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     ),
     "cpu_ms": ("CPU ms/img", lambda row: _number(row.get("cpu_ms", ""))),
     "cpu_ratio": ("by CPU time", lambda row: _number(row.get("cpu_ratio", ""))),
-    "note": ("", lambda row: row.get("note", "")),
+    "note": ("note", lambda row: row.get("note", "")),
 }
 
 
@@ -286,41 +283,55 @@ def write_result(result: Mapping[str, Any], folder: Path) -> Path:
     return path
 
 
-def page_section(result: Mapping[str, Any]) -> str:
-    """A result as a section of docs/benchmarks.md."""
+def about(result: Mapping[str, Any]) -> list[str]:
+    """When and where a result was measured: the lines of a Markdown list."""
     machine, images = result["machine"], result.get("images")
+    commit = f", commit {result['commit']}" if result.get("commit") else ""
     baseline = f"; the baseline is commit {result['baseline']}" if result.get("baseline") else ""
     processors = ", ".join([machine["processor"], *machine.get("gpus", [])])
-    cores = (
-        f"{machine['cores']} cores, {machine['memory_gib']} GiB, load {machine['load'][0]:g} "
-        f"at the start"
-    )
     lines = [
-        f"### {result['command']}\n",
-        f"`python tools/benchmark.py {result['command']}`\n",
-        f"- {result['date'][:10]}, commit {result['commit']}{baseline}",
-        f"- {processors}, {cores}",
+        f"{result['date'][:10]}{commit}{baseline}; load {machine['load'][0]:g} at the start",
+        f"{processors}, {machine['cores']} cores, {machine['memory_gib']} GiB",
     ]
     if machine["load"][0] > machine["cores"] / 2:
         lines.append(
-            "- other programs used the machine, so ratios by CPU time are more reliable, and "
-            "effects of the number of workers are not"
+            "other programs used the machine, so ratios by CPU time are more reliable, and effects "
+            "of the number of workers are not"
         )
     if images:
         size = (
             f"{images['width']}x{images['height']} pixels and {images['kilobytes']:g} KB on average"
         )
-        lines.append(f"- {images['images']} images ({images['source']}), {size}")
+        lines.append(f"{images['images']} images ({images['source']}), {size}")
     for name, packages in result["versions"].items():
         listing = ", ".join(f"{package} {version}" for package, version in packages.items())
         lines.append(
-            f"- environment of {name}: {'' if name == 'ours' else 'the same, except '}{listing}"
+            f"environment of {name}: {'' if name == 'ours' else 'the same, except '}{listing}"
         )
+    return [
+        textwrap.fill(f"- {line}", 120, subsequent_indent="  ", break_on_hyphens=False)
+        for line in lines
+    ]
+
+
+def page_section(result: Mapping[str, Any], shared: Sequence[str] = ()) -> str:
+    """A result as a section of docs/benchmarks.md. shared: lines of `about` that it leaves out."""
+    lines = [
+        f"### {result['command']}\n",
+        f"`python tools/benchmark.py {result['command']}`\n",
+        *(line for line in about(result) if line not in shared),
+    ]
     for title, rows in result["tables"].items():
-        if title == "Equality" and all(row["value"] == "yes" for row in rows):
-            lines.append(f"\nAll {len(rows)} checks that pixels, crops and losses are equal pass.")
-            continue
-        lines.append(f"\n{title}:\n\n{table(rows)}" if title else f"\n{table(rows)}")
+        passed = [row for row in rows if row.get("check") and row["met"]]
+        measurements = [row for row in rows if row not in passed]
+        if measurements:
+            heading = f"\n{title}:\n" if title else ""
+            lines.append(f"{heading}\n{table(measurements)}")
+        if title == "Equality" and not measurements:
+            count = "Both" if len(passed) == 2 else f"All {len(passed)}"
+            lines.append(f"\n{count} checks that pixels, crops and losses are equal pass.")
+        else:
+            lines += [f"\nCheck passed: {row['row']}." for row in passed]
     return "\n".join(lines) + "\n"
 
 
@@ -336,17 +347,22 @@ _NOT_ON_PAGE = re.compile("baseline|per image|, policy|, evaluation|^ours, 1 wor
 
 
 def page_with_results(page: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """The page with these results in the place of the earlier ones."""
+    """The page with these results in the place of the earlier ones. What is the same for all of
+    them is written once.
+    """
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
+    lists = [about({**result, "baseline": None}) for result in results]
+    shared = [line for line in lists[0] if all(line in lines for lines in lists)] if lists else []
     sections = []
     for result in results:
         tables = {
             title: [row for row in rows if not _NOT_ON_PAGE.search(row["row"])]
             for title, rows in result["tables"].items()
         }
-        sections.append(page_section({**result, "tables": tables, "baseline": None}))
-    return "\n".join([before + BEGIN, "", *sections, END]) + after
+        sections.append(page_section({**result, "tables": tables, "baseline": None}, shared))
+    common = ["All results:\n", *shared, ""] if shared else []
+    return "\n".join([before + BEGIN, "", *common, *sections, END]) + after
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
