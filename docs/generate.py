@@ -40,7 +40,8 @@ A config is merged from these layers; later ones override earlier ones:
 Mappings merge key by key; lists and single values are replaced. So `kwargs: {}` removes nothing. A mapping with
 `_delete_: true` replaces the one of the layers below it.
 `_base_: [_base_/models/resnet50.yaml, _base_/datasets/imagenet_224.yaml]` holds paths relative to the file. A file that
-is reached twice counts once, at its first place. A circle is an error. An empty file is an empty layer.
+is reached twice counts once, at its first place. Files that include each other are an error. An empty file is an empty
+layer.
 
 Where there is no file of the name, a config on the command line, or in `_base_`, is one of this package:
 `configs/resnet/resnet50_rsb_a3.yaml`, or `resnet50_rsb_a3` for short.
@@ -59,9 +60,8 @@ changes the name resets that section to the defaults of the new component, and t
 meant for `sgd` never reaches `adamw`. The learning rate has no default, so changing the optimizer without setting `lr`
 is an error. Setting the same name again resets nothing.
 
-A warning at the start lists each value that a new name removed, where it was set, and the arguments
-that set it again. If the reset is meant, write `_delete_: true` into that section of the file: then
-there is no warning.
+A warning at the start lists each value that a new name removed, where it was set, and the arguments that set it again.
+If the reset is meant, write `_delete_: true` into that section of the file: then there is no warning.
 
 ## Keys without effect
 
@@ -114,7 +114,13 @@ def comments() -> dict[tuple[str, str], str]:
     return found
 
 
+# Where the range of the schema says too little.
+TYPE_TEXTS = {"data.channels": "int, 3 or 1"}
+
+
 def _type_text(key: str) -> str:
+    if key in TYPE_TEXTS:
+        return TYPE_TEXTS[key]
     hint = keys.value_types()[key]
     bare, optional = keys.split_optional(hint)
     texts = ["null"] if optional else []
@@ -205,8 +211,9 @@ Each config below has the settings of a published recipe, and starts with its pa
     python tools/plot_schedule.py configs/resnet/resnet50_tv_v2.yaml
 
 "Claimed" is the source's top-1 accuracy on ImageNet-1k's validation set, in percent, with one center crop (in FFCV's
-recipes, with its mirror image); for CIFAR and Fashion-MNIST, on their test images. "Ours" is the accuracy of a run with
-this repository; without it, there was none. The last column has the source, and hardware and hours if it states them.
+recipes, with its mirror image); for CIFAR and Fashion-MNIST, on their test images. The claims for Fashion-MNIST are for
+300 epochs; its configs train 20 epochs. The last column has the source, and hardware and hours if it states them.
+{ours}
 
 The batch is that of an optimizer step. If the source states how many images each GPU had, `train.micro_batch_size` has
 that number in most configs, so that BatchNorm normalizes groups of the same size. The groups stay the same if one GPU
@@ -230,6 +237,9 @@ Two published recipes have no config: MosaicML's baseline of ResNet-50 (90 epoch
 RegNetY-3.2GF with RandAugment (`regnety_032.ra_in1k`, 81.95 %), whose settings are not in timm's repository.
 """
 
+OURS = '"Ours" is the accuracy of a run with this repository. Other recipes were not trained here.'
+NONE_TRAINED = "None of these recipes was trained here."
+
 NOTES_INTRODUCTION = """\
 ## Deviations, omissions and uncertainties
 
@@ -237,9 +247,10 @@ NOTES_INTRODUCTION = """\
 does in addition, and the keys that add it. `uncertain`: what the source does not state for sure, or what was not
 checked. The other recipes are believed to have every setting of their source.
 
-In all recipes, random draws have keys of their own; an epoch ends with the last whole batch, where torchvision's script
-also uses the remainder; `train.precision` is `auto`, whatever the source used; and torchvision's moving average copies
-the weights during the warm-up of the learning rate, where here the initial weights fade.
+Four points hold for all recipes. Random numbers differ from the source's. An epoch ends with the last whole batch;
+torchvision's script also uses the remainder. `train.precision` is `auto`, whatever the source used. torchvision's
+moving average copies the weights during the warm-up of the learning rate; here the initial weights decay in the
+average.
 """
 
 
@@ -317,7 +328,9 @@ def recipes_page() -> str:
         if recipe.config.expect.note:
             names.setdefault(recipe.config.expect.note, []).append(f"`{recipe.path.stem}`")
     notes = [f"- {', '.join(owners)}: {note}." for note, owners in names.items()]
-    return "\n".join([RECIPES_INTRODUCTION, *lines, NOTES_INTRODUCTION, *notes, ""])
+    trained = any(recipe.config.expect.ours_top1_pct is not None for recipe in found)
+    introduction = RECIPES_INTRODUCTION.format(ours=OURS if trained else NONE_TRAINED)
+    return "\n".join([introduction, *lines, NOTES_INTRODUCTION, *notes, ""])
 
 
 def _percent(number: float | None) -> str:

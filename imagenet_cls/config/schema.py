@@ -273,9 +273,8 @@ class DataConfig:
     # most 1 % or 10 images, whichever is more, and at most a tenth. Any other image that can't be
     # read ends the run. null: leave none out.
     exclude: str | None = key(None, recipe=False, per_machine=True)
-    # Channels of an image. 3: red, green, blue; gray images get three equal ones. 1: gray, by the
-    # weights of Pillow's convert("L"); timm's models are built with in_chans 1. torchvision's
-    # models need 3.
+    # Channels of an image: 3 (RGB; gray images get three equal ones) or 1 (gray, by the weights of
+    # Pillow's convert("L"); timm's models are built with in_chans 1). torchvision's models need 3.
     channels: int = key(3, Range(1, 3))
     # Mean of each channel, of pixel values in 0..1. null: as the model's pretrained weights expect,
     # else ImageNet's; for one channel, the average of the three.
@@ -354,7 +353,7 @@ class ProgressiveConfig:
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """Augmentation of training images. The model library's suggestions are never used."""
+    """Augmentation of training images. Its defaults do not depend on the model."""
 
     # Size of a training image in pixels: the side of a square, or `[height, width]`.
     size_px: Size = key(224, PIXELS, count=2)
@@ -437,9 +436,9 @@ class LossConfig:
     name: str = "cross_entropy"
     # Share of the target's probability that is spread over all classes.
     label_smoothing: float = key(0.0, SHARE_BELOW_1)
-    # Weights of the classes, by which images count. A number for each class, of which only the
-    # ratios matter; or from the number n of training images: `balanced`, proportional to 1/n;
-    # `effective`, to (1 - beta) / (1 - beta^n).
+    # Weights of the classes in the loss. A number for each class, of which only the ratios matter;
+    # or from the number n of training images: `balanced`, proportional to 1/n; `effective`, to
+    # (1 - beta) / (1 - beta^n).
     class_weights: list[int | float] | Literal["balanced", "effective"] | None = key(
         None, NOT_NEGATIVE
     )
@@ -452,7 +451,9 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """The teacher model. Its input is the model's, after augmentation and mixing."""
+    """The teacher model. The teacher gets the student's input, after augmentation and mixing,
+    normalized by its own mean and standard deviation.
+    """
 
     # As model.name. null: no teacher.
     name: str | None = key(None, needs=DISTILS)
@@ -476,7 +477,7 @@ class DistillConfig:
 
     # `soft`: divergence from the teacher's softened outputs (Hinton et al. 2015); `hard`:
     # cross-entropy with its top class (Touvron et al. 2021). A model with a distillation token
-    # (timm's deit_*_distilled) learns it with that one.
+    # (timm's deit_*_distilled) applies the distillation loss to the output of that token.
     kind: Literal["none", "soft", "hard"] = "none"
     # The teacher's share of the loss, 0 to 1.
     alpha: float = key(0.5, SHARE, needs=DISTILS)
@@ -564,7 +565,7 @@ class EarlyStopConfig:
     patience_evals: int | None = key(None, COUNT)
     # What is compared: of the moving average if there is one, else of the raw weights.
     metric: Literal["top1", "top5", "loss", "balanced_accuracy"] = key("top1", needs=STOPS_EARLY)
-    # A smaller gain is none: in percentage points, or of the loss.
+    # Smaller improvements do not count: in percentage points, or of the loss.
     min_delta: float = key(0.0, NOT_NEGATIVE, needs=STOPS_EARLY)
 
 
@@ -583,13 +584,13 @@ class TrainConfig:
     global_batch_size: int = key(256, BATCH)
     # Largest number of images in one forward pass of a device; gradients are accumulated over the
     # micro-batches. null: the device's whole share. If the batch is divisible by the number of
-    # devices, all micro-batches are equal: with 64 here, a share of 96 images becomes two of 48,
-    # and one of 97, a prime number, 97 of one image. Otherwise their sizes differ by one image, and
-    # their losses are weighted; with parallel.mode dp that is an error.
+    # devices, all micro-batches have the same size. With 64 here, 96 images per device become two
+    # micro-batches of 48. 97 images, a prime number, become 97 micro-batches of one image: choose
+    # another batch. If the batch is not divisible, the sizes differ by one image, and the losses
+    # are weighted; with parallel.mode dp that is an error.
     micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
-    # Precision of forward and backward. fp16 uses a loss scale. auto: fp32 on CPUs, bf16 on GPUs.
-    # GPUs before Ampere only emulate bf16; there it is fp16, or fp32 before Volta or with
-    # train.sam_rho.
+    # Precision of forward and backward. auto: fp32 on CPUs, bf16 on GPUs since Ampere, fp16 on
+    # Volta and Turing (fp32 with train.sam_rho), fp32 on older GPUs. fp16 uses a loss scale.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # torch.compile the model, in this mode. true: the mode `default`. Shapes are static, except
     # with augment.progressive; the last batch of an evaluation is padded. reduce-overhead and
@@ -610,9 +611,9 @@ class TrainConfig:
     sam_every_steps: int = key(1, COUNT, needs=USES_SAM)
     # Recompute activations in the backward pass: less memory, about a third slower.
     grad_checkpointing: bool = key(False, recipe=False)
-    # Use deterministic kernels on GPUs: slower, bitwise identical each time. Those of CPUs are, for
-    # a given number of threads. A few operators have none, such as adaptive average pooling to
-    # several pixels (VGG of torchvision): an error.
+    # Use deterministic kernels on GPUs: slower, but every run gives the same bits. CPU kernels are
+    # deterministic for a given number of threads. An operator without a deterministic kernel, such
+    # as adaptive average pooling to several pixels (torchvision's VGG), is an error.
     deterministic: bool = key(False, recipe=False)
     # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or
     # gradient. Such steps don't change the weights.
@@ -640,7 +641,9 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Evaluation. The model library's suggestions for preprocessing are never used."""
+    """Evaluation. Its defaults do not depend on the model; the defaults of `data.mean` and
+    `data.std` do.
+    """
 
     # How an image is resized before the center is cut out. `crop`: by its short side. `squash`:
     # both sides, which changes the aspect ratio. `pad`: by its long side, and the borders get the
@@ -707,13 +710,13 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are saved. The last step always is."""
+    """When to save. The last step is always saved."""
 
     # Save every this many epochs. null: not by epochs.
     every_epochs: int | None = key(1, COUNT)
     # Save every this many optimizer steps. null: not by steps.
     every_steps: int | None = key(None, COUNT)
-    # Number of newest checkpoints to keep, besides the best one. null: all.
+    # Number of newest checkpoints to keep, besides the best ones. null: all.
     keep_last: int | None = key(2, COUNT)
     # Which evaluation is the best: that with the highest top-1, top-5 or balanced accuracy, or with
     # the lowest loss. Balanced accuracy is the mean recall of the classes. The best raw weights and
@@ -730,7 +733,7 @@ class LogConfig:
     # What rank 0 writes: `jsonl` (metrics.jsonl; always), `tensorboard`, `wandb`, `mlflow`, or
     # `my_module:MyWriter`.
     writers: list[str] = key(["jsonl", "tensorboard"], per_machine=True)
-    # false: without `tensorboard`, also if it is in writers.
+    # false: no TensorBoard files, even if `writers` lists it.
     tensorboard: bool = key(True, per_machine=True)
     # Plot loss, top-1 and learning rate into plots/ at the end (rank 0 only).
     plots: bool = key(True, per_machine=True)
