@@ -50,11 +50,14 @@ def test_command_parses(words: list[str], monkeypatch: pytest.MonkeyPatch) -> No
         assert rest.pop(2).isdigit()
         load_for_testing(evaluation_parser().parse_intermixed_args(rest))
         return
-    if script == "scripts/dist_train.sh":
-        assert rest.pop(1).isdigit()
-    elif script == "scripts/slurm_train.sh":
+    if script.startswith("scripts/slurm_"):
         assert rest[:2] == ["PARTITION", "JOB"]
         rest = rest[2:]
+    if script == "scripts/slurm_test.sh":
+        load_for_testing(evaluation_parser().parse_intermixed_args(rest))
+        return
+    if script == "scripts/dist_train.sh":
+        assert rest.pop(1).isdigit()
     load_for_training(train_parser().parse_intermixed_args(rest))
 
 

@@ -24,7 +24,9 @@ from imagenet_cls.commands.train import train_command
 from imagenet_cls.engine.initial_weights import read_stored_weights
 
 PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
-COMMANDS = re.findall(r"^python tools/(\w+)\.py (.*)$", PAGE, re.MULTILINE)
+# The page continues from the first run of docs/your_data.md.
+FIRST_RUN = ("train", "configs/finetune/own_dataset.yaml data.root=photos")
+COMMANDS = [FIRST_RUN, *re.findall(r"^python tools/(\w+)\.py (.*)$", PAGE, re.MULTILINE)]
 FILES = dict(re.findall(r"```yaml\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
 TOOLS = {
     "train": train_command,
