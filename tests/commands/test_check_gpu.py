@@ -221,14 +221,12 @@ def test_libraries_of_reports_may_be_missing(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_every_check_that_a_cpu_can_run_passes(tmp_path: Path) -> None:
-    done = run([*TOOL, "--out", "out"], timeout_sec=1700, cwd=tmp_path)
+def test_checks_that_a_cpu_can_run_pass(tmp_path: Path) -> None:
+    # The compiled checks take minutes on a CPU: see tests/distributed/test_compiled_runs.py.
+    names = ["deterministic", "resume", "ddp", "find-batch"]
+    done = run([*TOOL, "--only", *names, "--out", "out"], timeout_sec=540, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = results(tmp_path / "out")
-    assert list(found) == ["machine", *CHECKS]
-    for name in ("precision-fp32", "deterministic", "resume", "ddp", "find-batch"):
-        assert found[name] == "pass"
+    assert results(tmp_path / "out") == dict.fromkeys(["machine", *names], "pass")
 
 
 @pytest.mark.nightly
