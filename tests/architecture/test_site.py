@@ -1,0 +1,117 @@
+"""The documentation site (mkdocs.yml): strict build, navigation, links, search."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+REPOSITORY = "https://repository.example"
+pytestmark = pytest.mark.nightly
+
+
+class Addresses(HTMLParser):
+    """The addresses in a page: those that a reader may open, and those that the browser loads."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = self.links if tag == "a" else self.loaded
+        found += [
+            text for name, text in attrs if name in ("href", "src", "srcset", "data") and text
+        ]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site. Warnings, such as for a dead link, are errors."""
+    pytest.importorskip("material", reason="needs the extra docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    environment = {**os.environ, "REPOSITORY_URL": REPOSITORY, "SITE_URL": ""}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_each_page_is_in_the_navigation(site: Path) -> None:
+    pages = {page.relative_to(DOCS).with_suffix(".html").as_posix() for page in DOCS.rglob("*.md")}
+    navigation = re.search(
+        r'<nav class="md-nav md-nav--primary".*?</nav>\s*</div>',
+        (site / "index.html").read_text(),
+        re.S,
+    )
+    assert navigation is not None
+    assert pages - set(re.findall(r'href="([^"#]+)"', navigation[0])) == set()
+
+
+def test_nothing_is_loaded_from_another_host(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        loaded = Addresses(page).loaded
+        assert loaded
+        assert [address for address in loaded if re.match(r"(https?:)?//", address)] == []
+    for style in site.rglob("*.css"):
+        assert re.findall(r"""url\(["']?(?:https?:)?//|@import""", style.read_text()) == []
+
+
+def test_links_out_of_the_docs_lead_to_files_of_the_repository(site: Path) -> None:
+    links = {link for page in site.rglob("*.html") for link in Addresses(page).links}
+    paths = [
+        re.split(r"/(?:blob|tree)/main/", link)[1:]
+        for link in links
+        if link.startswith(f"{REPOSITORY}/")
+    ]
+    assert ["README.md#limitations"] in paths
+    assert [path for path in paths if not (ROOT / path[0].partition("#")[0]).exists()] == []
+
+
+def test_python_files_are_not_published(site: Path) -> None:
+    assert [*site.rglob("*.py"), *site.rglob("__pycache__")] == []
+
+
+def test_pictures_are_small_and_load_nothing() -> None:
+    pictures = list((DOCS / "images").glob("*.svg"))
+    assert pictures
+    for picture in pictures:
+        text = picture.read_text()
+        assert len(text) < 20_000 and "<text" in text and "prefers-color-scheme" in text
+        assert re.findall(r"""(?:href|src)=["'](?!#)|url\((?!#)|@import""", text) == []
+
+
+def test_search_works_in_a_folder_without_a_network(site: Path, tmp_path: Path) -> None:
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("needs a browser (Debian: chromium)")
+    command = [
+        program,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        f"--log-net-log={tmp_path / 'net.json'}",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=20000",
+        "--dump-dom",
+        f"{site.as_uri()}/index.html?q=clip_norm",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    results = re.findall(r'href="([^"]+)" class="md-search-result__link"', done.stdout)
+    assert any("/config.html" in result for result in results), results
+    events = json.loads((tmp_path / "net.json").read_text())["events"]
+    requests = [event["params"] for event in events if "initiator" in event.get("params", {})]
+    # "not an origin" is Chromium itself
+    assert [request["url"] for request in requests if request["initiator"] != "not an origin"] == []
