@@ -40,10 +40,16 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 
 
 def set_deterministic(deterministic: bool, device: torch.device) -> None:
-    """Choose between the fastest kernels (cuDNN's benchmark mode) and deterministic ones."""
-    if device.type != "cuda":
-        return  # CPU kernels are deterministic for a given number of threads
-    torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.deterministic = deterministic
-    torch.backends.cudnn.benchmark = not deterministic
+    """Choose deterministic kernels, or on a GPU without `deterministic` the fastest ones (cuDNN's
+    benchmark mode).
+    """
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time and only matters for bugs
+    if device.type == "cpu":
+        # By default `index_put_(accumulate=True)` adds in a random order on several threads. It is
+        # the backward pass of `table[index]`, such as Swin's relative position bias.
+        # warn_only: an operator without a deterministic kernel is no error on a CPU.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    elif device.type == "cuda":
+        torch.use_deterministic_algorithms(deterministic)
+        torch.backends.cudnn.deterministic = deterministic
+        torch.backends.cudnn.benchmark = not deterministic

@@ -57,7 +57,7 @@ def test_evaluation_of_a_checkpoint_chooses_kernels_as_the_run_does(
         arguments(digits, tmp_path / "run", train__max_steps=1, train__deterministic=deterministic)
     )
     chosen: list[tuple[bool, torch.device]] = []
-    # does nothing on a CPU
+    # has the same effect for both values on a CPU
     monkeypatch.setattr(precision, "set_deterministic", lambda *values: chosen.append(values))
     assert (
         call(evaluate_command, tmp_path / "run", "device=cpu", "--allow-import", "helpers:plain")[0]
