@@ -97,22 +97,22 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
 
 
 def disk_space_warning(parts: TrainingParts, checkpoints: Path) -> str | None:
-    """A warning where the disk can't hold the checkpoints that the run keeps
-    (`checkpoint.keep_last`, and the best one) and the one being written.
+    """A warning if the disk can't hold the checkpoints that the run keeps (`checkpoint.keep_last`,
+    and the best one of each kind of weights) and the one being written. With
+    `checkpoint.keep_last=null`, if it can't hold one checkpoint.
     """
     trained_bytes = sum(
         parameter.nbytes for parameter in parts.model.parameters() if parameter.requires_grad
     )
-    needed = size_bytes(parts.model.state_dict())
-    if parts.ema.module is not None:
-        needed *= 2
+    kinds = 1 if parts.ema.module is None else 2
+    needed = kinds * size_bytes(parts.model.state_dict())
     needed += trained_bytes * state_copies(parts.config.optimizer)
     keep_last = parts.config.checkpoint.keep_last
     if keep_last is not None:
         present = sum(
             file.stat().st_size for path in list_checkpoints(checkpoints) for file in path.glob("*")
         )
-        needed = (keep_last + 2) * needed - present
+        needed = (keep_last + kinds + 1) * needed - present
     free = shutil.disk_usage(checkpoints.parent).free
     if needed <= free:
         return None

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ from imagenet_cls.checkpoint.format import Snapshot, read_checkpoint, write_chec
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import config_from_dict, load_config
 from imagenet_cls.engine.build import TrainingParts, build
-from imagenet_cls.engine.state import check_optimizer_state, check_resumable, describe_run
+from imagenet_cls.engine.state import (
+    check_optimizer_state,
+    check_resumable,
+    describe_run,
+    disk_space_warning,
+)
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
@@ -198,3 +204,17 @@ def test_older_checkpoint_that_states_less_is_accepted(digits: Path) -> None:
     before = state_for(digits)
     del before["val_digest"], before["teacher_digest"], before["data_sizes"], before["val_sizes"]
     assert check_resumable(before, parts_for(digits), ()) == []
+
+
+@pytest.mark.parametrize(("decay", "kinds"), [("null", 1), ("0.9", 2)])
+def test_needed_space_includes_the_best_checkpoint_of_each_kind_of_weights(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay: str, kinds: int
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+
+    def needed_bytes(keep_last: object) -> int:
+        parts = parts_for(digits, ema__decay=decay, checkpoint__keep_last=keep_last)
+        line = disk_space_warning(parts, tmp_path / "checkpoints") or ""
+        return int(line.partition(" need ")[2].partition(":")[0].replace(",", ""))
+
+    assert needed_bytes(2) == (2 + kinds + 1) * needed_bytes("null")
