@@ -3,6 +3,7 @@
 And back into YAML.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ DEMO = CONFIGS / "demo.yaml"  # the default config
 MAX_INSERTED = 1_000_000
 MAX_CHAIN = 20  # references from one value to the next
 
+# Paths in which `~` is replaced here, since several modules read them.
+_WEIGHTS = ("model.checkpoint", "distill.teacher.checkpoint")
 _REFERENCE = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 
@@ -144,7 +147,10 @@ class _Builder:
         known = self.known_keys("", self.tree)
         for key in sorted(known, key=lambda key: "${" in str(self.values[key])):
             try:
-                self.assign(key, self.interpolate(self.values[key], (key,)))
+                value = self.interpolate(self.values[key], (key,))
+                if key in _WEIGHTS and isinstance(value, str):
+                    value = os.path.expanduser(value)  # noqa: PTH111 (it may be a URL)
+                self.assign(key, value)
                 if self.check_ranges:
                     value = OmegaConf.select(self.config, key)
                     if OmegaConf.is_config(value):

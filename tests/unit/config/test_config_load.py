@@ -224,6 +224,16 @@ def test_scalars_in_kwargs_have_the_type_that_they_look_like() -> None:
     assert [type(value) for value in found] == [type(value) for value in values.values()]
 
 
+def test_home_folder_in_a_path_of_weights_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load(
+        f"{LR}distill: {{kind: soft, teacher: {{name: resnet50, checkpoint: https://a/~b}}}}\n",
+        "model.checkpoint=~/x.pth",
+    ).config
+    assert config.model.checkpoint == "/home/me/x.pth"
+    assert config.distill.teacher.checkpoint == "https://a/~b"
+
+
 def test_interpolation_uses_merged_values_and_keeps_types() -> None:
     write(
         "base.yaml",
