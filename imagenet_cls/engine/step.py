@@ -164,14 +164,14 @@ class Sam:
         assert self.rho is not None
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         perturbed = [p for p in parameters if p.grad is not None]
-        gradients = [p.grad for p in perturbed]
         tensors = [*perturbed, *self.model.buffers()]
         values = [tensor.detach().clone() for tensor in tensors]
-        norm = nn.utils.get_total_norm(gradients)
+        # No variable keeps a gradient alive: the second pass allocates gradients of the same size.
+        norm = nn.utils.get_total_norm([p.grad for p in perturbed])
         has_direction = torch.isfinite(norm) & (norm > 0)
         with torch.no_grad():
-            for parameter, gradient in zip(perturbed, gradients, strict=True):
-                parameter.add_(torch.where(has_direction, gradient * (self.rho / norm), 0.0))
+            for parameter in perturbed:
+                parameter.add_(torch.where(has_direction, parameter.grad * (self.rho / norm), 0.0))
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         try:
             yield

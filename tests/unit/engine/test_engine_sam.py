@@ -1,6 +1,7 @@
 """Sharpness-aware minimization against its formula, and what it must leave unchanged."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -138,6 +139,15 @@ def test_sam_frozen_and_unused_parameters_stay() -> None:
     with sam.perturbed_weights():
         moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {"used.0.weight", "used.3.weight", "used.3.bias"}
+
+
+def test_sam_frees_the_first_gradients_before_the_second_pass() -> None:
+    model = network()
+    sam, _ = sam_and_updater(model)
+    backward(model, *batch())
+    gradients = [weakref.ref(p.grad) for p in model.parameters()]
+    with sam.perturbed_weights():
+        assert [gradient() for gradient in gradients] == [None] * 4
 
 
 def test_sam_error_in_second_pass_restores_weights() -> None:
