@@ -101,7 +101,8 @@ def train_in_folder(
         run_on_main(group, saver.wait)
         if config.log.plots:
             reporter.plot()
-        reporter.message(final_message(progress, work_dir, run.meter))
+        if group.is_main:  # other ranks may not see the run folder
+            reporter.message(final_message(progress, work_dir, run.meter))
 
 
 def open_run_folder(

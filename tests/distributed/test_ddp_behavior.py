@@ -5,6 +5,7 @@ the end.
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -127,7 +128,9 @@ class Drawing(nn.Module):
 
 
 def whole_run(rank: int, world_size: int, folder: Path) -> None:
-    """Two steps of train.py: ranks draw differently, and only rank 0 saves."""
+    """Two steps of train.py: ranks draw differently, and only rank 0 saves and looks at what it has
+    saved.
+    """
     settings = {
         "model.name": "test_ddp_behavior:Drawing",
         "data.name": "synthetic",
@@ -142,7 +145,9 @@ def whole_run(rank: int, world_size: int, folder: Path) -> None:
     arguments = train_parser().parse_intermixed_args(words)
     loaded = load_for_training(arguments)
     group = distributed.join_group(loaded, RankInfo(rank, rank, world_size, world_size))
-    run_training(loaded, run_options(arguments, loaded), group)
+    with mock.patch("imagenet_cls.engine.run_training.final_message", return_value="") as message:
+        run_training(loaded, run_options(arguments, loaded), group)
+    assert message.called == (rank == 0)
     drawn = gather(torch.stack(Drawing.drawn[-2:]))
     assert len(torch.cat(drawn).unique(dim=0)) == 4, "two steps on two ranks, all different"
     if rank == 0:
