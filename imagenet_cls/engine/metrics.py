@@ -84,7 +84,7 @@ def build_metric(name: str, num_classes: int, group: Group) -> Any:
     metric = import_factory(name)(num_classes=num_classes)
     fault = "" if isinstance(metric, nn.Module) else "is not a torch.nn.Module"
     for method in ("compute", "reset", "update"):
-        if not callable(getattr(metric, method, None)):
+        if not fault and not callable(getattr(metric, method, None)):
             fault = f"has no method {method!r}"
     if fault:
         problem = f"the factory returned a {type(metric).__name__}, which {fault}; see {_DOCS}"

@@ -40,11 +40,11 @@ class Good(nn.Module):
         pass
 
 class Incomplete(Good):
-    compute = None
+    compute = reset = None
 
 class Plain:
     def __init__(self, num_classes): pass
-    update = compute = reset = lambda self, *_: None
+    compute = reset = lambda self, *_: None
 
 def text(num_classes): return Good(num_classes, value="high")
 def several(num_classes): return Good(num_classes, value=torch.zeros(2))
@@ -89,7 +89,8 @@ def test_numbers_of_any_kind_are_values() -> None:
     [
         (
             "Incomplete",
-            "'own_metric:Incomplete': the factory returned a Incomplete, which has no method",
+            "'own_metric:Incomplete': the factory returned a Incomplete, which has no method "
+            "'compute'",
         ),
         ("Plain", "which is not a torch.nn.Module"),
         ("text", "'text' is a str, not a number"),
