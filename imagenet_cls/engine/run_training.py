@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
@@ -12,6 +12,7 @@ from imagenet_cls.checkpoint.folders import list_checkpoints
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import LoadedConfig, dump_yaml
 from imagenet_cls.config.schema import Config
+from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts, build, num_devices
 from imagenet_cls.engine.plan import describe_batch_sizes
 from imagenet_cls.engine.profiler import StepProfiler
@@ -176,8 +177,14 @@ def dry_run(
             step = min(progress.step, plan.total_steps - 1)
             epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
             batches = parts.train_loader.epoch(epoch, step_of_epoch)
-            micro_batches = islice(batches, plan.accumulation)
+            micro_batches: Iterable[TrainBatch] = islice(batches, plan.accumulation)
+            with_sam = parts.sam.due(step)
+            if with_sam:
+                micro_batches = list(micro_batches)
             loss_and_top1 = forward_backward(parts, micro_batches, epoch, step)
+            if with_sam:
+                with parts.sam.perturbed_weights():
+                    forward_backward(parts, micro_batches, epoch, step)
             loss = all_reduce_mean(loss_and_top1, parts.group)[0].item()
             reporter.message(
                 f"dry run: step {step + 1} has loss {loss:.4f}; no run folder was written"

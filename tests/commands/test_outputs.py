@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import timm
@@ -23,6 +24,7 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
+from imagenet_cls.engine import run_training
 
 SECRET = "do-not-write-this-down"
 # A checkpoint uses no code but what is named here, or in the config.
@@ -486,6 +488,16 @@ def test_dry_run_creates_no_run_folder(digits: Path, tmp_path: Path, call: Calla
     assert (code, err) == (0, "")
     assert "dry run: step 1 has loss " in out and "22 (11" in out
     assert list(tmp_path.iterdir()) == [] and contents(digits) == before
+
+
+@pytest.mark.parametrize(("rho", "passes"), [("null", 1), (0.1, 2)])
+def test_dry_run_with_sam_makes_both_passes(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rho: object, passes: int
+) -> None:
+    calls = mock.Mock(side_effect=run_training.forward_backward)
+    monkeypatch.setattr(run_training, "forward_backward", calls)
+    train_here([*arguments(digits, tmp_path, train__sam_rho=rho), "--dry-run"])
+    assert calls.call_count == passes
 
 
 @pytest.mark.parametrize(
