@@ -1,8 +1,11 @@
 """How far a run is: its step, and the results of its evaluations. `state.json` holds it."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from imagenet_cls.config.schema import EarlyStopConfig
 
 # Results of an evaluation by their names in configs (`checkpoint.best`, `train.early_stop.metric`).
 METRICS = {
@@ -42,6 +45,30 @@ def best_score(best: Mapping[str, float]) -> float:
     """The score of an entry of `Progress.best`."""
     (metric,) = (name for name in best if name != "step")
     return score(best, metric)
+
+
+def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig) -> bool:
+    """Whether the last `patience_evals` evaluations brought no improvement. An improvement is
+    better than the previous improvement by more than `min_delta`.
+
+    history: the metrics of the regular evaluations, in order; of the EMA weights if there are any.
+    An evaluation without the metric is ignored. NaN is never better.
+    """
+    if config.patience_evals is None:
+        return False
+    metric = METRICS[config.metric]
+    reference = -math.inf
+    waited = 0
+    for results in history:
+        if metric not in results:
+            continue
+        value = score(results, metric)
+        if value > reference + config.min_delta:
+            reference = value
+            waited = 0
+        else:
+            waited += 1
+    return waited >= config.patience_evals
 
 
 def read_progress(values: Mapping[str, Any]) -> Progress:

@@ -4,7 +4,6 @@ Shards are not padded, models run without their DDP wrapper, and all counts are 
 ranks in one all-reduce.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from imagenet_cls.checkpoint.progress import METRICS, score
-from imagenet_cls.config.schema import Config, EarlyStopConfig
+from imagenet_cls.config.schema import Config
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.engine.evaluation_labels import EvaluationLabels
@@ -231,25 +229,3 @@ def add_batch(
         real = real.to(logits.device)
         sums["real_hits"] += real.eq(best[:, :1]).any(1).sum()
         sums["real_images"] += real.ge(0).any(1).sum()
-
-
-def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig) -> bool:
-    """Whether `patience_evals` evaluations have passed since the last one that exceeded the best
-    before it by `min_delta`.
-
-    history: the metrics of the regular evaluations, in order; of the EMA weights if there are any.
-    An evaluation without the metric is ignored. NaN is never better.
-    """
-    if config.patience_evals is None:
-        return False
-    metric = METRICS[config.metric]
-    best, waited = -math.inf, 0
-    for results in history:
-        if metric not in results:
-            continue
-        value = score(results, metric)
-        if value > best + config.min_delta:
-            best, waited = value, 0
-        else:
-            waited += 1
-    return waited >= config.patience_evals

@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 
 from imagenet_cls.checkpoint.format import checkpoint_path
-from imagenet_cls.checkpoint.progress import METRICS, Progress, score
+from imagenet_cls.checkpoint.progress import METRICS, Progress, score, stops_early
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts
-from imagenet_cls.engine.evaluate import evaluate, stops_early
+from imagenet_cls.engine.evaluate import evaluate
 from imagenet_cls.engine.loaders import Batch, DataWaitCheck
 from imagenet_cls.engine.meter import Meter, StepResult
 from imagenet_cls.engine.plan import Due, ceil_div, due_after

@@ -9,9 +9,8 @@ import pytest
 from helpers import arguments, evaluations, newest, state_digest, train_here
 
 from imagenet_cls.checkpoint.format import write_manifest
-from imagenet_cls.checkpoint.progress import METRICS
+from imagenet_cls.checkpoint.progress import METRICS, stops_early
 from imagenet_cls.config.schema import EarlyStopConfig
-from imagenet_cls.engine.evaluate import stops_early
 
 
 def top1(*values: float) -> list[dict[str, float]]:
