@@ -1,4 +1,4 @@
-"""Every private name of torch, timm and Python that this package uses, in one function each.
+"""Private names of torch, torchvision, timm and Python, each behind a function or a constant.
 
 A release may rename them without notice, so each has a test that fails then
 (tests/unit/test_private_names.py). This module imports torch, and other libraries where they are

@@ -87,7 +87,7 @@ def forward_backward(
     plan, group = parts.plan, parts.group
     metrics = []
     for micro_step, batch in enumerate(micro_batches):
-        # Copies the images to the device, normalizes, erases and mixes them.
+        # Normalizes, erases and mixes the images, on the device.
         images, targets = parts.preprocess(batch, epoch, step, micro_step)
         # Dropout and drop-path draw from these generators.
         key = hash_key("batch", parts.config.seed, step, micro_step, group.rank)
