@@ -347,7 +347,8 @@ def run_conditions(state: dict[str, Any]) -> dict[str, Any]:
         "training images": state["data_digest"],
         "classes": state["classes"],
         "validation images": state.get("val_digest"),
-        "data.files": state.get("data_sizes"),  # allowed after a bad image was replaced
+        # The sizes of training files. A change is an error without `--allow-change data.files`.
+        "data.files": state.get("data_sizes"),
         "validation files": state.get("val_sizes"),
         "distill.teacher": state.get("teacher_digest"),
         "steps per epoch": state["plan"]["steps_per_epoch"],
