@@ -267,12 +267,12 @@ def check_model_parameters(model: nn.Module, name: str) -> None:
 def check_model_outputs(
     model: nn.Module, config: Config, num_classes: int, smallest_norm_batch: int
 ) -> None:
-    """Raise ConfigError where the model does not map one black image of each of the config's sizes
-    to (1, num_classes).
+    """Raise ConfigError where the model does not map an input of zeros, (1, C, H, W), of each of
+    the config's sizes to (1, num_classes).
 
     smallest_norm_batch: the smallest number of images over which BatchNorm computes its statistics
     in training. If it is 1, a pass in training mode checks that each BatchNorm layer gets more than
-    one value per channel; otherwise torch raises an error.
+    one value per channel, since torch can't normalize a single value.
 
     Leaves the model in training mode.
     """
@@ -285,7 +285,7 @@ def check_model_outputs(
     sizes += [("augment.size_px", size_px), ("eval.crop_px", config.eval.crop_px)]
     model.eval()
     for key, size in sizes:
-        outputs = _forward_black_image(model, config, key, size, "images")
+        outputs = _forward_zeros(model, config, key, size, "images")
         shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else None
         if shape != (1, num_classes):
             found = shape or f"a {type(outputs).__name__}"
@@ -300,17 +300,17 @@ def check_model_outputs(
         before = [buffer.clone() for buffer in model.buffers()]
         with preserve_rng_state():
             smallest = sizes_px(config.augment)[0]
-            _forward_black_image(
+            _forward_zeros(
                 model, config, "train.micro_batch_size", smallest, "a single training image"
             )
         for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.copy_(value)
 
 
-def _forward_black_image(
+def _forward_zeros(
     model: nn.Module, config: Config, key: str, size_px: Size, input_name: str
 ) -> object:
-    """The output for one black image. Raises ConfigError for `key` where the model fails.
+    """The output for one input of zeros. Raises ConfigError for `key` where the model fails.
     input_name: what the model gets, for the message.
     """
     channels = config.data.channels

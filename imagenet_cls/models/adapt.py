@@ -160,7 +160,7 @@ def resize_model(model: nn.Module, size_px: Size, channels: int = 3) -> str | No
 
 @torch.no_grad()
 def _try_size(model: nn.Module, size_px: Size, channels: int) -> None:
-    """Run the model on one black image in evaluation mode. Call it before `set_training`:
+    """Run the model on an input of zeros in evaluation mode. Call it before `set_training`:
     afterwards all layers have the mode of the model.
     """
     was_training = model.training

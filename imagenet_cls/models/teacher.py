@@ -75,7 +75,7 @@ def build_teacher(
     """The teacher on `group.device`. A collective: rank 0 reads the weights and broadcasts them.
 
     num_classes, mean_std: the values of the student. read: called for `teacher.checkpoint`.
-    sizes_px: the sizes of the training images; each is tried with one black image. seed: keys the
+    sizes_px: the sizes of the training images; each is tried with an input of zeros. seed: keys the
     initial weights of a factory's model without a checkpoint. order: the output of published
     weights for each class of the data, then all others; empty where it is the same. Raises
     ConfigError for other classes or unsupported sizes, and what `build_model`, `load_weights` and
