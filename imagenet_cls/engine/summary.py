@@ -18,7 +18,7 @@ from imagenet_cls.engine.loaders import describe_workers
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.overlap import initial_weights_warning, same_parts_warning
 from imagenet_cls.engine.plan import Plan, part_sizes
-from imagenet_cls.models.adapt import frozen_batch_norm
+from imagenet_cls.models.adapt import batch_norm_layers
 
 # Of an epoch's images; more are worth a warning.
 _MAX_LEFT_OUT = 0.1
@@ -200,7 +200,7 @@ def _count(number: int, noun: str) -> str:
 
 def _batch_norm_batch(parts: TrainingParts) -> str:
     """The images over which BatchNorm computes its statistics; "" for a model without."""
-    if not frozen_batch_norm(parts.model, parts.config.model):
+    if not batch_norm_layers(parts.model, parts.config.model):
         return ""
     if parts.config.model.freeze_bn:
         return "none: running statistics are frozen (model.freeze_bn)"

@@ -98,7 +98,7 @@ def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
             parameter.requires_grad_(False)
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    fixed = sum(frozen_batch_norm(model, cfg).values())
+    fixed = sum(batch_norm_layers(model, cfg).values())
     sentence = f"{trained:,} of {total:,} parameters are trained"
     if fixed:
         sentence += f"; {fixed} BatchNorm layers keep their running statistics"
@@ -111,12 +111,12 @@ def set_training(model: nn.Module, cfg: ModelConfig) -> None:
     """
     model.train()
     if cfg.freeze or cfg.head_only or cfg.freeze_bn:
-        for layer, is_frozen in frozen_batch_norm(model, cfg).items():
+        for layer, is_frozen in batch_norm_layers(model, cfg).items():
             layer.train(not is_frozen)
 
 
-def frozen_batch_norm(model: nn.Module, cfg: ModelConfig) -> dict[BatchNormBase, bool]:
-    """For each BatchNorm layer, whether its running statistics are frozen. With `model.freeze_bn`
+def batch_norm_layers(model: nn.Module, cfg: ModelConfig) -> dict[BatchNormBase, bool]:
+    """Each BatchNorm layer, and whether its running statistics are frozen. With `model.freeze_bn`
     all are, otherwise the layers whose parameters are frozen. A layer without parameters is treated
     like the smallest module around it that has some, so it is not frozen in front of a trained
     head.
