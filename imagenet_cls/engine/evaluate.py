@@ -27,7 +27,7 @@ from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.wrap import wrap_data_parallel
 
-Outputs = tuple[dict[str, Tensor], Tensor, Tensor]
+EvalOutputs = tuple[dict[str, Tensor], Tensor, Tensor]
 """fp32 logits (B, classes) of each model, targets (B,), indices (B,)."""
 
 
@@ -59,7 +59,7 @@ class Evaluation:
         models: Mapping[str, nn.Module],
         batches: Iterable[Batch] | None = None,
         pad_to: int | None = None,
-    ) -> Iterator[Outputs]:
+    ) -> Iterator[EvalOutputs]:
         """`model_outputs` of models on the device. batches: by default the batches of this rank's
         shard.
         """
@@ -86,7 +86,7 @@ def model_outputs(
     flip: bool = False,
     pad_to: int | None = None,
     labels: EvaluationLabels = EvaluationLabels(),  # noqa: B008 (immutable)
-) -> Iterator[Outputs]:
+) -> Iterator[EvalOutputs]:
     """Run all models in evaluation mode over each batch, so that every image is decoded once. The
     models stay in this mode.
 
@@ -122,7 +122,7 @@ def compute_logits(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
 
 
 def evaluate(
-    outputs: Iterable[Outputs],
+    outputs: Iterable[EvalOutputs],
     names: Sequence[str],
     group: Group,
     num_classes: int,

@@ -26,7 +26,7 @@ from imagenet_cls.data.sources import ImageSource, SubsetSource, targets_of, wit
 from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.engine.build import rank_devices
-from imagenet_cls.engine.evaluate import Evaluation, Outputs, evaluate
+from imagenet_cls.engine.evaluate import EvalOutputs, Evaluation, evaluate
 from imagenet_cls.engine.evaluation_labels import evaluation_labels
 from imagenet_cls.engine.metrics import build_metrics
 from imagenet_cls.errors import CheckpointError, DataError
@@ -318,7 +318,7 @@ class OutputRecorder:
         self._recorded = recorded
         self._sizes = sizes
 
-    def watch(self, outputs: Iterable[Outputs]) -> Iterator[Outputs]:
+    def watch(self, outputs: Iterable[EvalOutputs]) -> Iterator[EvalOutputs]:
         """Yield the outputs of an evaluation unchanged."""
         for logits, targets, indices in outputs:
             for number, name in enumerate(self._names):
