@@ -46,7 +46,7 @@ def build_train_loader(
         data.repeats,
         data.repeats_multiple,
         accumulation=plan.accumulation,
-        devices=plan.devices,
+        devices=plan.devices_per_rank,
         balance=data.balance,
         targets=required_targets(source, "data.balance") if data.balance > 0 else None,
     )
@@ -92,11 +92,11 @@ def shared_memory_use(
     if config.data.name == "synthetic":
         return []
     options = train_worker_options(config.data, plan, group)
-    batch = plan.micro_batch * plan.devices * config.augment.splits
+    batch = plan.micro_batch * plan.devices_per_rank * config.augment.splits
     batches_of_run = plan.epochs * plan.steps_per_epoch * plan.accumulation
     train_images = min(options.num_workers * options.prefetch_batches, batches_of_run) * batch
     val_shard = ceil_div(len(data.val), group.world_size)
-    val_batch = config.eval.batch_size * plan.devices
+    val_batch = config.eval.batch_size * plan.devices_per_rank
     val_options = worker_options(config.data, group, ceil_div(val_shard, val_batch))
     val_images = min(val_options.num_workers * val_options.prefetch_batches * val_batch, val_shard)
     train_bytes = config.data.channels * prod(height_width(config.augment.size_px))

@@ -10,8 +10,7 @@ from imagenet_cls.errors import DataError, Problem
 class Plan:
     """Batch sizes and numbers of optimizer updates (steps).
 
-    devices: the devices of one rank. micro_batch: the largest number of images per device in one
-    forward pass.
+    micro_batch: the largest number of images per device in one forward pass.
     """
 
     world_size: int
@@ -21,7 +20,7 @@ class Plan:
     steps_per_epoch: int
     epochs: int
     total_steps: int
-    devices: int = 1
+    devices_per_rank: int = 1
 
     @property
     def forward_passes(self) -> int:
@@ -30,7 +29,7 @@ class Plan:
         One device with eight micro-batches computes the same forward passes as eight devices with
         one.
         """
-        return self.world_size * self.devices * self.accumulation
+        return self.world_size * self.devices_per_rank * self.accumulation
 
 
 def micro_batch_for(global_batch: int, num_devices: int, limit: int | None) -> int:
@@ -78,7 +77,9 @@ def batch_problem(train: TrainConfig, num_devices: int, uneven: bool = True) -> 
     return Problem("train.global_batch_size", message)
 
 
-def plan_run(train: TrainConfig, num_samples: int, world_size: int, devices: int = 1) -> Plan:
+def plan_run(
+    train: TrainConfig, num_samples: int, world_size: int, devices_per_rank: int = 1
+) -> Plan:
     """The plan of a run with `num_samples` samples in an epoch. Raises DataError where they do not
     fill one batch.
     """
@@ -90,19 +91,18 @@ def plan_run(train: TrainConfig, num_samples: int, world_size: int, devices: int
             f"{train.global_batch_size}).",
             f"Give a train.global_batch_size of at most {num_samples}, or more images.",
         )
-    micro_batch = micro_batch_for(
-        train.global_batch_size, world_size * devices, train.micro_batch_size
-    )
+    num_devices = world_size * devices_per_rank
+    micro_batch = micro_batch_for(train.global_batch_size, num_devices, train.micro_batch_size)
     total = steps_per_epoch * train.epochs
     return Plan(
         world_size=world_size,
         global_batch=train.global_batch_size,
-        accumulation=ceil_div(train.global_batch_size, world_size * devices * micro_batch),
+        accumulation=ceil_div(train.global_batch_size, num_devices * micro_batch),
         micro_batch=micro_batch,
         steps_per_epoch=steps_per_epoch,
         epochs=train.epochs,
         total_steps=min(total, train.max_steps or total),
-        devices=devices,
+        devices_per_rank=devices_per_rank,
     )
 
 

@@ -262,7 +262,7 @@ class Run:
         # `check` is a collective, so it is not called before a batch that another rank lacks.
         # Shards differ by at most one image.
         smallest_shard = evaluation.num_images // world_size
-        batch_size = self.parts.config.eval.batch_size * self.parts.plan.devices
+        batch_size = self.parts.config.eval.batch_size * self.parts.plan.devices_per_rank
         batches_on_all_ranks = ceil_div(smallest_shard, batch_size)
         done = 0
         self.reporter.eval_progress(done, evaluation.num_images)

@@ -79,8 +79,8 @@ def startup_table(
 
 def _describe_batch(plan: Plan) -> str:
     devices = _count(plan.world_size, "rank")
-    if plan.devices > 1:
-        devices = _count(plan.devices, "GPU")
+    if plan.devices_per_rank > 1:
+        devices = _count(plan.devices_per_rank, "GPU")
     steps = _count(plan.accumulation, "accumulation step")
     per_pass = " or ".join(map(str, part_sizes(plan.global_batch, plan.forward_passes)))
     return f"{plan.global_batch} = {devices} x {steps} x {per_pass} per device"
