@@ -110,8 +110,8 @@ def plan_run(
 class Due:
     """What is due after a step.
 
-    end: it is the last step of the run. regular_evaluation: it ends `eval.every_epochs` epochs;
-    `evaluation` is also due at the end of the run.
+    end: it is the last step of the run. regular_evaluation: the evaluation of `eval.every_epochs`
+    is due. evaluation: that, or the run ends.
     """
 
     end: bool
