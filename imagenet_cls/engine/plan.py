@@ -64,6 +64,7 @@ def batch_problem(train: TrainConfig, num_devices: int, uneven: bool = True) -> 
     uneven: whether the sizes of micro-batches may differ.
     """
     size = train.global_batch_size
+    # Micro-batches of at most one image can't have two sizes: some would be empty.
     if size % num_devices == 0 or (uneven and size > num_devices and train.micro_batch_size != 1):
         return None
     below = size // num_devices * num_devices
