@@ -178,8 +178,8 @@ def start_ranks(
         parallel.init_method,
         parallel.timeout_sec,
     )
-    executed = None if arguments.launcher == "spawn" else child_command(name)
-    return launch_ranks(agent, executed, argv, partial(run_spawned_rank, command))
+    rank_command = None if arguments.launcher == "spawn" else child_command(name)
+    return launch_ranks(agent, rank_command, argv, partial(run_spawned_rank, command))
 
 
 def child_command(name: str) -> list[str]:

@@ -97,7 +97,7 @@ class Run:
                 request.signal_number,
             ) from None
         finally:
-            self.profile(force_end=True)
+            self.update_profiler(force_end=True)
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         """This rank's micro-batches of an epoch, from its step `first_step` on, already copied to a
@@ -145,7 +145,7 @@ class Run:
             if is_finite:
                 self.save()
             self.meter.restart_clock()
-        self.profile()
+        self.update_profiler()
 
     def after_epoch(self) -> None:
         """Log the epoch's last steps. Evaluate, if that is due and not done, and then save if the
@@ -163,7 +163,7 @@ class Run:
         progress, parts = self.progress, self.parts
         return due_after(progress.step, parts.plan, parts.config, progress.stopped_early)
 
-    def profile(self, force_end: bool = False) -> None:
+    def update_profiler(self, force_end: bool = False) -> None:
         """Start or end the profile of `train.profile` if that is due. force_end: end it in any
         case.
         """

@@ -234,9 +234,11 @@ class RunFolder:
                 "Restore it, then resume with --resume.",
             )
 
-    def start_run(self, progress: "Progress", resumed: bool) -> None:
-        """From here on the folder holds the run. progress: the progress of the run. resumed:
-        whether the command has --resume.
+    def mark_started(self, progress: "Progress", resumed: bool) -> None:
+        """Keep what is in the folder at the end of the `with` block, unless a run without --resume
+        fails before its first step.
+
+        progress: the progress of the run. resumed: whether the command has --resume.
         """
         self._progress = progress
         self._resumed = resumed

@@ -65,7 +65,7 @@ def train_in_folder(
     open_log(work_dir, group.rank)
     log_path = log_file(work_dir, group.rank)
     name_flight_recorder_files(os.environ, log_path.parent)
-    folder.start_run(progress, resumed=options.resume)
+    folder.mark_started(progress, resumed=options.resume)
     # only now, so that a run that fails to start does not remove the existing one
     if options.overwrite:
         run_on_main(group, folder.clear)
@@ -97,7 +97,7 @@ def train_in_folder(
             with run.save_when_stopped():
                 # the run may have stopped between the last step of an epoch and its evaluation
                 run.after_epoch()
-                run.profile()
+                run.update_profiler()
                 train(run)
         run_on_main(group, saver.wait)
         if config.log.plots:

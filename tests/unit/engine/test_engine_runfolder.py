@@ -144,7 +144,7 @@ def test_exit_before_the_start_of_the_run_removes_only_what_open_created(tmp_pat
         pass
     assert contents(tmp_path) == before and not (tmp_path / ".lock").exists()
     with open_folder(tmp_path, resume=True) as folder:
-        folder.start_run(Progress(), resumed=True)
+        folder.mark_started(Progress(), resumed=True)
     with open_folder(tmp_path, resume=True):
         pass
     assert (tmp_path / ".lock").exists()
@@ -167,7 +167,7 @@ def test_exit_clears_a_new_run_that_failed_before_its_first_step(
 ) -> None:
     progress = Progress()
     with suppress(type(error) if error else ()), open_folder(tmp_path) as folder:
-        folder.start_run(progress, resumed)
+        folder.mark_started(progress, resumed)
         (tmp_path / "config.yaml").write_text("new")
         progress.step = step
         if error:
