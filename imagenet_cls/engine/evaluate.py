@@ -213,7 +213,7 @@ def add_batch(
     sums: Mapping[str, Tensor], logits: Tensor, targets: Tensor, real: Tensor | None
 ) -> None:
     """Add the counts of a batch to the sums of `evaluate`, in place. logits: (B, classes). targets:
-    (B,). real: (B, most labels), `EvaluationLabels.real` of these images.
+    (B,). real: (B, max_labels), `EvaluationLabels.real` of these images.
     """
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     is_target = best.eq(targets[:, None])

@@ -28,7 +28,7 @@ class EvaluationLabels:
     """Which classes and labels count.
 
     present: int64 (P,), the classes that the validation images have; None: all. real: int64
-    (images, most labels), the ReaL labels of each image, and -1 where it has fewer; None without
+    (images, max_labels), the ReaL labels of each image, and -1 where it has fewer; None without
     them. left_out: the number of images that `data.exclude` has left out.
     """
 
@@ -102,6 +102,6 @@ def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) ->
         raise DataError(
             f"{place}: none of the {len(rows)} images has a label.", "Check the file and data.val."
         )
-    most = max(map(len, rows))
-    padded = [row + [-1] * (most - len(row)) for row in rows]
+    max_labels = max(map(len, rows))
+    padded = [row + [-1] * (max_labels - len(row)) for row in rows]
     return torch.tensor(padded)
