@@ -18,7 +18,7 @@ from imagenet_cls.config.schema import (
     height_width,
 )
 from imagenet_cls.data.builtin import BatchLoader
-from imagenet_cls.data.datasets import DataSets, open_datasets
+from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
@@ -56,6 +56,16 @@ from imagenet_cls.parallel.wrap import (
 )
 
 
+@dataclass(frozen=True)
+class RunData:
+    """The images of a run. classes, note: as in `DataSets`."""
+
+    train: ImageSource
+    val: ImageSource
+    classes: tuple[str, ...]
+    note: str | None
+
+
 @dataclass
 class TrainingParts:
     """The components of a training run.
@@ -70,7 +80,7 @@ class TrainingParts:
     group: Group
     devices: Devices
     plan: Plan
-    data: DataSets
+    data: RunData
     num_classes: int
     messages: list[str]
     model: nn.Module
@@ -138,13 +148,12 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     autocast_dtype = choose_precision(train, device)
 
     data = open_same_data(config.data, group, subset=config.eval.classes == "present")
-    assert data.train is not None and data.val is not None
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
     devices = rank_devices(config, group)
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
     plan = plan_run(train, samples, group.world_size, len(devices.all))
     check_ema_updates(config.ema, plan)
-    memory_use = shared_memory_use(config, data, plan, group)
+    memory_use = shared_memory_use(config, len(data.val), plan, group)
     check_shared_memory(memory_use, group.rank_info.local_world_size)
 
     smallest_norm_batch = min(batch_norm_images(config, plan))
@@ -227,7 +236,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     )
 
 
-def open_same_data(data: DataConfig, group: Group, subset: bool) -> DataSets:
+def open_same_data(data: DataConfig, group: Group, subset: bool) -> RunData:
     """The training and the validation images, after a check that all ranks have the same. subset:
     whether validation images may lack classes.
     """
@@ -236,7 +245,7 @@ def open_same_data(data: DataConfig, group: Group, subset: bool) -> DataSets:
     parts = {"training images": opened.train, "validation images": opened.val}
     digests = {name: f"{part.digest()} {size_fingerprint(part)}" for name, part in parts.items()}
     check_same_data(digests, group)
-    return opened
+    return RunData(opened.train, opened.val, opened.classes, opened.note)
 
 
 def samples_of_classes(source: ImageSource, num_classes: int, balance: float) -> np.ndarray:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from imagenet_cls.config.schema import Config, DataConfig, height_width
 from imagenet_cls.data.builtin import BatchLoader, SyntheticLoader, synthetic_eval_batches
-from imagenet_cls.data.datasets import DataSets
 from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.sources import ImageSource, required_targets
@@ -83,19 +82,18 @@ def build_val_batches(
 
 
 def shared_memory_use(
-    config: Config, data: DataSets, plan: Plan, group: Group
+    config: Config, num_val_images: int, plan: Plan, group: Group
 ) -> list[tuple[int, int]]:
     """The most images that this rank's workers hold in shared memory, and the bytes of one image: a
     pair for training and a pair for evaluation.
     """
-    assert data.train is not None and data.val is not None
     if config.data.name == "synthetic":
         return []
     options = train_worker_options(config.data, plan, group)
     batch = plan.micro_batch * plan.devices_per_rank * config.augment.splits
     batches_of_run = plan.epochs * plan.steps_per_epoch * plan.accumulation
     train_images = min(options.num_workers * options.prefetch_batches, batches_of_run) * batch
-    val_shard = ceil_div(len(data.val), group.world_size)
+    val_shard = ceil_div(num_val_images, group.world_size)
     val_batch = config.eval.batch_size * plan.devices_per_rank
     val_options = worker_options(config.data, group, ceil_div(val_shard, val_batch))
     val_images = min(val_options.num_workers * val_options.prefetch_batches * val_batch, val_shard)

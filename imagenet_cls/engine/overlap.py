@@ -11,7 +11,7 @@ from imagenet_cls.checkpoint.format import config_from_state, invalid_content_er
 from imagenet_cls.checkpoint.select import state_of_newest
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config, DataConfig
-from imagenet_cls.data.datasets import TORCHVISION, DataSets, open_datasets
+from imagenet_cls.data.datasets import TORCHVISION, open_datasets
 from imagenet_cls.data.sources import (
     FolderSource,
     ImageSource,
@@ -19,6 +19,7 @@ from imagenet_cls.data.sources import (
     size_fingerprint,
     targets_of,
 )
+from imagenet_cls.engine.build import RunData
 from imagenet_cls.errors import UserError
 from imagenet_cls.files import is_url
 from imagenet_cls.lookup import is_factory_name
@@ -27,7 +28,7 @@ from imagenet_cls.lookup import is_factory_name
 _PART_KEYS = ("train", "val", "val_fraction", "fold", "group", "classes", "fraction", "exclude")
 
 
-def same_parts_warning(data: DataConfig, opened: DataSets) -> str | None:
+def same_parts_warning(data: DataConfig, opened: RunData) -> str | None:
     """A warning if the training and the validation part seem to be the same images.
 
     Of image files the names, classes and sizes are compared. Of the datasets of a factory only the
@@ -35,7 +36,6 @@ def same_parts_warning(data: DataConfig, opened: DataSets) -> str | None:
     worker processes must not share.
     """
     train, val = opened.train, opened.val
-    assert train is not None and val is not None
     if train.digest() == val.digest() and size_fingerprint(train) == size_fingerprint(val):
         return (
             f"the validation part has the {len(train)} images of the training part; name another "
@@ -58,7 +58,7 @@ def same_parts_warning(data: DataConfig, opened: DataSets) -> str | None:
     )
 
 
-def initial_weights_warning(config: Config, opened: DataSets) -> str | None:
+def initial_weights_warning(config: Config, opened: RunData) -> str | None:
     """A warning if the initial weights are of a run that trained on images which are held out now.
 
     Checkpoints have a digest of the training images, by names and classes. The training part of
@@ -67,7 +67,6 @@ def initial_weights_warning(config: Config, opened: DataSets) -> str | None:
     """
     checkpoint, data = config.model.checkpoint, config.data
     train, val = opened.train, opened.val
-    assert train is not None and val is not None
     if checkpoint is None or is_url(checkpoint):
         return None
     with suppress(UserError), invalid_content_errors(checkpoint):

@@ -278,7 +278,6 @@ class Run:
     def sample_names(self, step: int) -> list[str]:
         """Names of the images that this rank reads in a step (counted from 1), each once."""
         source = self.parts.data.train
-        assert source is not None
         sampler = copy.copy(self.parts.train_loader.sampler)  # that of the loader is in use
         epoch, step_of_epoch = divmod(step - 1, sampler.steps_per_epoch)
         sampler.set_epoch(epoch, step_of_epoch)

@@ -75,7 +75,6 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
     """The part of `state.json` that is the same at every step: enough to predict with nothing but
     the checkpoint.
     """
-    assert parts.data.train is not None and parts.data.val is not None
     return {
         "plan": {
             "steps_per_epoch": parts.plan.steps_per_epoch,

@@ -35,7 +35,6 @@ def startup_table(
 ) -> list[tuple[str, str]]:
     """Rows (label, text) about the run that begins. work_dir: None for a dry run."""
     plan, group, config = parts.plan, parts.group, parts.config
-    assert parts.data.train is not None and parts.data.val is not None
     parameters = sum(parameter.numel() for parameter in parts.model.parameters()) / 1e6
     classes = parts.num_classes
     present = parts.evaluation.labels.present
@@ -162,7 +161,6 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
     """`start_warnings` of a run that begins at step 0, each without `warning: `."""
     plan, config = parts.plan, parts.config
     warnings = []
-    assert parts.data.train is not None
     samples = samples_per_epoch(len(parts.data.train), config.data.repeats_multiple)
     left_out = samples - plan.steps_per_epoch * plan.global_batch
     if left_out > _MAX_LEFT_OUT * samples:
