@@ -34,8 +34,7 @@ from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import state_dict_mismatch
-from imagenet_cls.optim.build import build_optimizer, state_copies
-from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.optim.build import layer_with_gradients, optimizer_of_layer, state_copies
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.report.reporter import Reporter
 from imagenet_cls.text import format_value
@@ -316,10 +315,10 @@ def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torc
     changed = changed_arguments(snapshot.state, now)
     if not changed:
         return
-    layer = nn.Linear(2, 3, device=device)
-    layer(torch.ones(1, 2, device=device)).sum().backward()
-    old_config = config_from_state(snapshot.state, snapshot.path).optimizer
-    old, new = optimizer_of_layer(layer, old_config), optimizer_of_layer(layer, now)
+    layer = layer_with_gradients(device)
+    before = config_from_state(snapshot.state, snapshot.path).optimizer
+    old = optimizer_of_layer(before, layer)
+    new = optimizer_of_layer(now, layer)
     old.step()
     load_optimizer(layer, new, *optimizer_to_tensors(layer, old), changed)
     try:
@@ -331,11 +330,6 @@ def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torc
             f"Restore them, or start a new run from the checkpoint's weights: "
             f"model.checkpoint={snapshot.path}",
         ) from error
-
-
-def optimizer_of_layer(layer: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    plain = replace(config, layer_decay=None, lr_scales={})
-    return build_optimizer(config, parameter_groups(layer, plain))
 
 
 def run_conditions(state: dict[str, Any]) -> dict[str, Any]:

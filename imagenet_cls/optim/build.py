@@ -154,7 +154,7 @@ def initial_momentum(optimizer: OptimizerConfig) -> float | None:
     needs a GPU.
     """
     try:
-        group = _optimizer_of_layer(optimizer).param_groups[0]
+        group = optimizer_of_layer(optimizer, layer_with_gradients()).param_groups[0]
     except Exception:
         return None
     momentum = group["momentum"] if "momentum" in group else group.get("betas", [None])[0]
@@ -166,7 +166,7 @@ def state_copies(optimizer: OptimizerConfig) -> int:
     not run on CPUs.
     """
     try:
-        built = _optimizer_of_layer(optimizer)
+        built = optimizer_of_layer(optimizer, layer_with_gradients())
         built.step()
     except Exception:
         return 2
@@ -176,24 +176,28 @@ def state_copies(optimizer: OptimizerConfig) -> int:
     return copies + (_is_lookahead(optimizer) and optimizer.kwargs.get("lookahead_k") != 1)
 
 
-def _optimizer_of_layer(optimizer: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer over a (3, 2) weight and a (3,) bias with gradients, without layer_decay and
-    lr_scales, which need the real model.
-    """
-    layer = nn.Linear(2, 3)
+def layer_with_gradients(device: torch.device | None = None) -> nn.Linear:
+    """A layer with a (3, 2) weight, a (3,) bias and gradients."""
+    layer = nn.Linear(2, 3, device=device)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.fill_(0.5)
             parameter.grad = torch.full_like(parameter, 0.25)
-    return build_optimizer(
-        optimizer, parameter_groups(layer, replace(optimizer, layer_decay=None, lr_scales={}))
-    )
+    return layer
+
+
+def optimizer_of_layer(optimizer: OptimizerConfig, layer: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the parameters of `layer`, without layer_decay and lr_scales, which need
+    the real model.
+    """
+    plain = replace(optimizer, layer_decay=None, lr_scales={})
+    return build_optimizer(optimizer, parameter_groups(layer, plain))
 
 
 def _step_problems(optimizer: OptimizerConfig) -> list[Problem]:
     built = None
     try:
-        built = _optimizer_of_layer(optimizer)
+        built = optimizer_of_layer(optimizer, layer_with_gradients())
         if problems := _state_problems(optimizer.name, built.state_dict()):
             return problems  # before a step, which with timm's kron compiles
         built.step()
