@@ -26,8 +26,8 @@ from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.plan import ceil_div
 from imagenet_cls.engine.train import train
+from imagenet_cls.errors import out_of_memory_line
 from imagenet_cls.guards.device import explain_device_errors
-from imagenet_cls.guards.memory import is_out_of_memory
 from imagenet_cls.models.adapt import set_training
 from imagenet_cls.optim.schedule import Horizon, Schedule
 from imagenet_cls.parallel.memory import (
@@ -205,7 +205,7 @@ def try_micro_batch(config: Config, group: Group, images: int, accumulation: int
         train(run)
         seconds = run.time() - run.started
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if not out_of_memory_line(error):
             raise
         return Trial(images, problem="out of memory")
     reserved = torch.cuda.max_memory_reserved() if group.device.type == "cuda" else 0

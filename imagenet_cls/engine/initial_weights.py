@@ -24,9 +24,8 @@ from imagenet_cls.config.schema import (
 )
 from imagenet_cls.data.classes import IMAGENET_CLASSES, class_difference, imagenet_order
 from imagenet_cls.data.transforms import sizes_px
-from imagenet_cls.errors import CheckpointError, ConfigError, DataError
+from imagenet_cls.errors import CheckpointError, ConfigError, DataError, out_of_memory_line
 from imagenet_cls.files import is_url
-from imagenet_cls.guards.memory import is_out_of_memory
 from imagenet_cls.models.adapt import (
     checkpoint_activations,
     freeze,
@@ -323,7 +322,7 @@ def _forward_zeros(
         # An AttributeError is a bug of the model, unless `model.kwargs` cause it: a timm ResNet
         # that is built with two stages still calls the third one.
         is_attribute_error = isinstance(error, AttributeError)
-        if is_out_of_memory(error) or (is_attribute_error and not kwargs):
+        if out_of_memory_line(error) or (is_attribute_error and not kwargs):
             raise
         name = config.model.name
         if kwargs:

@@ -43,8 +43,3 @@ def explain_out_of_memory(sizes: str = "") -> Iterator[None]:
             "Try a smaller train.micro_batch_size (the global batch stays) or eval.batch_size, "
             "train.grad_checkpointing=true, train.precision=bf16, or smaller images.",
         ) from error
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch raised this error because the memory of a GPU or of the host ran out."""
-    return out_of_memory_line(error) is not None

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from imagenet_cls.errors import DataError, ResourceError
-from imagenet_cls.guards.memory import explain_out_of_memory, is_out_of_memory
+from imagenet_cls.errors import DataError, ResourceError, out_of_memory_line
+from imagenet_cls.guards.memory import explain_out_of_memory
 from imagenet_cls.parallel.memory import memory_limit_bytes, peak_memory_bytes, reset_peak_memory
 
 
@@ -39,7 +39,7 @@ def test_out_of_memory_names_sizes_and_remedies() -> None:
     ],
 )
 def test_out_of_memory_is_recognized_by_its_text(text: str) -> None:
-    assert is_out_of_memory(RuntimeError(text))
+    assert out_of_memory_line(RuntimeError(text))
     with pytest.raises(ResourceError) as caught, explain_out_of_memory():
         raise RuntimeError(text)
     detail = str(caught.value).splitlines()[1]
