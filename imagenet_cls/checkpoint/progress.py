@@ -41,10 +41,15 @@ def score(results: Mapping[str, float], metric: str) -> float:
     return -results[metric] if metric == "loss" else results[metric]
 
 
+def best_metric(best: Mapping[str, float]) -> str:
+    """The metric of an entry of `Progress.best`."""
+    (metric,) = (name for name in best if name != "step")
+    return metric
+
+
 def best_score(best: Mapping[str, float]) -> float:
     """The score of an entry of `Progress.best`."""
-    (metric,) = (name for name in best if name != "step")
-    return score(best, metric)
+    return score(best, best_metric(best))
 
 
 def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig) -> bool:

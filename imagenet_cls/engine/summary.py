@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from imagenet_cls.checkpoint.format import checkpoint_path
-from imagenet_cls.checkpoint.progress import Progress
+from imagenet_cls.checkpoint.progress import Progress, best_metric
 from imagenet_cls.config.schema import EmaConfig, MixConfig
 from imagenet_cls.data.index import describe_unread
 from imagenet_cls.data.samplers import samples_per_epoch
@@ -215,7 +215,7 @@ def final_message(progress: Progress, work_dir: Path, meter: Meter) -> str:
     for name, best in progress.best.items():
         path = checkpoint_path(work_dir / "checkpoints", best["step"])
         saved = str(path) if path.exists() else f"{path}, which is missing"
-        (metric,) = (key for key in best if key != "step")
+        metric = best_metric(best)
         title, form = _METRIC_FORMATS[metric]
         last, top = form.format(progress.latest[name][metric]), form.format(best[metric])
         lines.append(
