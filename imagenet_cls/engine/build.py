@@ -29,7 +29,6 @@ from imagenet_cls.engine.initial_weights import (
     build_distillation_teacher,
     build_training_model,
     choose_mean_std,
-    run_on_main_first,
 )
 from imagenet_cls.engine.loaders import build_train_loader, shared_memory_use
 from imagenet_cls.engine.metrics import Metrics, build_metrics
@@ -46,6 +45,7 @@ from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import Criterion, build_criterion, build_loss
 from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
+from imagenet_cls.parallel.collectives import run_on_main_first
 from imagenet_cls.parallel.devices import Devices, choose_devices
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.wrap import (

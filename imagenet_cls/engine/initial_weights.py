@@ -1,12 +1,8 @@
-"""The model of a run: its initial weights, changes by the config, and the teacher.
+"""Builds the model and the teacher of a run, with their initial weights, and checks both."""
 
-Also whether it fits the data.
-"""
-
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +35,11 @@ from imagenet_cls.models.build import build_model, model_mean_std, published_wei
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
 from imagenet_cls.models.weight_files import download_weights, read_all_weights
 from imagenet_cls.models.weights import load_weights, prefix_errors
-from imagenet_cls.parallel.collectives import run_on_main
+from imagenet_cls.parallel.collectives import run_on_main, run_on_main_first
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
 from imagenet_cls.text import first_line, format_value
-
-T = TypeVar("T")
 
 
 def build_training_model(
@@ -229,16 +223,6 @@ def check_kind(weights: Collection[str], kind: str, origin: Path | str) -> None:
     """Raise CheckpointError unless `kind` is one of `weights`."""
     if kind not in weights:
         raise CheckpointError(f"{origin}: no {kind} weights.", f"It has: {', '.join(weights)}.")
-
-
-def run_on_main_first(group: Group, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and then on the other ranks, so that an error of rank 0 (a missing
-    file, no network) is raised once, on all ranks.
-    """
-    # `run_on_main` would pickle and broadcast a returned value; the list keeps it on rank 0.
-    results: list[T] = []
-    run_on_main(group, lambda: results.append(action()))
-    return results[0] if group.is_main else action()
 
 
 def choose_mean_std(data: DataConfig, model: nn.Module) -> tuple[list[float], list[float]]:

@@ -117,6 +117,16 @@ def run_on_main(group: Group, action: Callable[[], T]) -> T:
     return outcome[0]
 
 
+def run_on_main_first(group: Group, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and then on the other ranks, so that an error of rank 0 (a missing
+    file, no network) is raised once, on all ranks.
+    """
+    # `run_on_main` would pickle and broadcast a returned value; the list keeps it on rank 0.
+    results: list[T] = []
+    run_on_main(group, lambda: results.append(action()))
+    return results[0] if group.is_main else action()
+
+
 def mark_printed_by_main(error: UserError, group: Group) -> UserError:
     """Mark an error that every rank raises, so that only rank 0 prints it."""
     error.printed_elsewhere = not group.is_main
