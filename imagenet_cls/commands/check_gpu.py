@@ -30,12 +30,12 @@ from typing import Any
 from imagenet_cls import __version__
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import child_command
-from imagenet_cls.engine.run_folder import code_version
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.files import explain_write_errors, write_output
 from imagenet_cls.parallel.signals import handle_interrupts
 from imagenet_cls.report.jsonl import read_metrics
 from imagenet_cls.text import shorten
+from imagenet_cls.versions import code_version
 
 # A ResNet without ReLU and max pooling, which would turn rounding errors of 1e-7 into 1e-2 in four
 # steps.

@@ -13,17 +13,17 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Self
 
 from imagenet_cls.checkpoint.folders import finish_interrupted_writes, list_checkpoints, step_of
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError, Stopped, UsageError
 from imagenet_cls.files import REMOVED, explain_write_errors, remove, take_lock, write_file
+from imagenet_cls.versions import code_version
 
 if TYPE_CHECKING:
     from imagenet_cls.checkpoint.progress import Progress
@@ -270,35 +270,3 @@ class RunFolder:
 
 def _is_failure(error: BaseException | None) -> bool:
     return isinstance(error, Exception) and not isinstance(error, Stopped)
-
-
-def code_version() -> dict[str, Any] | None:
-    """The commit of the package's checkout, and whether the package differs from it; None without
-    one or git.
-    """
-    folder = Path(__file__).parents[1]
-    # Variables such as GIT_DIR, which git sets for hooks, name another repository. `status` must
-    # not write an index.
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    env["GIT_OPTIONAL_LOCKS"] = "0"
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=True,
-            timeout=10,
-        )
-        return done.stdout.decode(errors="replace").strip()
-
-    try:
-        # fails for an installed package in another repository
-        git("ls-files", "--error-unmatch", "__init__.py")
-        return {
-            "commit": git("rev-parse", "HEAD"),
-            "uncommitted_changes": bool(git("status", "--porcelain", ".")),
-        }
-    except (OSError, subprocess.SubprocessError):
-        return None

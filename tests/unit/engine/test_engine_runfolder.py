@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import os
-import shutil
-import subprocess
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.schema import Config, ModelConfig
-from imagenet_cls.engine import run_folder
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import ResourceError, Stopped, UsageError
 
@@ -192,38 +189,6 @@ def test_metadata_records_only_listed_variables(
     assert (
         env["versions"]["torch"] == "9.9" and (tmp_path / "config.yaml").read_text() == "seed: 1\n"
     )
-
-
-def test_code_version_is_the_commit_of_the_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None without git, outside of a checkout, and where another repository ignores the folder."""
-
-    def git(*words: str | Path) -> str:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-        command = ["git", "-C", tmp_path, *identity, *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    if shutil.which("git") is None:
-        pytest.skip("needs git")
-    module = tmp_path / "package" / "engine" / "run_folder.py"
-    module.parent.mkdir(parents=True)
-    (tmp_path / "package" / "__init__.py").touch()
-    monkeypatch.setattr(run_folder, "__file__", str(module))
-    assert run_folder.code_version() is None
-    git("init", "--quiet")
-    (tmp_path / ".git" / "info" / "exclude").write_text("package\n")
-    assert run_folder.code_version() is None
-    git("add", "--force", "package")
-    git("commit", "--quiet", "-m", "first")
-    head = git("rev-parse", "HEAD")
-    (tmp_path / "notes.txt").touch()  # outside of the package
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other"))  # as in a hook of another repository
-    assert run_folder.code_version() == {"commit": head, "uncommitted_changes": False}
-    (tmp_path / "package" / "__init__.py").write_text("1")
-    assert run_folder.code_version() == {"commit": head, "uncommitted_changes": True}
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert run_folder.code_version() is None
 
 
 def test_check_present_moved_folder_is_an_error(tmp_path: Path) -> None:
