@@ -44,7 +44,9 @@ class Updater:
         head_names: Sequence[str] = (),
         keep_gradients: bool = False,
     ):
-        """keep_gradients: after a step, set gradients to zero in the same memory, not to None."""
+        """head_names: the names of the head's parameters. keep_gradients: after a step, set
+        gradients to zero in the same memory, not to None.
+        """
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.keep_gradients = keep_gradients
         if keep_gradients:
@@ -115,11 +117,10 @@ def build_clipper(
     if clip_value is not None:
         return lambda parameters, _: nn.utils.clip_grad_value_(parameters, clip_value)
     if clip_agc is not None:
-        heads = tuple(f"{name}." for name in head_names)
         body = [
             parameter
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and not f"{name}.".startswith(heads)
+            if parameter.requires_grad and name not in head_names
         ]
         return lambda _, __: adaptive_clip_grad(body, clip_agc)
     return lambda parameters, norm: None
