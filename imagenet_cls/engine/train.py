@@ -85,7 +85,7 @@ def forward_backward(
     ranks they are the values of the global batch.
     """
     plan, group = parts.plan, parts.group
-    metrics = []
+    loss_and_top1 = torch.zeros(2, device=group.device)
     for micro_step, batch in enumerate(micro_batches):
         # Normalizes, erases and mixes the images, on the device.
         images, targets = parts.preprocess(batch, epoch, step, micro_step)
@@ -101,7 +101,7 @@ def forward_backward(
                 logits = parts.wrapped(images)
                 loss = parts.criterion(logits, targets, images) / divisor
             parts.scaler.scale(loss).backward()
-        loss_and_top1 = torch.stack([loss.detach(), top1_accuracy(logits, targets) / divisor])
+        own = torch.stack([loss.detach(), top1_accuracy(logits, targets) / divisor])
         # With DataParallel, the loss may be on another device (`parallel.output_device`).
-        metrics.append(loss_and_top1.to(group.device, non_blocking=True))
-    return sum(metrics[1:], metrics[0])
+        loss_and_top1 += own.to(group.device, non_blocking=True)
+    return loss_and_top1
