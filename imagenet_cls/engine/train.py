@@ -33,7 +33,7 @@ class TrainingRun(Protocol):
         """This rank's micro-batches of an epoch, from its step `first_step` on."""
         ...
 
-    def after_step(self, result: StepResult, /) -> None:
+    def after_step(self, result: StepResult) -> None:
         """Called after each step, when `progress.step` has been increased."""
         ...
 
