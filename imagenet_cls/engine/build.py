@@ -139,7 +139,9 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     load_initial_weights: whether to load the weights that the config names; false for a run that
     resumes. Raises UserError.
     """
-    device, train, augment = group.device, config.train, config.augment
+    device = group.device
+    train = config.train
+    augment = config.augment
     # The checks before training imported these modules only in the launching process or on rank 0.
     for name in config.imports:
         import_from_cwd(name)

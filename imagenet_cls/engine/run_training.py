@@ -60,7 +60,9 @@ def train_in_folder(
     stop_signals: StopSignalHandler,
 ) -> None:
     """Load the checkpoint to resume from, if any, open what the run writes, and train."""
-    config, group, work_dir = parts.config, parts.group, options.work_dir
+    config = parts.config
+    group = parts.group
+    work_dir = options.work_dir
     progress, messages = restore(parts, folder, options)
     open_log(work_dir, group.rank)
     log_path = log_file(work_dir, group.rank)

@@ -34,7 +34,9 @@ def startup_table(
     parts: TrainingParts, work_dir: Path | None, progress: Progress
 ) -> list[tuple[str, str]]:
     """Rows (label, text) about the run that begins. work_dir: None for a dry run."""
-    plan, group, config = parts.plan, parts.group, parts.config
+    plan = parts.plan
+    group = parts.group
+    config = parts.config
     parameters = sum(parameter.numel() for parameter in parts.model.parameters()) / 1e6
     classes = parts.num_classes
     present = parts.evaluation.labels.present

@@ -47,7 +47,9 @@ def train(run: TrainingRun) -> None:
 
     Raises StopRequested after a stop signal, NonFiniteError, DataError or ResourceError.
     """
-    parts, plan, progress = run.parts, run.parts.plan, run.progress
+    parts = run.parts
+    plan = parts.plan
+    progress = run.progress
     while progress.step < plan.total_steps and not progress.stopped_early:
         epoch, first_step = divmod(progress.step, plan.steps_per_epoch)
         batches = run.epoch_batches(epoch, first_step)
@@ -84,7 +86,8 @@ def forward_backward(
     Returns the loss and the top-1 accuracy (0 to 1): (2,), detached, on the device. Averaged over
     ranks they are the values of the global batch.
     """
-    plan, group = parts.plan, parts.group
+    plan = parts.plan
+    group = parts.group
     loss_and_top1 = torch.zeros(2, device=group.device)
     for micro_step, batch in enumerate(micro_batches):
         # Normalizes, erases and mixes the images, on the device.
