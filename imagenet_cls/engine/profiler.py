@@ -34,7 +34,8 @@ class StepProfiler:
             from torch.profiler import ProfilerActivity, profile
 
             activities = [ProfilerActivity.CPU]
-            activities += [ProfilerActivity.CUDA] if self._device_type == "cuda" else []
+            if self._device_type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
             self._profile = profile(activities=activities)
             self._first = step + 1
             self._profile.start()

@@ -265,7 +265,10 @@ class RunFolder:
         """Remove what `open` has created, up to the first folder that is not empty."""
         with contextlib.suppress(OSError):
             for path in self._created:
-                path.unlink() if path.name == ".lock" else path.rmdir()
+                if path.name == ".lock":
+                    path.unlink()
+                else:
+                    path.rmdir()
 
 
 def _is_failure(error: BaseException | None) -> bool:
