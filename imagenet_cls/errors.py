@@ -92,8 +92,8 @@ def explain_content_errors(
     what: str = "invalid content",
     remedy: str = "Restore it, or use another one.",
 ) -> Iterator[None]:
-    """Turn errors of code that reads or uses the content of `place` into a `kind`, but no
-    UserError, and no error of memory that ran out.
+    """Raise `kind` for any exception while `place` is read or used. UserErrors and out-of-memory
+    errors pass through.
     """
     try:
         yield
@@ -106,9 +106,8 @@ def explain_content_errors(
         raise kind(f"{place}: {what} ({reason}).", remedy) from error
 
 
-# Errors of a path that no correct program can rule out: a name that the system refuses, or a disk
-# or network file system that fails. Other errors, such as a missing file, are bugs where nothing
-# checks them.
+# errno values that only the user can fix. Any other OSError that gets here is a missing check, so
+# it keeps its traceback.
 _INVALID_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 _FAILED_PATH = (
     errno.EROFS,

@@ -45,9 +45,9 @@ from imagenet_cls.text import first_line
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import Group
 
-# A rank that lost another one waits this long before it reports that: its launcher may end it
-# first, and report the other one's error, which is the cause.
-_PATIENCE_SEC = 5.0
+# A rank whose collective failed waits this long before it reports: the launcher may end it first
+# and report the rank that caused it.
+_LOST_RANK_WAIT_SEC = 5.0
 
 # a spawned rank imports this module, and then torch
 if multiprocessing.parent_process() is not None:
@@ -252,7 +252,7 @@ class RankProcess:
                 print_error(requeue_if_slurm(error, os.environ), error.exit_code)
             signal_launching_process(error.signal_number)
             return error.exit_code
-        if isinstance(error, KeyboardInterrupt):  # before the handler of signals is installed
+        if isinstance(error, KeyboardInterrupt):  # came before the handler of signals was installed
             return 130
         if is_communication_error(error):
             error = lost_rank_error(error, self.rank_info.rank, self.group)
@@ -274,7 +274,7 @@ def lost_rank_error(error: BaseException, rank: int, group: "Group | None") -> R
 
     lost = None
     if group is not None and group.heartbeat is not None:
-        lost = group.heartbeat.wait_for_lost_rank(_PATIENCE_SEC)
+        lost = group.heartbeat.wait_for_lost_rank(_LOST_RANK_WAIT_SEC)
     lost = lost or nccl_error(error, rank)
     if lost is not None:
         return lost

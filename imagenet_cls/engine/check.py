@@ -27,8 +27,8 @@ def check_agreement(loaded: LoadedConfig, group: Group, training: bool) -> None:
     """Raise a UserError on every rank unless all have the same code and config, and stage 2 of the
     checks passes.
 
-    If a launching process has made the other checks, only the number of ranks is left to check: it
-    does not know it in an elastic job.
+    If a launching process has made the other checks, only the number of ranks is left to check,
+    which the launching process does not know in an elastic job.
     """
     check_same_code(loaded.config, group)
     check_same_config(loaded.config, group)
@@ -105,6 +105,6 @@ def rank_problems(config: Config, world_size: int, training: bool = True) -> lis
         ]
     if not training:
         return []
-    # DataParallel divides a batch in its own way, so that it needs equal shares.
+    # DataParallel divides a batch in its own way, so it needs equal shares.
     problem = batch_problem(config.train, num_devices(config, world_size), uneven=mode != "dp")
     return [] if problem is None else [problem]

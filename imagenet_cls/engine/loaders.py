@@ -145,7 +145,7 @@ class DataWaitCheck:
     def __init__(self, data: DataConfig, plan: Plan, group: Group):
         self.num_workers = train_worker_options(data, plan, group).num_workers
         self.cpus = cpus_per_rank(group.rank_info)
-        self.is_done = data.name == "synthetic"  # made on the device
+        self.is_done = data.name == "synthetic"  # whose batches are made on the device
         self.epoch: int | None = None
         self.waits_pct: list[float] = []  # of the last intervals, all above the limit
 

@@ -20,7 +20,7 @@ from imagenet_cls.engine.overlap import initial_weights_warning, same_parts_warn
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
 
-# Of an epoch's images; more are worth a warning.
+# An epoch that leaves out a larger share of the images is worth a warning.
 _MAX_LEFT_OUT = 0.1
 _METRIC_FORMATS = {
     "top1_pct": ("top-1", "{:.2f} %"),
