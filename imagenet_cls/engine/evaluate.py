@@ -7,9 +7,10 @@ ranks in one all-reduce.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +122,29 @@ def compute_logits(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
     return (logits.clone() + model(pixels.flip(3)).float()) / 2
 
 
+@dataclass
+class Sums:
+    """Sums over the images for one model, as views of one tensor.
+
+    class_hits, class_images: (classes,). The others are of one element.
+    """
+
+    top1: Tensor
+    top5: Tensor
+    loss: Tensor
+    images: Tensor
+    real_hits: Tensor
+    real_images: Tensor
+    class_hits: Tensor
+    class_images: Tensor
+
+    @classmethod
+    def of_row(cls, row: Tensor) -> Self:
+        """The views of a row of 6 + 2 * classes elements."""
+        classes = (len(row) - 6) // 2
+        return cls(*row.split([1, 1, 1, 1, 1, 1, classes, classes]))
+
+
 def evaluate(
     outputs: Iterable[EvalOutputs],
     names: Sequence[str],
@@ -153,13 +177,9 @@ def evaluate(
         metric.reset()
     # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24.
     dtype = torch.float32 if group.device.type == "mps" else torch.float64
-    sizes = dict.fromkeys(("top1", "top5", "loss", "images", "real_hits", "real_images"), 1)
-    sizes |= {"class_hits": num_classes, "class_images": num_classes}
-    # One tensor, which one collective reduces, and for each model the views of its sums by name.
-    all_sums = torch.zeros(len(names), sum(sizes.values()), dtype=dtype, device=group.device)
-    sums: dict[str, dict[str, Tensor]] = {}
-    for name, row in zip(names, all_sums, strict=True):
-        sums[name] = dict(zip(sizes, row.split(list(sizes.values())), strict=True))
+    # One tensor with a row for each model, so that one collective reduces all sums.
+    rows = torch.zeros(len(names), 6 + 2 * num_classes, dtype=dtype, device=group.device)
+    sums = {name: Sums.of_row(row) for name, row in zip(names, rows, strict=True)}
     is_empty = True
     for logits, targets, indices in outputs:
         is_empty = False
@@ -170,35 +190,33 @@ def evaluate(
                 # copies, since it may change them
                 metric.update(logits[name].clone(), targets.clone())
     if is_empty:
-        # Metrics that gather lists need the dtype and dimensions of outputs from an empty shard,
-        # too. Metrics of torchmetrics that only count raise an error for it, which is ignored.
+        # A rank with an empty shard passes an empty batch, so that torchmetrics that gather lists
+        # know the dtype and shape. Others may reject it.
         no_logits = torch.zeros(0, num_classes, device=group.device)
         no_targets = no_logits.new_zeros(0, dtype=torch.int64)
         for metric in all_metrics:
             with suppress(Exception):
                 metric.update(no_logits, no_targets)
-    all_reduce_sum(all_sums, group)
-    totals = {name: {key: sums[name][key].tolist() for key in sizes} for name in names}
+    all_reduce_sum(rows, group)
+    rows = rows.cpu().double()
     seconds = time.perf_counter() - started  # the device has done its work
     results = {}
-    for name, total in totals.items():
-        (images,) = total["images"]
-        recalls = [
-            hits / count
-            for hits, count in zip(total["class_hits"], total["class_images"], strict=True)
-            if count
-        ]
+    for name, row in zip(names, rows, strict=True):
+        total = Sums.of_row(row)
+        images = total.images.item()
+        has_images = total.class_images > 0
+        recalls = total.class_hits[has_images] / total.class_images[has_images]
         result: dict[str, Any] = {
-            "top1_pct": 100 * total["top1"][0] / images,
-            "top5_pct": 100 * total["top5"][0] / images,
-            "loss": total["loss"][0] / images,
-            "balanced_accuracy_pct": 100 * fmean(recalls),
+            "top1_pct": 100 * total.top1.item() / images,
+            "top5_pct": 100 * total.top5.item() / images,
+            "loss": total.loss.item() / images,
+            "balanced_accuracy_pct": 100 * fmean(recalls.tolist()),
             "images": int(images),
             "seconds": seconds,
         }
         if labels.real is not None:
-            (real_images,) = total["real_images"]
-            result["real_pct"] = 100 * total["real_hits"][0] / real_images
+            real_images = total.real_images.item()
+            result["real_pct"] = 100 * total.real_hits.item() / real_images
             result["real_images"] = int(real_images)
         result |= compute_metrics(metrics[name], group)
         if labels.present is not None:
@@ -209,23 +227,21 @@ def evaluate(
     return results
 
 
-def add_batch(
-    sums: Mapping[str, Tensor], logits: Tensor, targets: Tensor, real: Tensor | None
-) -> None:
-    """Add the counts of a batch to the sums of `evaluate`, in place. logits: (B, classes). targets:
+def add_batch(sums: Sums, logits: Tensor, targets: Tensor, real: Tensor | None) -> None:
+    """Add the counts of a batch to the sums of a model, in place. logits: (B, classes). targets:
     (B,). real: (B, max_labels), `EvaluationLabels.real` of these images.
     """
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     is_target = best.eq(targets[:, None])
     is_hit = is_target[:, 0]
-    sums["top1"] += is_hit.sum()
-    sums["top5"] += is_target.sum()
-    sums["loss"] += functional.cross_entropy(logits, targets, reduction="sum")
-    sums["images"] += len(targets)
-    dtype = sums["class_hits"].dtype
-    sums["class_hits"].index_add_(0, targets, is_hit.to(dtype))
-    sums["class_images"].index_add_(0, targets, torch.ones_like(targets, dtype=dtype))
+    sums.top1 += is_hit.sum()
+    sums.top5 += is_target.sum()
+    sums.loss += functional.cross_entropy(logits, targets, reduction="sum")
+    sums.images += len(targets)
+    dtype = sums.class_hits.dtype
+    sums.class_hits.index_add_(0, targets, is_hit.to(dtype))
+    sums.class_images.index_add_(0, targets, torch.ones_like(targets, dtype=dtype))
     if real is not None:
         real = real.to(logits.device)
-        sums["real_hits"] += real.eq(best[:, :1]).any(1).sum()
-        sums["real_images"] += real.ge(0).any(1).sum()
+        sums.real_hits += real.eq(best[:, :1]).any(1).sum()
+        sums.real_images += real.ge(0).any(1).sum()
