@@ -150,18 +150,18 @@ def restore(
     Raises CheckpointError.
     """
     group = parts.group
-    # On rank 0 only. `run_on_main` pickles what `read` returns, which has no tensors.
-    with_tensors: Snapshot | None = None
+    # `run_on_main` would pickle the tensors that `read` returns. The list keeps them on rank 0.
+    with_tensors: list[Snapshot] = []
 
     def read() -> tuple[Snapshot, list[str]] | None:
-        nonlocal with_tensors
-        with_tensors, messages = find_checkpoint(folder, options)
-        if with_tensors is None:
+        snapshot, messages = find_checkpoint(folder, options)
+        if snapshot is None:
             return None
-        with invalid_content_errors(with_tensors.path):
-            messages += check_checkpoint(with_tensors, parts, options.allow_change)
-        ema: dict[str, Tensor] | None = None if with_tensors.ema is None else {}
-        return replace(with_tensors, model={}, optimizer={}, ema=ema), messages
+        with invalid_content_errors(snapshot.path):
+            messages += check_checkpoint(snapshot, parts, options.allow_change)
+        with_tensors.append(snapshot)
+        ema: dict[str, Tensor] | None = None if snapshot.ema is None else {}
+        return replace(snapshot, model={}, optimizer={}, ema=ema), messages
 
     found = run_on_main(group, read)
     if found is None:
@@ -169,8 +169,9 @@ def restore(
         if options.resume:
             messages = [f"no checkpoint to resume from in {folder.path}: starting from scratch"]
         return Progress(), messages
-    without_tensors, messages = found
-    snapshot = with_tensors or without_tensors
+    snapshot, messages = found
+    if group.is_main:
+        snapshot = with_tensors[0]
     # Outside of `invalid_content_errors`: a lost rank is no invalid content.
     model = broadcast_tensors(snapshot.model, group)
     optimizer = broadcast_tensors(snapshot.optimizer, group)
@@ -179,7 +180,7 @@ def restore(
         parts.model.load_state_dict(model)
         changed = changed_arguments(snapshot.state, parts.config.optimizer)
         load_optimizer(parts.model, parts.optimizer, optimizer, snapshot.optimizer_values, changed)
-        if ema is None:
+        if ema is None:  # the earlier run had none: the EMA starts from the loaded weights
             parts.ema.set(parts.model)
         elif parts.ema.module is not None:
             parts.ema.module.load_state_dict(ema)
@@ -253,10 +254,11 @@ def check_resumable(
             f"Start a new run from its weights: model.checkpoint={path}",
         )
     stored = config_from_state(state, path)
-    conditions, conditions_now = run_conditions(state), run_conditions(describe_run(parts))
+    conditions_before = run_conditions(state)
+    conditions_now = run_conditions(describe_run(parts))
     # A condition that only one of them has counts as unchanged: older checkpoints have fewer.
-    before = comparable_values(stored) | conditions_now | conditions
-    now = comparable_values(parts.config) | conditions | conditions_now
+    before = comparable_values(stored) | conditions_now | conditions_before
+    now = comparable_values(parts.config) | conditions_before | conditions_now
     names = sorted({*before, *now} - {*ineffective_keys(stored), *ineffective_keys(parts.config)})
     changed = {
         name: f"{name}: {format_value(before.get(name))} -> {format_value(now.get(name))}"
