@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -119,30 +120,27 @@ def open_run_folder(
     report are considered.
     """
     restarted_by = gather_to_main(list(options.restarted_by), group)
-
-    def choose_name() -> str:
-        earlier = [
-            path.name
-            for path in options.work_dir.glob("*/")
-            if RunFolder(path).was_started_by(restarted_by)
-        ]
-        return max(earlier, default=time.strftime("%Y%m%d_%H%M%S"))
-
+    work_dir = options.work_dir
     if options.new_folder:
-        options = replace(options, work_dir=options.work_dir / run_on_main(group, choose_name))
-    options_if_restarted = replace(options, resume=True, overwrite=False)
-    folder = RunFolder(options.work_dir)
-
-    def lock_folder() -> tuple[bool, bool]:
-        is_restart = folder.was_started_by(restarted_by)
-        folder.open(config, options_if_restarted if is_restart else options)
-        return is_restart, bool(list_checkpoints(folder.checkpoints))
-
-    is_restart, has_checkpoints = run_on_main(group, lock_folder)
-    if is_restart:
-        options = options_if_restarted
+        work_dir /= run_on_main(group, partial(choose_folder_name, work_dir, restarted_by))
+    folder = RunFolder(work_dir)
+    options = replace(options, work_dir=work_dir)
+    if run_on_main(group, partial(folder.was_started_by, restarted_by)):
+        options = replace(options, resume=True, overwrite=False)
+    run_on_main(group, partial(folder.open, config, options))
+    has_checkpoints = run_on_main(group, lambda: bool(list_checkpoints(folder.checkpoints)))
     resumes = options.resume_from is not None or (options.resume and has_checkpoints)
     return folder, options, resumes
+
+
+def choose_folder_name(parent: Path, restarted_by: Collection[str]) -> str:
+    """The name of the newest run folder in `parent` that one of these launchers started; without
+    any, the current time.
+    """
+    earlier = [
+        path.name for path in parent.glob("*/") if RunFolder(path).was_started_by(restarted_by)
+    ]
+    return max(earlier, default=time.strftime("%Y%m%d_%H%M%S"))
 
 
 @contextmanager
