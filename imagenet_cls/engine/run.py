@@ -59,6 +59,7 @@ class Run:
         self.hang_log = hang_log
         self.profiler = profiler
         self.overwrite = overwrite
+        # recomputed: `train.early_stop` may have changed since the checkpoint
         progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
         self.meter = Meter(parts.group, parts.plan.global_batch)
         self.nonfinite_guard = NonFiniteGuard(
@@ -227,7 +228,7 @@ class Run:
         # The plateau schedule and early stopping do not count an evaluation that is due only
         # because the run ends: `max_steps`, or epochs that are no multiple of `eval.every_epochs`.
         if self.due().regular_evaluation:
-            progress.evaluations.append((progress.step, progress.latest["raw"]["top1_pct"]))
+            progress.evaluations.append((progress.step, results["raw"]["top1_pct"]))
             preferred = results["ema" if "ema" in models else "raw"]
             progress.history.append({metric: preferred[metric] for metric in METRICS.values()})
         early_stop = parts.config.train.early_stop
@@ -245,6 +246,7 @@ class Run:
         """Record the result of one kind of weights. Returns whether it is the best so far."""
         progress = self.progress
         metric = METRICS[self.parts.config.checkpoint.best]
+        # Without `seconds`, which would make the state of equal runs differ.
         progress.latest[name] = {key: value for key, value in result.items() if key != "seconds"}
         best = progress.best.get(name, {})
         is_better = metric not in best or score(result, metric) > score(best, metric)
