@@ -34,6 +34,8 @@ def train_command(argv: Sequence[str]) -> int:
         return start_ranks("train", train_command, arguments, loaded, argv)
     with RankProcess(rank_info, arguments.traceback) as process:
         loaded = load_for_training(arguments)
+        # Before torch is imported, which takes seconds. For several ranks the launching process has
+        # checked the files, or rank 0 reports in `run_training` what is missing.
         if rank_info.is_single_process:
             check_files(arguments, loaded)
         group = process.join(loaded)
@@ -102,8 +104,19 @@ def train_parser() -> argparse.ArgumentParser:
 
 
 def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
-    """Load and check the config, without importing torch. `--resume CKPT` becomes `--resume-from
-    CKPT` in `arguments`.
+    """Load and check the config, without importing torch. Replaces `--resume CKPT` in
+    `arguments`.
+    """
+    replace_resume_checkpoint(arguments)
+    overrides, configs = cli.split_overrides(arguments, ["one config"])
+    if arguments.syncbn:
+        overrides.append("parallel.sync_bn=true")
+    return load_config(configs[0] if configs else None, overrides)
+
+
+def replace_resume_checkpoint(arguments: argparse.Namespace) -> None:
+    """Replace `--resume CKPT` by `--resume-from CKPT`. Raises UsageError for options that
+    contradict each other.
     """
     if arguments.resume not in (None, "auto"):
         if arguments.resume_from is not None:
@@ -118,10 +131,6 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
             "--work-dir auto is a new folder, which --resume can't resume.",
             "Name the folder of the run.",
         )
-    overrides, configs = cli.split_overrides(arguments, ["one config"])
-    if arguments.syncbn:
-        overrides.append("parallel.sync_bn=true")
-    return load_config(configs[0] if configs else None, overrides)
 
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
@@ -176,15 +185,17 @@ def run_options(arguments: argparse.Namespace, loaded: LoadedConfig) -> RunOptio
         launchers["TORCHELASTIC_RESTART_COUNT"] = f"ranks of {process_identity(os.getppid())}"
     if "SLURM_JOB_ID" in os.environ:
         launchers["SLURM_RESTART_COUNT"] = f"SLURM's job {os.environ['SLURM_JOB_ID']}"
+    work_dir = arguments.work_dir
+    if work_dir in (None, "auto"):
+        work_dir = f"work_dirs/{loaded.name}"
+    resume_from = None
+    if arguments.resume_from is not None:
+        resume_from = Path(arguments.resume_from)
     return RunOptions(
-        work_dir=Path(
-            f"work_dirs/{loaded.name}"
-            if arguments.work_dir in (None, "auto")
-            else arguments.work_dir
-        ),
+        work_dir=Path(work_dir),
         new_folder=arguments.work_dir == "auto",
         resume=arguments.resume is not None,
-        resume_from=arguments.resume_from and Path(arguments.resume_from),
+        resume_from=resume_from,
         overwrite=arguments.overwrite,
         allow_change=tuple(arguments.allow_change),
         dry_run=arguments.dry_run,
@@ -200,7 +211,7 @@ def process_identity(pid: int) -> str:
     reuse process ids.
     """
     try:
-        since = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        start_time = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
-        since = "unknown"
-    return f"process {pid} on {socket.gethostname()}, started at {since}"
+        start_time = "unknown"
+    return f"process {pid} on {socket.gethostname()}, started at {start_time}"
