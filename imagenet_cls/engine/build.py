@@ -4,6 +4,7 @@ import os
 import shutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -139,6 +140,9 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     load_initial_weights: whether to load the weights that the config names; false for a run that
     resumes. Raises UserError.
     """
+    # The order matters. DDP gives all ranks the weights of rank 0, which the EMA then copies. The
+    # EMA copies a model that is not compiled. The passes that rebuild DDP's buckets compile the
+    # model and clear the gradients, which `Updater` may allocate.
     device = group.device
     train = config.train
     augment = config.augment
@@ -183,17 +187,12 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     train_loader = build_train_loader(config, data.train, plan, group, mean)
     normalize = Preprocess(mean, std, device, train.channels_last)
 
-    def warm_up_ddp() -> None:
-        # With another batch size than in training, torch.compile would compile a second time.
-        size = train_loader.sampler.micro_batch_sizes[0]
-        shape = (size * augment.splits, config.data.channels, *height_width(augment.size_px))
-        images = normalize(torch.zeros(shape, dtype=torch.uint8))
-        targets = torch.zeros(size, dtype=torch.int64, device=device)
-        with autocast(device, autocast_dtype):
-            loss = criterion(wrapped(images), targets, images)
-        loss.backward()
-
-    rebuild_ddp_buckets(wrapped, warm_up_ddp)
+    # With another batch size than in training, torch.compile would compile a second time.
+    micro_batch = train_loader.sampler.micro_batch_sizes[0]
+    rebuild_ddp_buckets(
+        wrapped,
+        partial(warm_up, config, wrapped, criterion, normalize, autocast_dtype, micro_batch),
+    )
     keep_gradients = overwrites_gradients(train) and plan.accumulation > 1
     weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
     messages = [devices.note, data.note, scaling_message]
@@ -236,6 +235,24 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         evaluation=evaluation,
         metrics=build_metrics(config.eval.metrics, num_classes, weight_kinds, group),
     )
+
+
+def warm_up(
+    config: Config,
+    wrapped: nn.Module,
+    criterion: Criterion,
+    normalize: Preprocess,
+    autocast_dtype: torch.dtype | None,
+    micro_batch: int,
+) -> None:
+    """Run forward and backward over a micro-batch of zeros."""
+    augment = config.augment
+    shape = (micro_batch * augment.splits, config.data.channels, *height_width(augment.size_px))
+    images = normalize(torch.zeros(shape, dtype=torch.uint8))
+    targets = torch.zeros(micro_batch, dtype=torch.int64, device=images.device)
+    with autocast(images.device, autocast_dtype):
+        loss = criterion(wrapped(images), targets, images)
+    loss.backward()
 
 
 def open_same_data(data: DataConfig, group: Group, subset: bool) -> RunData:
