@@ -465,7 +465,8 @@ def pack_sample(sample: Sample, classes: Sequence[str], options: Options) -> Sam
     to be shrunk, or whose format its name does not tell, can't be read.
     """
     name, data, target, place = sample
-    folder, _, base = os.path.normpath(f"/{name}")[1:].rpartition("/")
+    # normpath keeps two slashes at the start, as POSIX says.
+    folder, _, base = os.path.normpath(f"/{name}").lstrip("/").rpartition("/")
     stem = base
     suffix = ""
     if is_image(os.fsencode(base)):

@@ -177,6 +177,20 @@ def test_class_name_with_a_dot_at_its_start_is_packed(
     )
 
 
+def test_absolute_paths_of_a_list_are_packed(
+    image_folder: Path, tmp_path: Path, call: Call
+) -> None:
+    files = sorted((image_folder / "train").rglob("*.JPEG"))[:10]
+    (tmp_path / "all.txt").write_text("".join(f"{file} {file.parent.name}\n" for file in files))
+    data = f"{{name: list, root: {tmp_path}, train: all.txt, val: all.txt}}"
+    config = tmp_path / "config.yaml"
+    config.write_text(f"data: {data}\noptimizer: {{lr: 0.1}}\n")
+    assert call(pack_command, config, tmp_path / "out")[0] == 0
+    source = open_datasets(DataConfig(root=str(tmp_path / "out"))).train
+    assert isinstance(source, FolderSource) and len(source) == 10
+    assert f"/{source.name(0)}" == str(files[0]).replace(".JPEG", ".jpg")
+
+
 # ---- Parquet
 
 
