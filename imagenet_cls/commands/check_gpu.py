@@ -371,12 +371,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def error_line(output: str) -> str:
-    """The line of a process's output that names its error: of a traceback, or the first of at most
-    three lines.
+    """The line of a process's output that names the exception; without one the last two lines,
+    which are the problem and the remedy of a UserError.
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.match(line)]
-    return (errors or lines or [""])[-1]
+    return errors[-1] if errors else " ".join(lines[-2:])
 
 
 # The checks.

@@ -24,6 +24,7 @@ from imagenet_cls.commands.check_gpu import (
     error_line,
     run_checks,
 )
+from imagenet_cls.errors import UsageError
 
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "check_gpu.py")]
 
@@ -193,10 +194,12 @@ def test_error_line_is_the_error_and_not_advice_after_it() -> None:
         "RuntimeError: bad\n\nSet X"
     )
     assert error_line(output) == "RuntimeError: bad"
-    assert (
-        error_line("plan\ndevice=cuda, but torch sees no GPU.\n")
-        == "device=cuda, but torch sees no GPU."
-    )
+
+
+def test_error_line_of_a_user_error_has_its_problem() -> None:
+    error = UsageError("device=cuda, but torch sees no GPU.", "Set device=cpu.")
+    assert error_line(f"plan\n{error}\n") == "device=cuda, but torch sees no GPU. Set device=cpu."
+    assert error_line("") == ""
 
 
 @pytest.mark.parametrize(
