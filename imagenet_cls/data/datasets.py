@@ -1,7 +1,6 @@
 """Opens the dataset of the config's `data` section, of any kind."""
 
 import contextlib
-import inspect
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -361,9 +360,12 @@ def _map_source(data: DataConfig, part: str) -> MapSource:
     return MapSource(dataset, name, classes_of_dataset(dataset, name))
 
 
-def _has_train_flag(factory: Any) -> bool:
-    """Whether the part is chosen by `train=True/False`. EMNIST's `split` is something else."""
-    return factory.__name__ == "EMNIST" or "train" in keyword_names(factory)[0]
+def accepted_names(factory: Any) -> list[str]:
+    """The names that a dataset of torchvision takes as keyword arguments."""
+    names, takes_any = keyword_names(factory)
+    if takes_any:  # EMNIST, QMNIST and ImageNet pass further arguments to their base class
+        names += keyword_names(factory.__base__)[0]
+    return names
 
 
 def _torchvision_set_problems(
@@ -374,14 +376,12 @@ def _torchvision_set_problems(
         hint = did_you_mean(name, CLASSIFICATION_SETS)
         return [Problem("data.name", f"torchvision has no classification dataset {name!r}{hint}")]
     factory = getattr(torchvision.datasets, name)
-    reserved = [*TORCHVISION_RESERVED]
-    if not _has_train_flag(factory):
-        reserved.append("split")
-    # EMNIST, QMNIST and ImageNet pass further arguments to their base class.
-    names, takes_any = keyword_names(factory)
-    more_names = [*names, *keyword_names(factory.__mro__[1])[0]] if takes_any else []
-    problems = kwargs_problems("data.kwargs", factory, kwargs, reserved, more_names=more_names)
-    if val is not None and not _has_train_flag(factory) and "split" not in names:
+    accepted = accepted_names(factory)
+    passed = [*TORCHVISION_RESERVED]
+    if "train" not in accepted:  # EMNIST has both, and its `split` is something else
+        passed.append("split")
+    problems = kwargs_problems("data.kwargs", factory, kwargs, passed, more_names=accepted)
+    if val is not None and not {"train", "split"} & set(accepted):
         text = f"{name} has one part only: use data.val=null data.val_fraction=0.1"
         problems.append(Problem("data.val", text))
     return problems
@@ -395,14 +395,14 @@ def _open_torchvision(name: str, root: Path, part: str, kwargs: Mapping[str, Any
     with a `split` it is that, and `val` also means `valid` or `test`.
     """
     factory = getattr(torchvision.datasets, name)
-    taken, _ = keyword_names(factory)
+    accepted = accepted_names(factory)
     arguments = dict(kwargs)
-    if "root" in taken:
+    if "root" in accepted:
         arguments["root"] = str(root)
     choices: list[dict[str, Any]] = [{}]
-    if _has_train_flag(factory):
+    if "train" in accepted:
         choices = [{"train": part == "train"}]
-    elif "split" in taken:
+    elif "split" in accepted:
         splits = ("val", "valid", "test") if part == "val" else (part,)
         choices = [{"split": split} for split in splits]
     for choice in choices:
@@ -423,7 +423,7 @@ def _with_files(factory: Any, arguments: dict[str, Any], root: Path) -> Any:
     except (RuntimeError, FileNotFoundError) as error:
         reason = first_line(error)
     try:
-        if "download" in inspect.signature(factory).parameters:
+        if "download" in accepted_names(factory):
             with contextlib.redirect_stdout(sys.stderr):
                 return factory(**arguments, download=True)
     except (RuntimeError, OSError) as error:

@@ -204,6 +204,13 @@ class WithTrainFlag(Own):
         )
 
 
+class WithKeywords(WithTrainFlag):
+    """As QMNIST: passes other arguments to its base class."""
+
+    def __init__(self, root: str, train: bool = True, **kwargs: Any):
+        super().__init__(root, train, **kwargs)
+
+
 class WithSplit(Own):
     """As Flowers102, without a download."""
 
@@ -217,7 +224,7 @@ class WithSplit(Own):
         )
 
 
-@pytest.mark.parametrize("factory", [WithTrainFlag, WithSplit])
+@pytest.mark.parametrize("factory", [WithTrainFlag, WithKeywords, WithSplit])
 def test_open_torchvision_part_by_flag_or_split(
     monkeypatch: pytest.MonkeyPatch, factory: type
 ) -> None:
