@@ -391,8 +391,8 @@ def _open_torchvision(name: str, root: Path, part: str, kwargs: Mapping[str, Any
     """A part of the dataset; missing files are downloaded. Raises DataError if that fails, and for
     an unknown part.
 
-    part: `train` is `train=True` for sets with that flag, anything else `train=False`; for sets
-    with a `split` it is that, and `val` also means `valid` or `test`.
+    part: for sets with the flag `train`, `train` is `train=True`, and `val` and `test` are
+    `train=False`; for sets with a `split` it is that, and `val` also means `valid` or `test`.
     """
     factory = getattr(torchvision.datasets, name)
     accepted = accepted_names(factory)
@@ -400,8 +400,9 @@ def _open_torchvision(name: str, root: Path, part: str, kwargs: Mapping[str, Any
     if "root" in accepted:
         arguments["root"] = str(root)
     choices: list[dict[str, Any]] = [{}]
+    reason = "the parts are train, val and test"
     if "train" in accepted:
-        choices = [{"train": part == "train"}]
+        choices = [{"train": part == "train"}] if part in ("train", "val", "test") else []
     elif "split" in accepted:
         splits = ("val", "valid", "test") if part == "val" else (part,)
         choices = [{"split": split} for split in splits]

@@ -248,6 +248,17 @@ def test_open_torchvision_without_files_or_part_raises(
         open_datasets(DataConfig(name="torchvision:CIFAR10", **change))
 
 
+@pytest.mark.parametrize("change", [{"train": "training"}, {"val": "testing"}])
+def test_open_torchvision_with_a_flag_and_an_unknown_part_raises(
+    monkeypatch: pytest.MonkeyPatch, change: dict
+) -> None:
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", WithTrainFlag)
+    with pytest.raises(DataError, match="train, val and test"):
+        open_datasets(DataConfig(name="torchvision:CIFAR10", **change))
+    data = DataConfig(name="torchvision:CIFAR10", val="test")
+    assert len(names(open_datasets(data).val)) == 10
+
+
 def test_open_torchvision_without_parts(tmp_path: Path) -> None:
     kwargs = {"size": 12, "image_size": [3, 9, 8], "num_classes": 4}
     data = DataConfig(
