@@ -335,6 +335,8 @@ def required_targets(source: ImageSource, key: str) -> np.ndarray:
             f"({source.name(0)}).",
             f"Give the dataset an attribute `targets` (a list of integers), or don't set {key}.",
         )
+    if len(targets) == 0:
+        return targets
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= len(source.classes):
         raise DataError(

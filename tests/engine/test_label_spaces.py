@@ -273,6 +273,15 @@ def test_data_classes_of_a_map_style_dataset_and_a_list(letters: Path, tmp_path:
     assert set(names(opened.train)) == set(names(opened.val)) == {("j", 0), ("a", 1)}
 
 
+def test_data_classes_of_a_part_without_images_is_an_error() -> None:
+    data = DataConfig(
+        name=f"{__name__}:Three", val=None, val_fraction=None, fold=[0, 10**9], classes=["z", "x"]
+    )
+    with pytest.raises(DataError, match="part 'val' holds no image"):
+        open_datasets(data)
+    assert len(open_datasets(data, ("train",)).train) == 5
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("a\nb\na\n", "more than once"), ("", "no class"), (None, "No such file")]
 )
