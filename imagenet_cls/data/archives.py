@@ -258,9 +258,7 @@ def _scan_archives(
         unread = Counter(map(suffix_of, others))
         labels = list(map(os.fsdecode, groups))
         return Scan(labels, [], names, unread, statuses, started, arrays)
-    part_folder = b""
-    if root.is_file() and os.path.normpath(part) != ".":
-        part_folder = os.fsencode(part)
+    part_folder = os.fsencode(os.path.normpath(part)) if root.is_file() else b"."
     prefix = _prefix_of_classes(groups, part_folder)
     classes, counts, order = _order_of_folders(place, prefix, groups, group, names)
     names = names[order]
@@ -482,11 +480,11 @@ def _prefix_of_classes(folders: Sequence[bytes], part_folder: bytes) -> bytes:
     """The path above the class folders, with `/` at its end; empty if they are at the top.
 
     folders: the folders of the images. part_folder: the folder in the archive that holds the
-    classes, perhaps in another one; empty: they are at the top, or in a single folder.
+    classes, perhaps in another one; `.`: they are at the top, or in a single folder.
     """
     tops = {folder.partition(b"/")[0] for folder in folders}
     top = tops.pop() + b"/" if len(tops) == 1 else b""
-    if part_folder:
+    if part_folder != b".":
         prefix = part_folder + b"/"
         is_at_top = any(folder.startswith(prefix) for folder in folders)
         return prefix if is_at_top else top + prefix

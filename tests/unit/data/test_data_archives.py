@@ -950,6 +950,14 @@ def test_root_may_be_an_archive_of_class_folders(tmp_path: Path, image_folder: P
     )
 
 
+@pytest.mark.parametrize("part", ["train/", "./train", "val/../train"])
+def test_folder_in_an_archive_may_be_named_by_any_path(
+    part: str, tmp_path: Path, image_folder: Path
+) -> None:
+    root = write_zip(tmp_path / "all.zip", files_of(image_folder))
+    assert held_out(root, part).classes == ("cat", "dog", "eel")
+
+
 def test_sparse_members_are_an_error(tmp_path: Path, image_folder: Path) -> None:
     files = files_of(image_folder / "train")
     sparse = {"pax_headers": {"GNU.sparse.major": "1", "GNU.sparse.name": files[0][0]}}
