@@ -55,8 +55,8 @@ def find_archives(root: Path, part: str) -> list[Path] | None:
 
     `root/part` is an archive, a folder of archives, or a pattern (`*`, `?`, `{0000..1023}`); or
     `root` is an archive with the folder `part`; or ImageNet's own archive lies in `root`. Raises
-    DataError for a pattern without a match, and for class tars beside class folders, unless each
-    tar was unpacked into a folder of its name.
+    DataError for class tars beside class folders, unless each tar was unpacked into a folder of its
+    name.
     """
     if os.path.isfile(root):  # noqa: PTH113 (pathlib raises without permission)
         return [root]
@@ -66,7 +66,8 @@ def find_archives(root: Path, part: str) -> list[Path] | None:
     if os.path.isdir(place):  # noqa: PTH112
         return _archives_in(place)
     if _PATTERN.search(part):
-        return _expand(root, part)
+        paths = _expand(root, part)
+        return paths if paths and os.path.isfile(paths[0]) else None  # noqa: PTH113
     own = root / {"train": TRAIN_TAR, "val": VAL_TAR}.get(part, "")
     return [own] if os.path.isfile(own) else None  # noqa: PTH113
 
@@ -96,7 +97,9 @@ def _archives_in(folder: Path) -> list[Path] | None:
 
 
 def _expand(root: Path, pattern: str) -> list[Path]:
-    """The files that a pattern names, relative to `root` or absolute."""
+    """The files that a pattern names, relative to `root` or absolute, some of which may be
+    missing.
+    """
     numbers = _NUMBER_RANGE.search(pattern)
     if numbers is not None:
         first, last = numbers.groups()
@@ -109,18 +112,9 @@ def _expand(root: Path, pattern: str) -> list[Path]:
         for number in range(int(first), int(last) + 1):
             padded = f"{number:0{len(first)}}"
             paths += _expand(root, _NUMBER_RANGE.sub(padded, pattern, count=1))
-        if paths:  # files that exist
-            return paths
-    elif re.search(r"[*?\[]", pattern):
-        paths = [root / name for name in sorted(glob.glob(pattern, root_dir=root))]  # noqa: PTH207 (may be absolute)
-    else:
-        paths = [root / pattern]
-    if not paths or not os.path.isfile(paths[0]):  # noqa: PTH113
-        raise DataError(
-            f"{root}/{shorten(pattern, 100)}: no such file.",
-            "Set data.root, data.train and data.val to archives.",
-        )
-    return paths
+        return paths
+    names = glob.glob(pattern, root_dir=root)  # noqa: PTH207 (may be absolute)
+    return [root / name for name in sorted(names) or [pattern]]
 
 
 def index_archives(

@@ -1,6 +1,7 @@
 """Opens the dataset of the config's `data` section, of any kind."""
 
 import contextlib
+import os
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -284,21 +285,23 @@ def index_part(
 
 def training_classes(data: DataConfig) -> Sequence[str] | None:
     """The classes of the training part of `folder` or `list`; None without one."""
+    if not has_training_part(data):
+        return None
     root = Path(data.root).expanduser()
-    place = root / data.train
-    is_indexed = place.exists() if data.name == "list" else find_archives(root, data.train)
-    if is_indexed:
-        return index_part(data, data.train).classes
-    return class_folders(place) if place.exists() else None  # the images are not listed
+    if data.name == "folder" and not find_archives(root, data.train):
+        return class_folders(root / data.train)  # the images are not listed
+    return index_part(data, data.train).classes
 
 
 def has_training_part(data: DataConfig) -> bool:
     """Whether there is a training part, which has the classes of the data, beside the validation
     part.
     """
+    if data.name not in ("folder", "list") or data.val is None:
+        return True
     root = Path(data.root).expanduser()
-    is_named = data.name != "folder" or data.val is None
-    return is_named or (root / data.train).exists() or bool(find_archives(root, data.train))
+    exists = os.path.exists(root / data.train)  # noqa: PTH110 (pathlib raises for names that no file can have)
+    return exists or bool(find_archives(root, data.train))
 
 
 def _open_map_style(

@@ -267,7 +267,8 @@ def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
     try:
         content = list_folder(os.fsencode(root))
     except OSError as error:
-        raise DataError(f"{root}: {error.strerror}.", _layout_remedy(root)) from None
+        path = shorten(str(root), 300)
+        raise DataError(f"{path}: {error.strerror}.", _layout_remedy(root)) from None
     classes = sorted(map(os.fsdecode, content.folders))
     if not classes:
         images = content.images

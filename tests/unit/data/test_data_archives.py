@@ -597,7 +597,7 @@ def test_archive_that_changes_after_the_listing_is_an_error(
 def test_numbers_of_thousands_of_digits_in_a_pattern_are_an_error(tmp_path: Path) -> None:
     data = DataConfig(root=str(tmp_path), train=f"train-{{0..{'9' * 5000}}}.tar")
     for check in (check_paths, open_datasets):
-        with pytest.raises(DataError, match="no such file") as error:
+        with pytest.raises(DataError, match="File name too long") as error:
             check(data)
         assert len(str(error.value)) < 500 + len(str(tmp_path))
 
@@ -937,8 +937,18 @@ def test_patterns_may_be_absolute(tmp_path: Path, image_folder: Path) -> None:
     )
     data = held_out(tmp_path / "elsewhere", f"{tmp_path}/shards/s-*.tar")
     assert data.classes == ("cat", "dog", "eel")
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="No such file"):
         held_out(tmp_path, "shards/s-{0002..0001}.tar")
+
+
+def test_range_of_patterns_of_which_one_has_no_match_is_an_error(
+    tmp_path: Path, image_folder: Path
+) -> None:
+    for number in (0, 2):
+        files = files_of(image_folder / "train")[number::3]
+        write_shards(tmp_path / f"s-{number}", files, lambda name: name.partition("/")[0])
+    with pytest.raises(DataError, match=r"s-1/\*\.tar: No such file"):
+        held_out(tmp_path, "s-{0..2}/*.tar")
 
 
 def test_root_may_be_an_archive_of_class_folders(tmp_path: Path, image_folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Opening every kind of dataset, and the problems of its config."""
 
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from sklearn.datasets import load_digits
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.builtin import SyntheticSource, write_digits
-from imagenet_cls.data.datasets import data_problems, open_datasets
+from imagenet_cls.data.datasets import data_problems, has_training_part, open_datasets
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.errors import DataError, UserError
 
@@ -140,6 +141,20 @@ def test_open_list_returns_train_and_val(image_folder: Path, tmp_path: Path) -> 
             and opened.val is not None
             and opened.val.load(0)[1] == 0
         )
+
+
+@pytest.mark.parametrize("name", ["folder", "list"])
+@pytest.mark.parametrize("train", ["shards-{0..2}.tar", "shards-*.tar", "gone", "x" * 300])
+def test_training_part_may_be_missing(
+    image_folder: Path, tmp_path: Path, name: str, train: str
+) -> None:
+    (tmp_path / "val.txt").write_text("val/cat/000.JPEG meow\n")
+    val = "val" if name == "folder" else str(tmp_path / "val.txt")
+    data = DataConfig(name=name, root=str(image_folder), train=train, val=val)
+    assert not has_training_part(data) and has_training_part(replace(data, train=val))
+    assert open_datasets(data, ("val",)).classes == (
+        ("cat", "dog", "eel") if name == "folder" else ("meow",)
+    )
 
 
 def test_open_digits_returns_train_and_val(tmp_path: Path) -> None:
