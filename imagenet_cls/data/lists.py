@@ -138,6 +138,12 @@ def _csv_rows(file: Path, text: str) -> list[_Row]:
                 header = [cell.lower() for cell in cells]
                 path_column = _column(header, PATH_COLUMNS, 0)
                 label_column = _column(header, LABEL_COLUMNS, 1 if path_column == 0 else 0)
+                if path_column == label_column:
+                    raise DataError(
+                        f"{file}:{reader.line_num}: the header {format_value(','.join(cells))} has "
+                        f"no column of paths.",
+                        f"Name it {PATH_COLUMNS[0]}.",
+                    )
                 continue
             path, label = (
                 cells[column] if column < len(cells) else ""

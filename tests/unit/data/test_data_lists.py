@@ -76,6 +76,7 @@ LONG = "9" * 5000
     [
         ("t.txt", "images/b.jpg cat\nimages/c.jpg\n", None, "t.txt:2: "),
         ("t.csv", "images/b.jpg,cat\nimages/c.jpg,\n", None, "t.csv:2: "),
+        ("t.csv", "label,img\ncat,images/b.jpg\n", None, "t.csv:1: the header 'label,img'"),
         ("t.csv", "images/b.jpg,cat\n" + "x" * 70_000 + "\n", None, "t.csv:2: "),
         ("t.csv", "images/b.jpg,cat\n" + "x" * 200_000 + ",dog\n", None, r"t\.csv:\d: not CSV"),
         ("t.txt", "images/b.jpg 0\nimages/c.jpg 3\nimages/c.jpg -1\n", "ab", "t.txt:2: .* 0 to 1"),
