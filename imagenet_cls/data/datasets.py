@@ -223,10 +223,10 @@ def check_heif(index: ImageIndex) -> None:
     """Raise DataError at the start, not in an epoch, for HEIF images that can't be decoded."""
     if has_heif():
         return
+    names = np.char.lower(index.names)
     is_heif = np.zeros(len(index), bool)
     for suffix in HEIF_SUFFIXES:
-        is_heif |= np.char.endswith(index.names, suffix)
-        is_heif |= np.char.endswith(index.names, suffix.upper())
+        is_heif |= np.char.endswith(names, suffix)
     rows = np.flatnonzero(is_heif)
     if len(rows):
         raise DataError(

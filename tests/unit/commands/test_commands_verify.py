@@ -80,14 +80,15 @@ def test_verify_data_counts_the_files_that_are_not_read(
         assert "4 images, 0 bad" in out and "4 .svg, 2 .txt" in out
 
 
+@pytest.mark.parametrize("heif", ["2.HEIC", "2.Heic"])
 def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
-    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heif: str
 ) -> None:
     monkeypatch.setattr(datasets, "has_heif", lambda: False)
-    for name in ("1.JPEG", "2.HEIC"):
+    for name in ("1.JPEG", heif):
         (tmp_path / "train" / "a").mkdir(parents=True, exist_ok=True)
         (tmp_path / "train" / "a" / name).write_bytes(b"")
-    with pytest.raises(DataError, match=r"1 HEIF images.*2\.HEIC"):
+    with pytest.raises(DataError, match=rf"1 HEIF images.*{heif}"):
         open_datasets(DataConfig(root=str(tmp_path), val="train"))
 
 
