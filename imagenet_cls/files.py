@@ -88,6 +88,11 @@ def check_regular(file: Path | int) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(file))
 
 
+def open_at_once(path: str | bytes, flags: int) -> int:
+    """An `opener` for `open` that does not wait until another process opens a FIFO for writing."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def link(path: Path, target: str) -> None:
     """Make or replace a symbolic link, in one step; without an error where the file system has
     none.

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from imagenet_cls.files import TEMPORARY, check_regular
+from imagenet_cls.files import TEMPORARY, check_regular, open_at_once
 
 CACHE_VARIABLE = "IMAGENET_CLS_CACHE"
 MIN_IMAGES = 10_000  # fewer are listed in milliseconds
@@ -136,7 +136,7 @@ def _read_verified(path: Path) -> bytes:
     numpy compares the checksum of an array only when it reads to its end. With a damaged header it
     may not.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+    with open(path, "rb", opener=open_at_once) as file:
         check_regular(file.fileno())
         stored = file.read()
     content = stored[:-_DIGEST_BYTES]

@@ -28,7 +28,7 @@ from imagenet_cls.data.decode import (
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
-from imagenet_cls.files import check_regular
+from imagenet_cls.files import check_regular, open_at_once
 
 _MAX_SIZES = 1000
 _MAX_ORIENTATIONS, _ORIENTATIONS_SEC = 200, 3.0
@@ -126,7 +126,7 @@ class FolderSource(ImageSource):
         if self.index.byte_ranges is not None:
             return self.index.byte_ranges.read(i)
         path = os.path.join(self._root, self.index.names[i])  # noqa: PTH118 (pathlib is slower)
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+        with open(path, "rb", buffering=0, opener=open_at_once) as file:
             check_regular(file.fileno())
             return file.read()
 

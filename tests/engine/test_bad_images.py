@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,39 +103,17 @@ def test_evaluations_say_how_many_images_are_left_out(
 # ---- data workers
 
 
-@pytest.mark.parametrize(
-    "where", ["training", pytest.param("evaluation", marks=pytest.mark.nightly)]
-)
-def test_hung_worker_exits_with_5_and_leaves_no_process(
-    folder: Path, tmp_path: Path, call: Call, where: str
-) -> None:
-    """Reading a pipe without a writer never ends, as on a network disk that is gone."""
-    pipe = bad_image(folder) if where == "training" else sorted((folder / "val" / "0").iterdir())[0]
-    if where == "evaluation":
-        bad_image(folder).unlink()
-    pipe.unlink()
-    os.mkfifo(pipe)
-    options = {"data__num_workers": 2, "data__timeout_sec": 1.5}
-    code, _, error = call(train_command, *of_folder(folder, tmp_path / "run", **options))
-    assert (
-        code == 5
-        and error.startswith("Data worker ")
-        and "(process " in error
-        and "data.timeout_sec" in error
-    )
-    assert not multiprocessing.active_children()
-
-
 class Faulty:
     """A dataset whose image 11 raises `error()`."""
 
     classes = ("a", "b")
 
-    def __init__(self, error: Callable[[], Exception]):
+    def __init__(self, error: Callable[[], Exception], length: int):
         self.error = error
+        self.length = length
 
     def __len__(self) -> int:
-        return 32
+        return self.length
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         if i == 11:
@@ -147,15 +126,23 @@ def killed() -> Exception:
     return AssertionError("the signal had no effect")
 
 
+def hung() -> Exception:
+    """As on a network disk that is gone."""
+    time.sleep(600)
+    return AssertionError("the worker was not killed")
+
+
 ERRORS: dict[str, Callable[[], Exception]] = {
     "key": lambda: KeyError("no such record"),
     "memory": lambda: OSError(28, "No space left on device"),
     "killed": killed,
+    "hung": hung,
 }
 
 
-def faulty(root: str, part: str, error: str) -> Faulty:
-    return Faulty(ERRORS[error])
+def faulty(root: str, part: str, error: str, length: int = 32) -> Faulty:
+    """length: of the training part; below 12 only the validation part has image 11."""
+    return Faulty(ERRORS[error], length if part == "train" else 32)
 
 
 def of_faulty(tmp_path: Path, error: str, **changes: Any) -> list[str]:
@@ -166,6 +153,28 @@ def of_faulty(tmp_path: Path, error: str, **changes: Any) -> list[str]:
     }
     settings |= {"data__val": "val", "data__val_fraction": "null", "train__global_batch_size": 16}
     return arguments(tmp_path, tmp_path / "run", **(settings | changes))
+
+
+@pytest.mark.parametrize("length", [32, pytest.param(8, marks=pytest.mark.nightly)])
+def test_hung_worker_exits_with_5_and_leaves_no_process(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """In training, or in the evaluation."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    changes = {
+        "data__kwargs": f"{{error: hung, length: {length}}}",
+        "data__num_workers": 2,
+        "data__timeout_sec": 1.5,
+        "train__global_batch_size": 8,
+    }
+    code, _, error = call(train_command, *of_faulty(tmp_path, "hung", **changes))
+    assert (
+        code == 5
+        and error.startswith("Data worker ")
+        and "(process " in error
+        and "data.timeout_sec" in error
+    )
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(

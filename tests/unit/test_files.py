@@ -58,8 +58,11 @@ def test_file_without_an_end_is_an_error(tmp_path: Path, read: Callable[[Path], 
     assert "manifest.json" in str(caught.value)
 
 
-def test_image_that_is_a_device_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"/dev/null .*regular"):
-        FolderSource(
-            ImageIndex(Path("/dev"), np.array([b"null"]), np.zeros(1, np.int64), ("a",))
-        ).load(0)
+@pytest.mark.timeout(60)
+def test_image_that_is_a_device_or_a_fifo_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.jpg")
+    names = np.array([b"/dev/null", b"fifo.jpg"])
+    source = FolderSource(ImageIndex(tmp_path, names, np.zeros(2, np.int64), ("a",)))
+    for i, name in enumerate(("/dev/null", "fifo.jpg")):
+        with pytest.raises(UserError, match=rf"{name} .*regular"):
+            source.load(i)
