@@ -217,8 +217,7 @@ def match_classes(
         raise DataError(
             f"{place}: {len(missing)} of {len(classes)} training classes have no folder here: "
             f"{join_names(missing)}.",
-            "Add them; or evaluate those that are here: eval.classes=present; or hold out training "
-            f"images: {NO_VALIDATION}",
+            "Add them, or evaluate those that are here: eval.classes=present",
         )
     return [position.get(name, -1) for name in found]
 
@@ -230,7 +229,7 @@ def _remedy_for_unknown(folder: str, classes: Sequence[str]) -> str:
                 f"Rename {folder!a}: in training it is {name!a}, another Unicode normalization of "
                 f"this name."
             )
-    return "Use the same folder names for training and validation, or correct data.val."
+    return "Name the classes as in training, or use other images."
 
 
 def _look_equal(first: str, second: str) -> bool:

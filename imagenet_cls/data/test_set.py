@@ -107,16 +107,7 @@ def open_test_set(
     names = chosen or classes
     if names is None:
         return source
-    try:
-        return with_classes(source, names, place, subset, ignore_others=chosen is not None)
-    except DataError as error:
-        if "data.val" not in error.remedy:
-            raise
-        # This remedy is for training, and the images may be given by --data.
-        raise DataError(
-            error.problem,
-            "Name the classes as in training. To evaluate only some of them: eval.classes=present",
-        ) from error
+    return with_classes(source, names, place, subset, ignore_others=chosen is not None)
 
 
 def describe_images(data: DataConfig, source: ImageSource) -> str:
