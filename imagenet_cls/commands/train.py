@@ -139,7 +139,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """
     from imagenet_cls.data.lists import check_paths
 
-    check_paths(loaded.config.data, subset=loaded.config.eval.classes == "present")
+    check_paths(loaded.config.data, allow_missing=loaded.config.eval.classes == "present")
     if arguments.node_rank != 0:
         return
     options = run_options(arguments, loaded)

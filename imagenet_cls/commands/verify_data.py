@@ -200,7 +200,7 @@ def indexes_of(data: DataConfig) -> list[ImageIndex]:
             f"data.name {data.name!r} is not made of image files.",
             f"Give a folder, or a config with one of {', '.join(FILE_SETS)}.",
         )
-    sets = open_datasets(replace(data, exclude=None), subset=True)
+    sets = open_datasets(replace(data, exclude=None), allow_missing=True)
     assert isinstance(sets.train, FolderSource) and isinstance(sets.val, FolderSource)
     val = sets.val.index
     if data.val is None:  # both parts are of one folder, whose other files count once

@@ -178,55 +178,56 @@ def _check_not_names(labels: Collection[str], classes: Sequence[str], place: Pat
             )
 
 
-# ---- folders
+# ---- names of classes
 
 
 def match_classes(
     found: Sequence[str],
     classes: Sequence[str],
-    place: Path | str,
-    subset: bool = False,
-    ignore_others: bool = False,
+    path: Path | str,
+    *,
+    allow_missing: bool = False,
+    allow_extra: bool = False,
 ) -> list[int]:
-    """Position of each class of a part in `classes`, by name; -1 for one that is ignored.
+    """The index of each class of a part in `classes`, by name; -1 for an extra one.
 
-    Folders that are called 0 to K - 1 are the K classes by their position if these are not numbers,
+    Classes that are named 0 to K - 1 are the K classes by their order if none of these is a number,
     as in ImageNet-V2.
-    place: names the part in messages. subset: `found` need not have all classes. ignore_others: it
-    may have others, too. Raises DataError.
+    path: of the part, for messages. allow_missing: `found` need not have all classes. allow_extra:
+    it may have others, too. Raises DataError.
     """
-    are_numbers = any(name.isdecimal() for name in classes)
-    if not are_numbers and set(found) == set(map(str, range(len(classes)))):
+    has_numbers = any(name.isdecimal() for name in classes)
+    if not has_numbers and set(found) == set(map(str, range(len(classes)))):
         return list(map(int, found))
-    position = {name: i for i, name in enumerate(classes)}
-    unknown = [name for name in found if name not in position]
-    if unknown and not ignore_others:
+    class_to_idx = {name: i for i, name in enumerate(classes)}
+    extra = [name for name in found if name not in class_to_idx]
+    if extra and not allow_extra:
         raise DataError(
-            f"{place}: {len(unknown)} of {len(found)} class folders are not among the "
-            f"{len(classes)} training classes: {join_names(unknown)}.",
-            _remedy_for_unknown(unknown[0], classes),
+            f"{path}: {len(extra)} of {len(found)} classes are not among the {len(classes)} "
+            f"training classes: {join_names(extra)}.",
+            _remedy_for_extra(extra[0], classes),
         )
     missing = sorted(set(classes).difference(found))
-    if missing and ignore_others and (not subset or len(missing) == len(classes)):
+    if missing and allow_extra and (not allow_missing or len(missing) == len(classes)):
         raise DataError(
-            f"{place}: {len(missing)} of {len(classes)} classes of data.classes are not here: "
+            f"{path}: {len(missing)} of {len(classes)} classes of data.classes are not here: "
             f"{join_names(missing)}.",
             f"It has {join_names(found)}: correct data.classes.",
         )
-    if missing and not subset:
+    if missing and not allow_missing:
         raise DataError(
-            f"{place}: {len(missing)} of {len(classes)} training classes have no folder here: "
+            f"{path}: {len(missing)} of {len(classes)} training classes are not here: "
             f"{join_names(missing)}.",
             "Add them, or evaluate those that are here: eval.classes=present",
         )
-    return [position.get(name, -1) for name in found]
+    return [class_to_idx.get(name, -1) for name in found]
 
 
-def _remedy_for_unknown(folder: str, classes: Sequence[str]) -> str:
+def _remedy_for_extra(extra: str, classes: Sequence[str]) -> str:
     for name in classes:
-        if _look_equal(name, folder):
+        if _look_equal(name, extra):
             return (
-                f"Rename {folder!a}: in training it is {name!a}, another Unicode normalization of "
+                f"Rename {extra!a}: in training it is {name!a}, another Unicode normalization of "
                 f"this name."
             )
     return "Name the classes as in training, or use other images."

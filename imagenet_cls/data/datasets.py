@@ -98,17 +98,17 @@ class DataSets:
 
 
 def open_datasets(
-    data: DataConfig, parts: Collection[str] = ("train", "val"), subset: bool = False
+    data: DataConfig, parts: Collection[str] = ("train", "val"), *, allow_missing: bool = False
 ) -> DataSets:
     """Open the parts asked for. Writes the digits, or downloads a torchvision set, where they are
     missing.
 
-    subset: the validation part need not have all classes of the training part. Expects a section
-    without `data_problems`. Raises DataError for data that is missing, empty or wrong.
+    allow_missing: the validation part need not have all classes of the training part. Expects a
+    section without `data_problems`. Raises DataError for data that is missing, empty or wrong.
     """
     assert parts and set(parts) <= {"train", "val"}, parts
     chosen = chosen_classes(data)
-    must_match = chosen is None and not subset
+    must_match = chosen is None and not allow_missing
     notes: list[str] = []
     classes: Sequence[str] | None = None
     sources: dict[str, ImageSource] = {}
@@ -127,9 +127,13 @@ def open_datasets(
         classes = chosen
     for part, source in sources.items():
         if classes is not None:
-            place = f"{data.name}: {getattr(data, part) or data.train}"
-            is_subset = subset and part == "val"
-            sources[part] = with_classes(source, classes, place, is_subset, chosen is not None)
+            sources[part] = with_classes(
+                source,
+                classes,
+                describe_part(data, getattr(data, part) or data.train),
+                allow_missing=allow_missing and part == "val",
+                allow_extra=chosen is not None,
+            )
         if part in parts and len(sources[part]) == 0:
             keys = f"data.root, data.{part}, data.val_fraction, data.fold"
             if data.group:
@@ -139,6 +143,13 @@ def open_datasets(
     val = sources["val"] if "val" in parts else None
     names = train.classes if train is not None else sources["val"].classes
     return DataSets(train, val, names, "; ".join(notes) or None)
+
+
+def describe_part(data: DataConfig, part: str) -> str:
+    """The path of a part; the names of dataset and part if it does not consist of files."""
+    if data.name in ("folder", "list", "digits"):
+        return str(Path(data.root) / part)
+    return f"{data.name}, part {part!r}"
 
 
 def data_problems(data: DataConfig) -> list[Problem]:

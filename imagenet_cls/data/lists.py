@@ -37,11 +37,11 @@ REMEDY = "Set data.root, data.train and data.val to the lists."
 _Row = tuple[int, str, str]  # line number (from 1), path, label
 
 
-def check_paths(data: DataConfig, subset: bool = False) -> None:
+def check_paths(data: DataConfig, *, allow_missing: bool = False) -> None:
     """Raise DataError for missing folders and lists, classes a level deeper, and other classes in
     validation.
 
-    subset: the validation folder need not have all classes. Imports no torch.
+    allow_missing: the validation folder need not have all classes. Imports no torch.
     """
     root = Path(data.root).expanduser()
     parts = [data.train] if data.val is None else [data.train, data.val]
@@ -54,8 +54,13 @@ def check_paths(data: DataConfig, subset: bool = False) -> None:
             check_level_on_disk(root / data.train, found[data.train])
         for part, names in found.items():
             if known is not None:
-                is_subset = subset and part != data.train
-                match_classes(names, known, root / part, is_subset, chosen is not None)
+                match_classes(
+                    names,
+                    known,
+                    root / part,
+                    allow_missing=allow_missing and part != data.train,
+                    allow_extra=chosen is not None,
+                )
     elif data.name == "list":
         for part in parts:
             read_text(root / part, REMEDY, 1)

@@ -290,17 +290,20 @@ class SubsetSource(ImageSource):
 def with_classes(
     source: ImageSource,
     classes: Sequence[str],
-    place: Path | str,
-    subset: bool = False,
-    ignore_others: bool = False,
+    path: Path | str,
+    *,
+    allow_missing: bool = False,
+    allow_extra: bool = False,
 ) -> ImageSource:
-    """The source with targets in the order of `classes`, matched as in `match_classes`, without
-    ignored classes.
+    """The source with targets in the order of `classes`, matched by `match_classes`, without the
+    images of extra classes.
     """
     if source.classes == tuple(classes):
         return source
-    positions = match_classes(source.classes, classes, place, subset, ignore_others)
-    numbers = np.array(positions, np.int64)
+    indices = match_classes(
+        source.classes, classes, path, allow_missing=allow_missing, allow_extra=allow_extra
+    )
+    numbers = np.array(indices, np.int64)
     rows = np.arange(len(source))
     if (numbers < 0).any():
         rows = rows[numbers[required_targets(source, "data.classes")] >= 0]

@@ -10,9 +10,9 @@ import numpy as np
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.classes import chosen_classes, join_names
-from imagenet_cls.data.datasets import index_part, open_files
+from imagenet_cls.data.datasets import describe_part, index_part, open_files
 from imagenet_cls.data.index import SPLIT_NAMES, list_folder
-from imagenet_cls.data.sources import FolderSource, ImageSource, targets_of, with_classes
+from imagenet_cls.data.sources import ImageSource, targets_of, with_classes
 from imagenet_cls.errors import DataError
 
 
@@ -87,13 +87,14 @@ def check_no_parts(place: Path, found: Sequence[str]) -> None:
 def open_test_set(
     data: DataConfig,
     classes: Sequence[str] | None,
-    subset: bool = False,
+    *,
+    allow_missing: bool = False,
 ) -> ImageSource:
     """The validation part of `folder` or `list`, whatever the training part is.
 
     classes: the classes of the weights to evaluate, to which the images are matched. None: the
     images'.
-    subset: the images need not have all classes. Raises DataError.
+    allow_missing: the images need not have all classes. Raises DataError.
     """
     assert data.val is not None
     place = Path(data.root).expanduser() / data.val
@@ -107,7 +108,9 @@ def open_test_set(
     names = chosen or classes
     if names is None:
         return source
-    return with_classes(source, names, place, subset, ignore_others=chosen is not None)
+    return with_classes(
+        source, names, place, allow_missing=allow_missing, allow_extra=chosen is not None
+    )
 
 
 def describe_images(data: DataConfig, source: ImageSource) -> str:
@@ -115,13 +118,10 @@ def describe_images(data: DataConfig, source: ImageSource) -> str:
     targets = targets_of(source)
     classes = len(source.classes) if targets is None else len(np.unique(targets))
     part = data.train if data.val is None else data.val
-    place = f"{data.name}, part {part!r}"
-    if isinstance(source, FolderSource):
-        place = str(Path(data.root) / part)
-    where = f"in {place}"
+    where = f"in {describe_part(data, part)}"
     if data.val is None:
         split = f"data.val_fraction={data.val_fraction}"
         if data.fold is not None:
             split = f"data.fold={data.fold}"
-        where = f"held out of {place} by {split}"
+        where = f"held out of {describe_part(data, part)} by {split}"
     return f"{len(source)} images of {classes} classes, {where}"

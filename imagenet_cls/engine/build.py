@@ -259,7 +259,7 @@ def open_same_data(data: DataConfig, group: Group, subset: bool) -> RunData:
     """The training and the validation images, after a check that all ranks have the same. subset:
     whether validation images may lack classes.
     """
-    opened = run_on_main_first(group, lambda: open_datasets(data, subset=subset))
+    opened = run_on_main_first(group, lambda: open_datasets(data, allow_missing=subset))
     assert opened.train is not None and opened.val is not None
     parts = {"training images": opened.train, "validation images": opened.val}
     digests = {name: f"{part.digest()} {size_fingerprint(part)}" for name, part in parts.items()}

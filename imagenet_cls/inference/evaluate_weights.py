@@ -148,7 +148,7 @@ def load_weights_and_images(
         has_training = test_set is None and has_training_part(config.data)
         classes = classes_of_outputs(config, images.classes, has_training)
         trained = load_on_all_ranks(config, weights, classes, group)
-        images = with_classes(images, classes, "the images", subset=True)
+        images = with_classes(images, classes, "the images", allow_missing=True)
     known = trained.classes or images.classes
     if known != images.classes and not subset:
         difference = class_difference(known, images.classes)
@@ -159,7 +159,7 @@ def load_weights_and_images(
             "Evaluate images of the classes that it was trained on. If only some of these have "
             "images, set eval.classes=present.",
         )
-    return trained, with_classes(images, known, "the images", subset)
+    return trained, with_classes(images, known, "the images", allow_missing=subset)
 
 
 def open_images(
@@ -172,13 +172,13 @@ def open_images(
     data = config.data
     subset = config.eval.classes == "present"
     if test_set is not None:
-        images = open_test_set(test_set, known, subset)
+        images = open_test_set(test_set, known, allow_missing=subset)
         if known is not None and not subset:
             check_all_classes(images)
         return images
     if known is not None and data.val is not None and data.name in ("folder", "list"):
-        return open_test_set(data, known, subset)
-    val = open_datasets(data, ("val",), subset).val
+        return open_test_set(data, known, allow_missing=subset)
+    val = open_datasets(data, ("val",), allow_missing=subset).val
     assert val is not None
     return val
 

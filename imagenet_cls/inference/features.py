@@ -60,10 +60,10 @@ def evaluate_features(
         )
     subset = config.eval.classes == "present"
     if test_set is None:
-        data = open_datasets(config.data, ("train", "val"), subset)
+        data = open_datasets(config.data, ("train", "val"), allow_missing=subset)
         images = data.val
     else:
-        data = open_datasets(config.data, ("train",), subset)
+        data = open_datasets(config.data, ("train",), allow_missing=subset)
         images = open_images(config, test_set, data.classes)
     assert data.train is not None and images is not None
     if neighbors is not None and neighbors > len(data.train):

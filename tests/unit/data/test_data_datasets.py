@@ -125,7 +125,7 @@ def test_open_folder_with_other_validation_classes_raises(
     for name in ("train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/c/1.jpg"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(DataError, match="1 of 2 class folders"):
+    with pytest.raises(DataError, match="1 of 2 classes"):
         open_datasets(DataConfig(root=str(tmp_path)), parts)
 
 
