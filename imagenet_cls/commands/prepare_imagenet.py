@@ -15,6 +15,7 @@ from pathlib import Path
 
 from imagenet_cls.commands import cli
 from imagenet_cls.data.archives import TRAIN_TAR, VAL_TAR
+from imagenet_cls.data.classes import match_classes
 from imagenet_cls.data.imagenet_labels import DEVKIT_NAMES, SOLUTION, validation_labels, wnid_of
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.errors import DataError, ResourceError
@@ -97,7 +98,9 @@ def check_counts(out: Path, must_be_imagenet: bool) -> None:
     they are ImageNet's.
     """
     train = index_folder(out / "train")
-    val = index_folder(out / "val", train.classes if must_be_imagenet else None)
+    val = index_folder(out / "val")
+    if must_be_imagenet:
+        match_classes(val.classes, train.classes, out / "val")
     text = "{:,} classes, {:,} training and {:,} validation images"
     found = text.format(len(train.classes), len(train), len(val))
     expected = text.format(*COUNTS)

@@ -122,14 +122,12 @@ def index_archives(
     part: str,
     archives: Sequence[Path],
     classes: Sequence[str] | None = None,
-    must_match: bool = True,
 ) -> ImageIndex:
     """Index the images in what `find_archives` found: in the order of class folders on disk, or of
     the shards.
 
-    classes: the training classes, for a validation part. must_match: class folders have to be
-    these; otherwise the index has the classes that are there. For the classes of shards see
-    `resolve_labels`. Raises DataError.
+    classes: the training classes, for the labels of shards in a validation part (see
+    `resolve_labels`). Raises DataError.
     """
     place = root / part
     paths = [Path(os.path.abspath(path)) for path in archives]  # noqa: PTH100 (keeps links)
@@ -148,7 +146,7 @@ def index_archives(
         statuses.append(archive_status(status))
     byte_ranges = ByteRanges(tuple(map(str, archives)), tuple(statuses), **arrays)
     if labels is None:
-        return index_scan(scan, place, classes if must_match else None, byte_ranges)
+        return index_scan(scan, place, byte_ranges)
     index = ImageIndex(place, scan.names, labels.astype(np.int64), (), byte_ranges, scan.unread)
     return _with_labels_resolved(index, scan.classes, archives[0].with_name("classes.txt"), classes)
 

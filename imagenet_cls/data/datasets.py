@@ -108,20 +108,19 @@ def open_datasets(
     """
     assert parts and set(parts) <= {"train", "val"}, parts
     chosen = chosen_classes(data)
-    must_match = chosen is None and not allow_missing
     notes: list[str] = []
     classes: Sequence[str] | None = None
     sources: dict[str, ImageSource] = {}
     if data.name == "synthetic":
         sources |= _open_synthetic(**data.kwargs)
     elif data.name in BUILT_IN:
-        indexes, classes = _index_files(data, parts, must_match)
+        indexes, classes = _index_files(data, parts)
         for part, index in indexes.items():
             if part in parts:
                 sources[part], note = open_files(data, index, is_training=part == "train")
                 notes += [note] if note else []
     else:
-        sources |= _open_map_style(data, parts, must_match)
+        sources |= _open_map_style(data, parts)
         classes = sources["train"].classes if "train" in sources else None
     if chosen is not None:
         classes = chosen
@@ -248,48 +247,43 @@ def check_heif(index: ImageIndex) -> None:
 
 
 def _index_files(
-    data: DataConfig, parts: Collection[str], must_match: bool
+    data: DataConfig, parts: Collection[str]
 ) -> tuple[dict[str, ImageIndex], Sequence[str] | None]:
-    """The index of each part asked for, and the training classes if there is a training part.
-
-    must_match: see `index_part`.
-    """
+    """The index of each part asked for, and the training classes if there is a training part."""
     if data.name == "digits":
         write_digits(Path(data.root).expanduser(), data.train)
     if data.val is None:
-        whole = index_part(data, data.train)
+        whole = _index_checked(data, data.train)
         rows, held_out = split_by_config(data, whole.names, whole.targets)
         return {"train": whole.select(rows), "val": whole.select(held_out)}, whole.classes
     indexes: dict[str, ImageIndex] = {}
     if "train" in parts:
-        indexes["train"] = index_part(data, data.train)
+        indexes["train"] = _index_checked(data, data.train)
         classes: Sequence[str] | None = indexes["train"].classes
     else:
         classes = training_classes(data)
     if "val" in parts:
-        indexes["val"] = index_part(data, data.val, classes, must_match)
+        indexes["val"] = _index_checked(data, data.val, classes)
     return indexes, classes
 
 
-def index_part(
-    data: DataConfig,
-    part: str,
-    classes: Sequence[str] | None = None,
-    must_match: bool = True,
-) -> ImageIndex:
-    """The index of a part of `folder`, `list` or `digits`.
-
-    classes: the training classes. must_match: class folders have to be these; otherwise the index
-    has the classes that are there.
+def index_part(data: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageIndex:
+    """The index of a part of `folder`, `list` or `digits`. classes: the training classes, for the
+    labels of lists and shards; class folders are not matched to them.
     """
     root = Path(data.root).expanduser()
     if data.name == "list":
         return index_list(root / part, root, classes)
     archives = find_archives(root, part)
     if not archives:
-        return index_folder(root / part, classes if must_match else None)
-    index = index_archives(root, part, archives, classes, must_match)
-    if classes is None and must_match:
+        return index_folder(root / part)
+    return index_archives(root, part, archives, classes)
+
+
+def _index_checked(data: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageIndex:
+    """`index_part`. Raises DataError for an archive whose classes are a level deeper."""
+    index = index_part(data, part, classes)
+    if index.byte_ranges is not None:
         check_level(index.root, index.classes, index.names)
     return index
 
@@ -301,7 +295,7 @@ def training_classes(data: DataConfig) -> Sequence[str] | None:
     root = Path(data.root).expanduser()
     if data.name == "folder" and not find_archives(root, data.train):
         return class_folders(root / data.train)  # the images are not listed
-    return index_part(data, data.train).classes
+    return _index_checked(data, data.train).classes
 
 
 def has_training_part(data: DataConfig) -> bool:
@@ -315,9 +309,7 @@ def has_training_part(data: DataConfig) -> bool:
     return exists or bool(find_archives(root, data.train))
 
 
-def _open_map_style(
-    data: DataConfig, parts: Collection[str], must_match: bool
-) -> dict[str, ImageSource]:
+def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, ImageSource]:
     """The parts of torchvision's sets and of factories."""
     sources: dict[str, ImageSource] = {}
     if data.val is None:
@@ -329,12 +321,6 @@ def _open_map_style(
         names = {"train": data.train, "val": data.val}
         for part in parts:
             sources[part] = _map_source(data, names[part])
-    if must_match and len({source.classes for source in sources.values()}) > 1:
-        raise DataError(
-            f"{data.name}: parts {data.train!r} and {data.val!r} have different classes "
-            f"({len(sources['train'].classes)} and {len(sources['val'].classes)}).",
-            "Use parts of one dataset with the same `classes`.",
-        )
     if "train" in sources and data.fraction < 1:
         train = sources["train"]
         rows = fraction_rows(*_numbers_and_targets(train), data.fraction)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from imagenet_cls.data.archive_files import ByteRanges
-from imagenet_cls.data.classes import NO_VALIDATION, join_names, match_classes
+from imagenet_cls.data.classes import NO_VALIDATION, join_names
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import command_line, printable, shorten
@@ -103,11 +103,10 @@ class FolderContent:
     is_cacheable: bool
 
 
-def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> ImageIndex:
+def index_folder(folder: Path | str) -> ImageIndex:
     """Index class folders, with images at any depth, in the order of torchvision's ImageFolder.
 
-    Unlike there, hidden files and folders are skipped, and .gif is an image. classes: the training
-    classes, which the classes of a validation folder are matched to. Raises DataError.
+    Unlike there, hidden files and folders are skipped, and .gif is an image. Raises DataError.
     """
     root = Path(folder)
     scan = read_scan(root)
@@ -124,20 +123,13 @@ def index_folder(folder: Path | str, classes: Sequence[str] | None = None) -> Im
             "folders).",
         )
     check_level(root, scan.classes, scan.names)
-    return index_scan(scan, root, classes)
+    return index_scan(scan, root)
 
 
-def index_scan(
-    scan: Scan, root: Path, classes: Sequence[str] | None, byte_ranges: ByteRanges | None = None
-) -> ImageIndex:
-    """The index of what was listed in class folders. classes: to match them to; None: those that
-    are there.
-    """
-    found = scan.classes
-    positions = range(len(found)) if classes is None else match_classes(found, classes, root)
-    targets = np.repeat(np.array(positions, np.int64), scan.counts)
-    names = tuple(found if classes is None else classes)
-    return ImageIndex(root, scan.names, targets, names, byte_ranges, scan.unread)
+def index_scan(scan: Scan, root: Path, byte_ranges: ByteRanges | None = None) -> ImageIndex:
+    """The index of what was listed in class folders."""
+    targets = np.repeat(np.arange(len(scan.classes), dtype=np.int64), scan.counts)
+    return ImageIndex(root, scan.names, targets, tuple(scan.classes), byte_ranges, scan.unread)
 
 
 def scan_classes(root: Path) -> Scan:

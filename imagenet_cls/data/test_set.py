@@ -99,7 +99,7 @@ def open_test_set(
     assert data.val is not None
     place = Path(data.root).expanduser() / data.val
     chosen = chosen_classes(data)
-    index = index_part(data, data.val, None if chosen else classes, must_match=False)
+    index = index_part(data, data.val, None if chosen else classes)
     if index.byte_ranges is not None and (np.char.count(index.names, b"/") > 1).all():
         check_no_parts(place, index.classes)
     source, _ = open_files(data, index, is_training=False)

@@ -13,8 +13,9 @@ import pytest
 from helpers import REPOSITORY
 from torchvision.datasets import ImageFolder
 
+from imagenet_cls.data.classes import match_classes
 from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, describe_unread, index_folder
-from imagenet_cls.data.sources import FolderSource, MapSource, size_fingerprint
+from imagenet_cls.data.sources import FolderSource, MapSource, size_fingerprint, with_classes
 from imagenet_cls.data.splits import held_out_mask
 from imagenet_cls.errors import DataError
 
@@ -113,7 +114,8 @@ def test_digest_depends_on_names_targets_and_classes_only(tmp_path: Path) -> Non
     assert first == index_folder(touch(tmp_path / "two", *reversed(names))).digest
     assert first != index_folder(touch(tmp_path / "three", "a/1.jpg", "b/2.jpg", "b/3.jpg")).digest
     assert first != index_folder(touch(tmp_path / "four", "a/1.jpg", "a/2.jpg", "c/3.jpg")).digest
-    assert first != index_folder(tmp_path / "one", classes=["b", "a"]).digest
+    renamed = with_classes(FolderSource(index_folder(tmp_path / "one")), ["b", "a"], "one")
+    assert first != renamed.digest()
 
 
 def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) -> None:
@@ -127,18 +129,17 @@ def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) 
     assert size_fingerprint(MapSource(range(3), "numbers", "abc")) is None
 
 
-def test_index_folder_matches_given_classes_by_name(tmp_path: Path) -> None:
-    index = index_folder(
-        touch(tmp_path, "a/1.jpg", "b/1.jpg", "c/1.jpg", "c/2.jpg"), classes=["c", "a", "b"]
-    )
-    assert index.targets.tolist() == [1, 2, 0, 0] and index.classes == ("c", "a", "b")
+def test_with_classes_matches_folders_by_name(tmp_path: Path) -> None:
+    index = index_folder(touch(tmp_path, "a/1.jpg", "b/1.jpg", "c/1.jpg", "c/2.jpg"))
+    source = with_classes(FolderSource(index), ["c", "a", "b"], tmp_path)
+    assert isinstance(source, FolderSource) and source.classes == ("c", "a", "b")
+    assert source.index.targets.tolist() == [1, 2, 0, 0]
 
 
 @pytest.mark.parametrize(("classes", "named"), [("ab", "c, d, e, ..."), ("abcdefxy", "x, y")])
-def test_index_folder_with_other_classes_raises(tmp_path: Path, classes: str, named: str) -> None:
-    touch(tmp_path, *(f"{name}/1.jpg" for name in "abcdef"))
+def test_match_classes_with_other_classes_raises(classes: str, named: str) -> None:
     with pytest.raises(DataError, match=named):
-        index_folder(tmp_path, classes=list(classes))
+        match_classes("abcdef", list(classes), "val")
 
 
 @pytest.mark.parametrize(
@@ -181,11 +182,10 @@ def test_index_folder_single_class_with_subfolders_and_images(tmp_path: Path) ->
     assert len(index_folder(touch(tmp_path, "train/1.jpg", "train/more/2.jpg"))) == 2
 
 
-def test_class_in_another_unicode_normalization_is_shown_by_code_points(tmp_path: Path) -> None:
+def test_class_in_another_unicode_normalization_is_shown_by_code_points() -> None:
     composed, decomposed = "caf\u00e9", "cafe\u0301"
-    touch(tmp_path, f"{decomposed}/a.jpg")
     with pytest.raises(DataError) as caught:
-        index_folder(tmp_path, [composed])
+        match_classes([decomposed], [composed], "val")
     assert "'caf\\xe9'" in str(caught.value) and "'cafe\\u0301'" in str(caught.value)
 
 
