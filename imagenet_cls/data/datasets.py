@@ -124,24 +124,25 @@ def open_datasets(
         classes = sources["train"].classes if "train" in sources else None
     if chosen is not None:
         classes = chosen
-    for part, source in sources.items():
+    opened: dict[str, ImageSource] = {}
+    for part in parts:
+        source = sources[part]
         if classes is not None:
-            sources[part] = with_classes(
+            source = with_classes(
                 source,
                 classes,
                 describe_part(data, getattr(data, part) or data.train),
                 allow_missing=allow_missing and part == "val",
                 allow_extra=chosen is not None,
             )
-        if part in parts and len(sources[part]) == 0:
+        if len(source) == 0:
             keys = f"data.root, data.{part}, data.val_fraction, data.fold"
             if data.group:
                 keys += ", data.group"
             raise DataError(f"{data.name}: part {part!r} holds no image.", f"Correct one of {keys}")
-    train = sources["train"] if "train" in parts else None
-    val = sources["val"] if "val" in parts else None
-    names = train.classes if train is not None else sources["val"].classes
-    return DataSets(train, val, names, "; ".join(notes) or None)
+        opened[part] = source
+    names = next(iter(opened.values())).classes
+    return DataSets(opened.get("train"), opened.get("val"), names, "; ".join(notes) or None)
 
 
 def describe_part(data: DataConfig, part: str) -> str:
