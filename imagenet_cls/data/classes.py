@@ -146,14 +146,14 @@ def _classes_named_by(
                 f"{place}: {format_value(label)} and {format_value(str(number))} are both labels.",
                 "Write each number in one way.",
             )
-    highest = max(targets.values())
+    highest = max(0, max(targets.values()))
     long = [label for label in labels if label not in targets]
     if long or set(targets.values()) != set(range(highest + 1)):
         example = f", and one is {format_value(min(long))}" if long else ""
         raise DataError(
             f"{place}: labels must be the numbers 0 to {highest}, each at least once{example}.",
-            "Count classes from 0, or list all of them, one per line, in a classes.txt next to "
-            "this file.",
+            "Count classes from 0, or list all of them, one per line, in a classes.txt in the "
+            "folder of the list or of the archives.",
         )
     return targets, tuple(str(number) for number in range(highest + 1))
 

@@ -486,7 +486,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "negative label": (
         lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"-1")]),
-        "numbers 0",
+        "numbers 0 to 0.*\n.*folder of the list or of the archives",
     ),
     "label out of range": (
         lambda f: (
