@@ -22,7 +22,7 @@ from PIL import Image
 from imagenet_cls.commands import cli
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import index_archives
-from imagenet_cls.data.classes import join_names, label_positions, read_classes
+from imagenet_cls.data.classes import join_names, match_labels, read_classes
 from imagenet_cls.data.index import is_image
 from imagenet_cls.errors import DataError, UsageError, explain_content_errors
 from imagenet_cls.files import (
@@ -243,7 +243,7 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
 
     A shard has whole row groups. classes: the training classes; None: the names that the files
     store, else the lines of a classes.txt beside the files, else the labels. Integers are
-    positions in the stored names, else in the classes; for strings see `label_positions`.
+    indices of the stored names, else in the classes; for strings see `match_labels`.
     """
     folder = files[0].parent
     groups: list[RowGroup] = []
@@ -301,7 +301,7 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
 def _targets_of_names(
     names: Sequence[str], classes: Sequence[str] | None, file: Path
 ) -> tuple[dict[int | str, int], Sequence[str]]:
-    """The target of each position in the names that `file` stores, and the classes."""
+    """The target of each index in the names that `file` stores, and the classes."""
     classes = names if classes is None else classes
     if sorted(names) != sorted(classes):
         others = join_names(sorted(set(names) ^ set(classes)))
@@ -310,8 +310,8 @@ def _targets_of_names(
             f"in both: {others}.",
             "Give files of one dataset.",
         )
-    position = {name: i for i, name in enumerate(classes)}
-    return {i: position[name] for i, name in enumerate(names)}, classes
+    class_to_idx = {name: i for i, name in enumerate(classes)}
+    return {i: class_to_idx[name] for i, name in enumerate(names)}, classes
 
 
 def _targets_of_labels(
@@ -321,8 +321,8 @@ def _targets_of_labels(
     if classes is None and (folder / "classes.txt").is_file():
         classes = read_classes(folder / "classes.txt")
     are_integers = all(isinstance(label, int) for label in labels)
-    position, classes = label_positions(set(map(str, labels)), classes, folder, are_integers)
-    return {label: position[str(label)] for label in labels if str(label) in position}, classes
+    target_of, classes = match_labels(set(map(str, labels)), classes, folder, are_integers)
+    return {label: target_of[str(label)] for label in labels if str(label) in target_of}, classes
 
 
 def _class_names(path: Path, schema: Any) -> list[str] | None:

@@ -159,17 +159,17 @@ def _with_labels_resolved(
     classes: the training classes, for a validation part. Raises DataError.
     """
     # In WebDataset `KEY.cls` holds an integer, so that numbers are lines of a classes.txt.
-    position, names = resolve_labels(
-        labels, classes, index.root, class_file, numbers_are_lines=True
+    target_of, names = resolve_labels(
+        labels, classes, index.root, class_file, numbers_are_indices=True
     )
     for number, label in enumerate(labels):
-        if label not in position:
+        if label not in target_of:
             image = index.describe(int(np.argmax(index.targets == number)))
             raise DataError(
                 f"{image}: its label {format_value(label)} is none of the {len(names)} classes.",
                 f"Correct the shards, or list all classes, one per line, in {class_file}",
             )
-    targets = np.array([position[label] for label in labels], np.int64)[index.targets]
+    targets = np.array([target_of[label] for label in labels], np.int64)[index.targets]
     return replace(index, targets=targets, classes=names)
 
 

@@ -1,6 +1,6 @@
 """Which classes a dataset or the outputs of a model have, and in which order.
 
-A target is a position in such an order. The classes of a dataset are listed in a text file or in
+A target is an index in such an order. The classes of a dataset are listed in a text file or in
 `data.classes`, or follow from its labels, its folders or its attributes. Published weights have
 the classes of ImageNet.
 """
@@ -69,71 +69,71 @@ def read_text(file: Path, remedy: str, length: int = -1) -> str:
 def resolve_labels(
     labels: Collection[str],
     training_classes: Sequence[str] | None,
-    place: Path,
+    path: Path,
     class_file: Path,
-    numbers_are_lines: bool = False,
+    numbers_are_indices: bool = False,
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """The target of each label that is known, and the names of the classes.
 
-    The labels belong to a part at `place`. Its classes are the lines of `class_file`, if there
-    is one, else the training classes, else they follow from the labels (`label_positions`). The
-    lines of a `class_file` are matched to the training classes by name.
-    numbers_are_lines: numbers are lines of the `class_file`, from 0, even if they are names, too.
-    Raises DataError.
+    The classes are the lines of `class_file`, if there is one, else the training classes, else
+    they follow from the labels (`match_labels`). The lines of a `class_file` are matched to the
+    training classes by name.
+    path: of the part, for messages. numbers_are_indices: numbers are indices of the lines of
+    `class_file`, even if they are names, too. Raises DataError.
     """
     if not class_file.is_file():
-        return label_positions(labels, training_classes, place)
+        return match_labels(labels, training_classes, path)
     own_classes = read_classes(class_file)
-    targets, names = label_positions(labels, own_classes, place, numbers_are_lines)
+    targets, names = match_labels(labels, own_classes, path, numbers_are_indices)
     if training_classes is None:
         return targets, names
-    position = {name: i for i, name in enumerate(training_classes)}
+    class_to_idx = {name: i for i, name in enumerate(training_classes)}
     used = sorted({names[target] for target in targets.values()})
-    unknown = [name for name in used if name not in position]
+    unknown = [name for name in used if name not in class_to_idx]
     if unknown:
         raise DataError(
             f"{class_file}: {len(unknown)} of {len(used)} classes are not among the "
             f"{len(training_classes)} training classes: {join_names(unknown)}.",
             "Use the names of the training classes.",
         )
-    by_name = {label: position[names[target]] for label, target in targets.items()}
+    by_name = {label: class_to_idx[names[target]] for label, target in targets.items()}
     return by_name, tuple(training_classes)
 
 
-def label_positions(
+def match_labels(
     labels: Collection[str],
     classes: Sequence[str] | None,
-    place: Path | str,
-    numbers_are_positions: bool = False,
+    path: Path | str,
+    numbers_are_indices: bool = False,
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """The target of each label that is known, and the names of the classes.
 
     Labels are names of `classes` if all of them are. Otherwise, if all are numbers, they are
-    positions in `classes`. Without `classes`, labels that are all numbers name the classes 0 to
+    indices of `classes`. Without `classes`, labels that are all numbers name the classes 0 to
     K - 1; other labels name their classes, sorted.
 
-    place: names the part in messages. numbers_are_positions: numbers are positions even if they are
+    path: of the part, for messages. numbers_are_indices: numbers are indices even if they are
     names, too. Raises DataError for numbers that leave out a class, and for numbers that may be
-    names or positions.
+    names or indices.
     """
     if classes is None:
-        return _classes_named_by(labels, place)
-    position = {name: i for i, name in enumerate(classes)}
+        return _classes_named_by(labels, path)
+    class_to_idx = {name: i for i, name in enumerate(classes)}
     are_numbers = all(_NUMBER.fullmatch(label) for label in labels)
-    are_names = all(label in position for label in labels)
-    if not are_numbers or (are_names and not numbers_are_positions):
-        known = {label: position[label] for label in labels if label in position}
-        return known, tuple(classes)
-    if not numbers_are_positions:
-        _check_not_names(labels, classes, place)
-    known = {label: int(label) for label in labels if 0 <= int(label) < len(classes)}
-    return known, tuple(classes)
+    are_names = all(label in class_to_idx for label in labels)
+    if not are_numbers or (are_names and not numbers_are_indices):
+        targets = {label: class_to_idx[label] for label in labels if label in class_to_idx}
+        return targets, tuple(classes)
+    if not numbers_are_indices:
+        _check_not_names(labels, classes, path)
+    targets = {label: int(label) for label in labels if 0 <= int(label) < len(classes)}
+    return targets, tuple(classes)
 
 
 def _classes_named_by(
-    labels: Collection[str], place: Path | str
+    labels: Collection[str], path: Path | str
 ) -> tuple[dict[str, int], tuple[str, ...]]:
-    """`label_positions` of labels that name the classes themselves."""
+    """`match_labels` of labels that name the classes themselves."""
     are_decimal = all(label.removeprefix("-").isdecimal() for label in labels)
     short = [label for label in labels if _NUMBER.fullmatch(label)]
     if not are_decimal or not short:
@@ -143,7 +143,7 @@ def _classes_named_by(
     for label, number in sorted(targets.items()):
         if label != str(number) and str(number) in targets:
             raise DataError(
-                f"{place}: {format_value(label)} and {format_value(str(number))} are both labels.",
+                f"{path}: {format_value(label)} and {format_value(str(number))} are both labels.",
                 "Write each number in one way.",
             )
     highest = max(0, max(targets.values()))
@@ -151,14 +151,14 @@ def _classes_named_by(
     if long or set(targets.values()) != set(range(highest + 1)):
         example = f", and one is {format_value(min(long))}" if long else ""
         raise DataError(
-            f"{place}: labels must be the numbers 0 to {highest}, each at least once{example}.",
+            f"{path}: labels must be the numbers 0 to {highest}, each at least once{example}.",
             "Count classes from 0, or list all of them, one per line, in a classes.txt in the "
             "folder of the list or of the archives.",
         )
     return targets, tuple(str(number) for number in range(highest + 1))
 
 
-def _check_not_names(labels: Collection[str], classes: Sequence[str], place: Path | str) -> None:
+def _check_not_names(labels: Collection[str], classes: Sequence[str], path: Path | str) -> None:
     """Raise DataError if a numeric label may be the name of a class, perhaps written in another
     way: a spreadsheet turns 01 into 1.
     """
@@ -172,8 +172,8 @@ def _check_not_names(labels: Collection[str], classes: Sequence[str], place: Pat
         if float(label) in named_by_number:
             name = format_value(named_by_number[float(label)])
             raise DataError(
-                f"{place}: the label {format_value(label)} may be the class {name} "
-                f"or the position of a class, since not all labels are names of classes.",
+                f"{path}: the label {format_value(label)} may be the class {name} "
+                f"or the index of a class, since not all labels are names of classes.",
                 "Write all labels as the classes are named, or name no class by a number.",
             )
 

@@ -87,10 +87,10 @@ def index_list(
     if not rows:
         raise DataError(f"{file}: no images in it.", "Write one `path label` line for each image.")
     labels = {label for _, _, label in rows}
-    position, names = resolve_labels(labels, classes, file, file.with_name("classes.txt"))
+    target_of, names = resolve_labels(labels, classes, file, file.with_name("classes.txt"))
     for number, _, label in rows:
-        if label not in position:
-            count = len(labels - position.keys())
+        if label not in target_of:
+            count = len(labels - target_of.keys())
             raise DataError(
                 f"{file}:{number}: label {format_value(label)} is neither one of the {len(names)} "
                 f"classes nor a number from 0 to {len(names) - 1} ({count} such labels).",
@@ -104,7 +104,7 @@ def index_list(
             f"Paths in a list are relative to data.root, {folder}: correct the paths or data.root.",
         )
     paths = np.array([os.fsencode(path) for _, path, _ in rows])
-    targets = np.array([position[label] for _, _, label in rows], np.int64)
+    targets = np.array([target_of[label] for _, _, label in rows], np.int64)
     return ImageIndex(folder, paths, targets, names)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_cls.data.classes import label_positions
+from imagenet_cls.data.classes import match_labels
 from imagenet_cls.data.lists import index_list
 from imagenet_cls.errors import DataError
 
@@ -142,11 +142,11 @@ def test_numbers_that_may_be_names_are_an_error(
     labels: set[str], classes: list[str] | None
 ) -> None:
     with pytest.raises(DataError, match="labels"):
-        label_positions(labels, classes, "list.csv")
+        match_labels(labels, classes, "list.csv")
 
 
 def test_numbers_beside_classes_with_other_numbers_are_positions() -> None:
-    assert label_positions({"0", "2"}, ["10", "9", "cat"], "list.csv")[0] == {"0": 0, "2": 2}
+    assert match_labels({"0", "2"}, ["10", "9", "cat"], "list.csv")[0] == {"0": 0, "2": 2}
 
 
 @pytest.mark.parametrize("labels", [["0", "1", "2"], ["dog", "ant", "cat"]])
