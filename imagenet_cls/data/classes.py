@@ -301,35 +301,36 @@ def targets_of_dataset(dataset: Any) -> np.ndarray | None:
 
 
 def classes_of_outputs(
-    config: Config, found: tuple[str, ...], has_training: bool
+    config: Config, data_classes: tuple[str, ...], has_training: bool
 ) -> tuple[str, ...]:
     """The classes of weights that don't name them, in the order of their outputs.
 
-    found: the classes of the data. has_training: whether they come from a training part. There
-    are `model.num_classes` outputs, else as many as classes, or with `eval.classes=present` those
-    of ImageNet-1k. The classes of ImageNet are recognized by their names. Raises DataError where
-    neither these names nor `data.classes` tell which outputs are the classes.
+    The number of outputs is `model.num_classes` if set; 1000 with `eval.classes=present` and no
+    training part; else the number of classes found. The classes of ImageNet are recognized by
+    their names.
+    data_classes: the classes found. has_training: whether there is a training part. Raises
+    DataError if neither these names nor `data.classes` tell which outputs are the classes.
     """
     num_classes = config.model.num_classes
     is_chosen = config.data.classes is not None
     is_subset = config.eval.classes == "present" and not has_training
-    count = num_classes or (IMAGENET_CLASSES if is_subset else len(found))
-    if is_chosen and len(found) == count:
-        return found
-    names = imagenet_outputs(found, count)
-    if not names and not is_chosen and len(found) < (num_classes or 0):
+    count = num_classes or (IMAGENET_CLASSES if is_subset else len(data_classes))
+    if is_chosen and len(data_classes) == count:
+        return data_classes
+    names = imagenet_outputs(data_classes, count)
+    if not names and not is_chosen and len(data_classes) < (num_classes or 0):
         raise DataError(
-            f"model.num_classes={count}: it is unknown which of these outputs are the {len(found)} "
-            f"classes of the images ({join_names(found)}).",
+            f"model.num_classes={count}: it is unknown which of these outputs are the "
+            f"{len(data_classes)} classes of the images ({join_names(data_classes)}).",
             "List the classes in the order of the outputs, one a line: data.classes=FILE; "
             "or name the folders by WordNet ids.",
         )
-    return names or found
+    return names or data_classes
 
 
 def imagenet_order(classes: Sequence[str]) -> list[int]:
-    """For each class its output in weights that were published for ImageNet-1k; then all other
-    outputs.
+    """The output of each class in weights published for ImageNet-1k, followed by the outputs of
+    the other classes.
 
     The outputs are in the order of the WordNet ids, class folders in the order of their names (`0`,
     `1`, `10`, ... or `tench`). The classes are named by WordNet ids, torchvision's categories or
