@@ -47,6 +47,7 @@ _USE_FEWER = "use fewer data.num_workers or data.prefetch_batches"
 # Iterators of DataLoaders whose workers were killed. torch's clean-up, which runs when an iterator
 # is deleted, could wait forever for a lock that a killed worker held.
 _failed_iterators: list[Any] = []
+_workers: set[BaseProcess] = set()  # that have not been ended
 _OUT_OF_MEMORY = (
     "No space left on device",
     "Cannot allocate memory",
@@ -309,6 +310,7 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
             worker.kill()
         for worker in workers:
             worker.join(_JOIN_SEC)
+        _workers.difference_update(workers)
 
 
 def _start_workers(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[BaseProcess]]:
@@ -328,6 +330,7 @@ def _start_workers(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[BasePro
         # notices a dead worker within five seconds of waiting for it.
         signal.signal(signal.SIGCHLD, handler)
     started = set(multiprocessing.active_children()) - others
+    _workers.update(started)
     if len(started) < loader.num_workers:
         _failed_iterators.append(iterator)
         raise ResourceError(
@@ -378,10 +381,9 @@ def init_worker(worker_id: int) -> None:
 # multiprocessing, which wait for the workers.
 @atexit.register
 def _kill_workers() -> None:
-    """Kill all daemonic child processes: the workers of a DataLoader are daemonic."""
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
+    """Kill the workers of loaders that were not closed."""
+    for worker in _workers:
+        worker.kill()
 
 
 def worker_exception_error(error: Exception, worker_id: int) -> ResourceError:

@@ -18,7 +18,7 @@ import torch
 from helpers import environment, wait_for
 
 from imagenet_cls.config.schema import AugmentConfig, EvalConfig
-from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
+from imagenet_cls.data.loader import TrainLoader, WorkerOptions, _kill_workers, eval_batches
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
@@ -229,6 +229,22 @@ def test_worker_that_hangs_is_named(tmp_path: Path, hanging: int) -> None:
     ):
         list(batches)
     assert not any(worker.is_alive() for worker in workers)
+
+
+def test_exit_kills_workers_and_no_other_process() -> None:
+    other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    other.start()
+    loader, _ = first_batch(Images())
+    workers = set(multiprocessing.active_children()) - {other}
+    try:
+        _kill_workers()
+        for worker in workers:
+            worker.join()
+        assert len(workers) == 2 and other.is_alive()
+    finally:
+        loader.close()
+        other.kill()
+        other.join()
 
 
 @pytest.mark.nightly
