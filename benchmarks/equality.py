@@ -111,10 +111,10 @@ def pixel_rows(folder: Path, batch_size: int, workers: int, images: int) -> Iter
         loader.sampler.set_epoch(0, 0)
         sample_keys = iter(list(loader.sampler))
         for batch in islice(loader.epoch(0), max(images // batch_size, 1)):
-            for pixels, (epoch, index, view) in zip(
+            for pixels, (epoch, index, repeat) in zip(
                 batch.images, islice(sample_keys, len(batch.images)), strict=True
             ):
-                key = hash_key("sample", config.seed, epoch, index, view)
+                key = hash_key("sample", config.seed, epoch, index, repeat)
                 if key not in reference:
                     image = reference_image(source.index.path(index))
                     seed_generators(key)

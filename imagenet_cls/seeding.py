@@ -1,7 +1,7 @@
 """Keys of random draws.
 
 Before each draw the generators are seeded with a hash of a key, such as `(seed, epoch, index,
-view)`.
+repeat)`.
 """
 
 import random

@@ -65,7 +65,7 @@ def show_batch_command(argv: Sequence[str]) -> None:
     mean = torch.tensor(parts.mean).view(-1, 1, 1)
     std = torch.tensor(parts.std).view(-1, 1, 1)
     pixels = (images[: arguments.images] * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
-    # Several views of a batch (augment.splits) follow each other.
+    # The splits of a batch (augment.splits) follow each other.
     classes = [utf8_text(name) for name in parts.data.classes]
     labels = [describe_target(targets[i % len(targets)], classes) for i in range(len(pixels))]
     try:

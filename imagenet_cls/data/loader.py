@@ -57,12 +57,12 @@ _OUT_OF_MEMORY = (
 
 
 class TrainBatch(NamedTuple):
-    """B images in V views each (`augment.splits`), view-major: `images.split(B)` are the views, as
-    in timm's AugMix.
+    """B samples in S splits each (`augment.splits`), ordered by split: `images.split(B)` are the
+    splits, as in timm's AugMix.
 
-    images: uint8 (B * V, C, H, W), channels-last. targets: int64 (B,). boxes and keys are set only
-    with random erasing, on the CPU. boxes: int32 (B * V, n, 4), each of top, left, height and
-    width; unused ones are zeros. keys: int64 (B * V,), the random keys of the fill colors.
+    images: uint8 (B * S, C, H, W), channels-last. targets: int64 (B,). boxes and keys are set only
+    with random erasing, on the CPU. boxes: int32 (B * S, n, 4), each of top, left, height and
+    width; unused ones are zeros. keys: int64 (B * S,), the random keys of the fill colors.
     """
 
     images: torch.Tensor
@@ -166,27 +166,30 @@ def eval_batches(
 def _train_batch(
     source: ImageSource, transform: TrainTransform, seed: int, samples: list[SampleKey]
 ) -> TrainBatch:
-    """Split s of V of sample (epoch, index, view) is drawn from the key (seed, epoch, index, view *
-    V + s).
+    """A micro-batch. Split s of S of sample (epoch, index, repeat) has the random key (seed, epoch,
+    index, repeat * S + s).
     """
     augment = transform.augment
-    num_views = len(samples) * transform.splits
-    images = _empty_images(num_views, size_px_at(augment, samples[0][0]), transform.channels)
-    boxes = torch.zeros(num_views, augment.erasing.max_count, 4, dtype=torch.int32)
-    keys = [0] * num_views
+    num_images = len(samples) * transform.splits
+    images = _empty_images(num_images, size_px_at(augment, samples[0][0]), transform.channels)
+    boxes = torch.zeros(num_images, augment.erasing.max_count, 4, dtype=torch.int32)
+    keys = [0] * num_images
     targets = []
-    for row, (epoch, index, view) in enumerate(samples):
-        numbers = range(view * transform.splits, (view + 1) * transform.splits)
-        split_keys = [hash_key("sample", seed, epoch, index, number) for number in numbers]
+    for number, (epoch, index, repeat) in enumerate(samples):
+        first = repeat * transform.splits
+        split_keys = [
+            hash_key("sample", seed, epoch, index, first + split)
+            for split in range(transform.splits)
+        ]
         seed_generators(split_keys[0])
         image, crop, target = source.load_region(index, transform.draw_crop)
         targets.append(target)
-        for split, (pixels, view_boxes) in enumerate(transform(image, epoch, split_keys, crop)):
-            place = split * len(samples) + row
-            images[place] = pixels
-            keys[place] = split_keys[split]
-            if view_boxes is not None:
-                boxes[place] = view_boxes
+        for split, (pixels, erase_boxes) in enumerate(transform(image, epoch, split_keys, crop)):
+            row = split * len(samples) + number
+            images[row] = pixels
+            keys[row] = split_keys[split]
+            if erase_boxes is not None:
+                boxes[row] = erase_boxes
     if augment.erasing.prob == 0:
         return TrainBatch(images, torch.tensor(targets))
     return TrainBatch(images, torch.tensor(targets), boxes, torch.tensor(keys))

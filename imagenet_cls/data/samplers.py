@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler, Sampler
 from imagenet_cls.errors import DataError
 from imagenet_cls.seeding import generator
 
-SampleKey = tuple[int, int, int]  # epoch, index, view
+SampleKey = tuple[int, int, int]  # epoch, index, repeat
 
 
 class EpochSampler(DistributedSampler[SampleKey]):
@@ -21,7 +21,7 @@ class EpochSampler(DistributedSampler[SampleKey]):
     device in one step. G is at least N k.
 
     The samples of an epoch are a permutation of the images, with every image `repeats` times in a
-    row, as views 0 to repeats - 1, truncated to `samples_per_epoch`. With `balance`, it is a
+    row, numbered 0 to repeats - 1, truncated to `samples_per_epoch`. With `balance`, it is a
     permutation of `balanced_samples`. The global batch of step s consists of samples s G to (s + 1)
     G - 1. The incomplete last batch is dropped.
 
@@ -111,20 +111,21 @@ class EpochSampler(DistributedSampler[SampleKey]):
             steps.view(-1, 1) * self.global_batch_size + torch.cat(self.positions)
         ).flatten()
         indices = order[positions // self.repeats]
-        views = positions % self.repeats
+        repeat_numbers = positions % self.repeats
         del order, positions
         if self.images_by_class:
             samples, occurrences = balanced_samples(
                 self.images_by_class, self.quotas, self.seed, self.epoch
             )
-            views = occurrences[indices] * self.repeats + views
+            repeat_numbers += occurrences[indices] * self.repeats
             indices = samples[indices]
         epoch = self.epoch
         # a Python list of a whole epoch would take 50 MB
         for start in range(0, len(indices), 1024):
             chunk = slice(start, start + 1024)
-            for index, view in zip(indices[chunk].tolist(), views[chunk].tolist(), strict=True):
-                yield epoch, index, view
+            pairs = zip(indices[chunk].tolist(), repeat_numbers[chunk].tolist(), strict=True)
+            for index, repeat in pairs:
+                yield epoch, index, repeat
 
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.start_step) * sum(self.micro_batch_sizes)

@@ -72,7 +72,7 @@ def _sides_at(points: ProgressiveConfig, epochs: NDArray[np.integer]) -> NDArray
 
 
 class TrainTransform:
-    """From a decoded image, uint8 (3, H, W), to its views, each uint8 (C, *size). size:
+    """From a decoded image, uint8 (3, H, W), to its splits, each uint8 (C, *size). size:
     `size_px_at` the epoch. C: 3, or 1 if `mean` has one number: gray.
 
     Order: crop and resize as `augment.crop` says, horizontal flip, vertical flip, policy, color
@@ -80,8 +80,8 @@ class TrainTransform:
     Draws the same numbers as torchvision's v2, in the same order, from torch's default CPU
     generator. Resizing is antialiased.
 
-    With `splits`, as in timm's AugMixDataset, all views share one crop and its flips; the first has
-    no other transform.
+    Several splits, as in timm's AugMixDataset, share one crop and its flips; the first has no other
+    transform.
     """
 
     def __init__(self, augment: AugmentConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
@@ -108,20 +108,19 @@ class TrainTransform:
     def __call__(
         self, image: torch.Tensor, epoch: int, keys: Sequence[int], crop: Box | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """`splits` views, each with the boxes to erase: int32 (n, 4), or None. crop: None to draw
-        it.
+        """The splits, each with the boxes to erase: int32 (n, 4), or None. crop: None to draw it.
 
-        keys: one for each view. The caller has seeded the default generators with the first one.
+        keys: one for each split. The caller has seeded the default generators with the first one.
         """
         assert len(keys) == self.splits, (keys, self.splits)
         base = self.crop_and_flip(image, epoch, crop)
         if self.splits == 1:
             return [self.color_and_boxes(base)]
-        views: list[tuple[torch.Tensor, torch.Tensor | None]] = [(base, None)]
+        splits: list[tuple[torch.Tensor, torch.Tensor | None]] = [(base, None)]
         for key in keys[1:]:
             seed_generators(key)
-            views.append(self.color_and_boxes(base))
-        return views
+            splits.append(self.color_and_boxes(base))
+        return splits
 
     def color_and_boxes(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The image after `color_transforms`, and its boxes to erase, if any are drawn."""

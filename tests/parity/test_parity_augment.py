@@ -208,7 +208,7 @@ def test_repeated_augmentation_equals_rasampler(repeats: int, world_size: int) -
         permutation = torch.randperm(
             num_images, generator=generator("permutation", 5, epoch)
         ).tolist()
-        views: Counter[int] = Counter()
+        counts: Counter[int] = Counter()
         keys = []
         for rank in range(world_size):
             sampler = EpochSampler(
@@ -221,9 +221,9 @@ def test_repeated_augmentation_equals_rasampler(repeats: int, world_size: int) -
                 expected
             ) == 2560 // world_size
             keys += mine
-            views.update(view for _, _, view in mine)
-        assert len(set(keys)) == 2560, "every repeat is a view of its own"
-        assert max(views.values()) - min(views.values()) <= 1
+            counts.update(repeat for _, _, repeat in mine)
+        assert len(set(keys)) == 2560, "every repeat has its own key"
+        assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_resnet50_v2_augmentation_equals_torchvisions_preset(

@@ -98,7 +98,7 @@ def test_ranks_make_the_same_samples_and_boxes(image_folder: Path) -> None:
     assert {key: sample for rank in ranks for key, sample in rank.items()} == alone
 
 
-def test_splits_are_view_major_and_only_later_ones_are_augmented(image_folder: Path) -> None:
+def test_images_are_ordered_by_split_and_only_later_ones_are_augmented(image_folder: Path) -> None:
     augment = AugmentConfig(
         size_px=24, policy="rand-m9", erasing=ErasingConfig(prob=1.0, mode="rand"), splits=3
     )
@@ -112,17 +112,19 @@ def test_splits_are_view_major_and_only_later_ones_are_augmented(image_folder: P
     for number, batch in enumerate(loader.epoch(1)):
         assert batch.images.shape == (12, 3, 24, 24) and batch.targets.shape == (4,)
         assert batch.boxes is not None and batch.keys is not None
-        views, boxes, keys = batch.images.split(4), batch.boxes.split(4), batch.keys.split(4)
-        for place, (epoch, index, view) in enumerate(samples[number * 4 : number * 4 + 4]):
-            expected = [hash_key("sample", 5, epoch, index, view * 3 + split) for split in range(3)]
+        images, boxes, keys = batch.images.split(4), batch.boxes.split(4), batch.keys.split(4)
+        for place, (epoch, index, repeat) in enumerate(samples[number * 4 : number * 4 + 4]):
+            expected = [
+                hash_key("sample", 5, epoch, index, repeat * 3 + split) for split in range(3)
+            ]
             assert [int(split_keys[place]) for split_keys in keys] == expected
             image, target = source.load(index)
             seed_generators(expected[0])
             base = transform.crop_and_flip(image, epoch)
-            assert torch.equal(views[0][place], base) and int(batch.targets[place]) == target
+            assert torch.equal(images[0][place], base) and int(batch.targets[place]) == target
             for split in (1, 2):
                 seed_generators(expected[split])
-                assert torch.equal(views[split][place], transform.color_transforms(base))
+                assert torch.equal(images[split][place], transform.color_transforms(base))
                 assert torch.equal(boxes[split][place], draw_boxes(augment.erasing, 24))
         assert not boxes[0].any() and boxes[1].any() and boxes[2].any()
 
@@ -156,7 +158,7 @@ def test_image_size_grows_between_epochs_with_the_same_workers(image_folder: Pat
     ours.close()
 
 
-def test_synthetic_batches_have_sizes_views_and_boxes() -> None:
+def test_synthetic_batches_have_sizes_splits_and_boxes() -> None:
     augment = AugmentConfig(
         size_px=32,
         progressive=ProgressiveConfig([0.0, 1.0], [16, 32], 16),

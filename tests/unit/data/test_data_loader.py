@@ -54,9 +54,9 @@ def reference(image_folder: Path) -> list[TrainBatch]:
     sampler = EpochSampler(len(source), 8, 0, 1, seed=5, accumulation=2)
     sampler.set_epoch(1)
     samples = []
-    for epoch, index, view in sampler:
+    for epoch, index, repeat in sampler:
         image, target = source.load(index)
-        key = hash_key("sample", 5, epoch, index, view)
+        key = hash_key("sample", 5, epoch, index, repeat)
         seed_generators(key)
         samples.append((transform(image, epoch, [key])[0][0], target))
     chunks = [samples[i : i + 4] for i in range(0, len(samples), 4)]

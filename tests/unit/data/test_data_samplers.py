@@ -23,7 +23,7 @@ from imagenet_cls.seeding import generator
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sampler_yields_slices_of_the_permutation(world_size: int, repeats: int) -> None:
     order = torch.randperm(103, generator=generator("permutation", 7, 3)).tolist()
-    samples = [(3, index, view) for index in order for view in range(repeats)][:96]
+    samples = [(3, index, repeat) for index in order for repeat in range(repeats)][:96]
     for rank in range(world_size):
         sampler = EpochSampler(103, 12, rank, world_size, seed=7, repeats=repeats)
         assert isinstance(sampler, DistributedSampler) and sampler.steps_per_epoch == 8
@@ -102,13 +102,13 @@ def test_micro_batches_depend_only_on_their_number(
     """
     num_images, batch = 1003, 96
     permutation = torch.randperm(num_images, generator=generator("permutation", 7, 3)).tolist()
-    order = [(3, index, view) for index in permutation for view in range(repeats)]
+    order = [(3, index, repeat) for index in permutation for repeat in range(repeats)]
     for step, found in enumerate(groups_of_an_epoch(num_images, batch, *layout, repeats=repeats)):
         samples = order[step * batch : (step + 1) * batch]
         assert sorted(found) == sorted(samples[number::together] for number in range(together))
         sizes = {len(group) for group in found}
         assert sizes == {batch // together, -(-batch // together)}
-        if together <= 10:  # no image more than once, if its views fit
+        if together <= 10:  # no image more than once, if its repeats fit
             distinct = {len({index for _, index, _ in group}) for group in found}
             assert distinct <= {min(size, batch // repeats) for size in sizes}
 
@@ -224,7 +224,7 @@ def test_balanced_samples_have_each_image_of_a_class_equally_often() -> None:
                 -(-quota // len(counts)),
             }
         keys = set(zip(samples.tolist(), occurrences.tolist(), strict=True))
-        assert len(keys) == 103  # occurrences of an image are different views
+        assert len(keys) == 103  # occurrences of an image are different repeats
         assert occurrences.max() == 4  # 26 samples of 6 images
     other = balanced_samples(by_class, [26, 26, 26, 25], 7, 1)[0]
     assert not torch.equal(samples, other)  # the images that are drawn once more differ

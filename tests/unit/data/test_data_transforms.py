@@ -40,9 +40,9 @@ def assert_alike(ours: torch.Tensor, reference: Image.Image, interpolation: str)
     assert differs.mean() <= (0.03 if interpolation == "nearest" else 0)
 
 
-def only_view(transform: TrainTransform, image: torch.Tensor, epoch: int = 0) -> torch.Tensor:
-    ((view, _),) = transform(image, epoch, [0])
-    return view
+def only_split(transform: TrainTransform, image: torch.Tensor, epoch: int = 0) -> torch.Tensor:
+    ((image_of_split, _),) = transform(image, epoch, [0])
+    return image_of_split
 
 
 def assert_form(image: torch.Tensor, size_px: int) -> None:
@@ -64,7 +64,7 @@ def test_train_transform_within_a_gray_level_of_pillow(
         torch.manual_seed(seed)
         expected = reference(photograph)
         torch.manual_seed(seed)
-        image = only_view(ours, rgb_tensor(photograph))
+        image = only_split(ours, rgb_tensor(photograph))
         assert_form(image, 96)
         assert_alike(image, expected, interpolation)
 
@@ -144,7 +144,7 @@ def test_train_transform_equals_torchvisions(photographs: list[Image.Image], nam
         torch.manual_seed(seed)
         expected, next_draw = reference(image), torch.rand(1)
         torch.manual_seed(seed)
-        assert torch.equal(only_view(ours, image), expected) and torch.equal(
+        assert torch.equal(only_split(ours, image), expected) and torch.equal(
             torch.rand(1), next_draw
         )
 
@@ -159,7 +159,7 @@ def test_pad_crop_of_images_of_the_size_equals_torchvisions(photographs: list[Im
         torch.manual_seed(seed)
         expected = reference(image)
         torch.manual_seed(seed)
-        assert torch.equal(only_view(ours, image), expected)
+        assert torch.equal(only_split(ours, image), expected)
 
 
 @pytest.mark.parametrize("interpolation", list(MODES))
@@ -204,7 +204,7 @@ def test_draw_crop_equals_torchvisions(ratio: tuple[float, float]) -> None:
 @pytest.mark.parametrize("ratio", [1000.0, 0.001])
 def test_crop_of_an_extreme_ratio_is_at_least_a_pixel_wide(ratio: float) -> None:
     transform = TrainTransform(AugmentConfig(size_px=16, ratio=[ratio, ratio]))
-    assert_form(only_view(transform, torch.zeros(3, 16, 16, dtype=torch.uint8)), 16)
+    assert_form(only_split(transform, torch.zeros(3, 16, 16, dtype=torch.uint8)), 16)
 
 
 def test_interpolation_random_is_drawn_for_each_image(photographs: list[Image.Image]) -> None:
@@ -219,7 +219,7 @@ def test_interpolation_random_is_drawn_for_each_image(photographs: list[Image.Im
     )
     for seed in range(30):
         torch.manual_seed(seed)
-        result = only_view(transform, image)
+        result = only_split(transform, image)
         expected = {}
         for mode, crop in crops.items():
             torch.manual_seed(seed)
@@ -244,7 +244,7 @@ def test_policy_is_applied_between_flips_and_color(photographs: list[Image.Image
             num_output_channels=3,
         )
         torch.manual_seed(seed)
-        result = only_view(transform, image)
+        result = only_split(transform, image)
         assert_form(result, 32)
         assert torch.equal(result, expected)
 
@@ -256,7 +256,7 @@ def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
         progressive=ProgressiveConfig([1.0, 3.0], [32, 96], multiple_px=16),
     )
     transform, image = TrainTransform(augment), rgb_tensor(photographs[0])
-    assert [only_view(transform, image, epoch).shape[-1] for epoch in range(5)] == [
+    assert [only_split(transform, image, epoch).shape[-1] for epoch in range(5)] == [
         32,
         32,
         64,
@@ -271,7 +271,7 @@ def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
     wide = TrainTransform(AugmentConfig(size_px=[32, 96], policy="rand-m9-mstd0.5"))
     (policy,) = wide.policies.values()
     assert policy.policy.ops[0].hparams["translate_const"] == 14, "of the short side, as in timm"
-    assert only_view(wide, image).shape == (3, 32, 96)
+    assert only_split(wide, image).shape == (3, 32, 96)
 
 
 @pytest.mark.parametrize("interpolation", list(MODES))
@@ -326,7 +326,7 @@ def test_one_channel_equals_torchvisions_transforms_of_gray_images(
         torch.manual_seed(seed)
         expected, next_draw = v2.Compose(steps)(gray), torch.rand(1)
         torch.manual_seed(seed)
-        result = only_view(ours, rgb_tensor(photograph))
+        result = only_split(ours, rgb_tensor(photograph))
         assert result.shape == (1, 48, 48) and torch.equal(result, expected)
         assert torch.equal(torch.rand(1), next_draw)
 
