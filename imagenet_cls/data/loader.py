@@ -370,11 +370,8 @@ def init_worker(worker_id: int) -> None:
     checkpoint. A worker that outlives its parent would keep the parent's sockets and output open.
     """
     parent = multiprocessing.parent_process()
-    if (
-        set_parent_death_signal(signal.SIGKILL)
-        and parent is not None
-        and os.getppid() != parent.pid
-    ):
+    is_set = set_parent_death_signal(signal.SIGKILL)
+    if is_set and parent is not None and os.getppid() != parent.pid:
         os._exit(1)  # the parent died before the kernel was asked
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -393,13 +390,13 @@ def worker_exception_error(error: Exception, worker_id: int) -> ResourceError:
     """The error for a worker whose dataset raised `error`. The traceback is a note, which survives
     pickling.
     """
-    is_memory = isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+    remedy = "See the traceback in the log, or repeat with --traceback."
+    if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
+        remedy = f"Memory or /dev/shm ran out: {_USE_FEWER}."
     reported = ResourceError(
         f"Data worker {worker_id} (process {os.getpid()}) raised {type(error).__name__}: "
         f"{first_line(error)[:200]}",
-        f"Memory or /dev/shm ran out: {_USE_FEWER}."
-        if is_memory
-        else "See the traceback in the log, or repeat with --traceback.",
+        remedy,
     )
     reported.add_note("".join(traceback.format_exception(error)))
     return reported
