@@ -47,7 +47,8 @@ class ArchiveChangedError(DataError):
 
 @dataclass(frozen=True, eq=False)
 class ByteRanges:
-    """Where each image lies: in `archives[number]` at `offset` with `size` bytes, int arrays (N,).
+    """Where each image lies: in `archives[archive_index]` at `offset` with `size` bytes, int arrays
+    (N,).
 
     compressed: the compressed size in a zip, where `offset` is the offset of the local header; 0 in
     a tar. statuses: `archive_status` of each archive when it was indexed.
@@ -55,7 +56,7 @@ class ByteRanges:
 
     archives: tuple[str, ...]
     statuses: tuple[tuple[int, ...], ...]
-    number: np.ndarray
+    archive_index: np.ndarray
     offset: np.ndarray
     size: np.ndarray
     compressed: np.ndarray
@@ -63,18 +64,18 @@ class ByteRanges:
     def select(self, rows: np.ndarray) -> "ByteRanges":
         return replace(
             self,
-            number=self.number[rows],
+            archive_index=self.archive_index[rows],
             offset=self.offset[rows],
             size=self.size[rows],
             compressed=self.compressed[rows],
         )
 
     def archive(self, i: int) -> str:
-        return self.archives[self.number[i]]
+        return self.archives[self.archive_index[i]]
 
     def read(self, i: int) -> bytes:
-        """The file of image `i`. Opens the archive each time, so that forked workers share no
-        position in it.
+        """The file of image `i`. Opens the archive each time: with thousands of shards, open
+        descriptors would exceed their limit, and an archive that is replaced would not be noticed.
 
         Raises ArchiveChangedError. For a member that can't be read: OSError, and DataError with the
         reason, without names.
@@ -90,7 +91,7 @@ class ByteRanges:
                 "Make this archive readable again, and continue with --resume.",
             ) from None
         try:
-            if archive_status(os.fstat(file)) != self.statuses[self.number[i]]:
+            if archive_status(os.fstat(file)) != self.statuses[self.archive_index[i]]:
                 raise ArchiveChangedError(
                     f"{path}: the archive was changed or replaced after it was listed.",
                     "Start again with --resume, which lists it again; or put the former one back "

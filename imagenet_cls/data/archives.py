@@ -177,11 +177,11 @@ def _with_labels_resolved(
 class _Piece:
     """An archive, or a tar in it: the bytes from `start` to `end` (None: to its end) of `path`.
 
-    number: its place in the list of archives. stem: the file name without suffix.
+    archive_index: of the archive in the list of archives. stem: the file name without suffix.
     """
 
     path: str
-    number: int
+    archive_index: int
     stem: bytes
     start: int = 0
     end: int | None = None
@@ -236,9 +236,9 @@ def _scan_archives(
         raise DataError(f"{place}: {count} of {len(are_shards)} archives have no labels.", _LAYOUTS)
     names = np.concatenate([np.array(scan.names, bytes) for scan in scans])
     groups, group = _unique([group for scan in scans for group in scan.groups])
-    numbers = np.array([piece.number for piece in pieces], np.uint32)
+    archive_indices = np.array([piece.archive_index for piece in pieces], np.uint32)
     arrays = {
-        "number": np.repeat(numbers, [len(scan.names) for scan in scans]),
+        "archive_index": np.repeat(archive_indices, [len(scan.names) for scan in scans]),
         "offset": np.concatenate([scan.offset for scan in scans]),
         "size": np.concatenate([scan.size for scan in scans]),
         "compressed": np.concatenate([scan.compressed for scan in scans]),
@@ -302,11 +302,11 @@ def _scan_pieces(archives: Sequence[Path]) -> tuple[list[_Piece], list[_PieceSca
         return pieces, list(scans)
 
 
-def _pieces(path: Path, number: int) -> list[_Piece]:
+def _pieces(path: Path, archive_index: int) -> list[_Piece]:
     """The whole archive; of a tar of tars, as ImageNet's, each inner tar, so that several threads
     read it. Files beside the inner tars are ignored.
     """
-    whole = _Piece(str(path), number, os.fsencode(path.stem))
+    whole = _Piece(str(path), archive_index, os.fsencode(path.stem))
     if path.suffix.lower() == ".zip":
         return [whole]
     with open_archive(whole.path) as file:
@@ -318,7 +318,8 @@ def _pieces(path: Path, number: int) -> list[_Piece]:
     pieces = []
     for tar in tars:
         stem = tar.name.rpartition(b"/")[2][:-4]
-        pieces.append(_Piece(whole.path, number, stem, tar.offset, tar.offset + tar.size))
+        end = tar.offset + tar.size
+        pieces.append(_Piece(whole.path, archive_index, stem, tar.offset, end))
     return pieces
 
 

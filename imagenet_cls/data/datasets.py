@@ -315,7 +315,7 @@ def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, Image
     sources: dict[str, ImageSource] = {}
     if data.val is None:
         whole = _map_source(data, data.train)
-        rows, held_out = split_by_config(data, *_numbers_and_targets(whole))
+        rows, held_out = split_by_config(data, *_names_and_targets(whole))
         sources["train"] = SubsetSource(whole, rows)
         sources["val"] = SubsetSource(whole, held_out)
     else:
@@ -324,24 +324,24 @@ def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, Image
             sources[part] = _map_source(data, names[part])
     if "train" in sources and data.fraction < 1:
         train = sources["train"]
-        rows = fraction_rows(*_numbers_and_targets(train), data.fraction)
+        rows = fraction_rows(*_names_and_targets(train), data.fraction)
         sources["train"] = SubsetSource(train, rows)
     return sources
 
 
-def _numbers_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:
-    """The numbers of the images in the dataset, which stand for their names, and their targets:
-    int64 (N,).
+def _names_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:
+    """The indices of the images in the dataset, as names for the split, and their targets: int64
+    (N,).
 
     Where targets are known only by reading all images, they are 0 here, and splits are not by
     class.
     """
     rows = source.rows if isinstance(source, SubsetSource) else range(len(source))
-    numbers = [str(i).encode() for i in rows]
+    names = [str(i).encode() for i in rows]
     targets = targets_of(source)
     if targets is None:
         targets = np.zeros(len(source), np.int64)
-    return numbers, targets
+    return names, targets
 
 
 def _map_source(data: DataConfig, part: str) -> MapSource:

@@ -250,8 +250,8 @@ class MapSource(ImageSource):
 class SubsetSource(ImageSource):
     """Some images of another source, in the order of `rows`, int64 (N,).
 
-    numbers: the new target of each target, int64 (classes of the source,), and `classes` their
-    names.
+    target_map: the new target of each target of the source, int64 (classes of the source,), and
+    `classes` the names of the new ones. None: as in the source.
     """
 
     def __init__(
@@ -259,23 +259,23 @@ class SubsetSource(ImageSource):
         source: ImageSource,
         rows: np.ndarray,
         classes: tuple[str, ...] = (),
-        numbers: Any = None,
+        target_map: np.ndarray | None = None,
     ):
         self.source = source
         self.rows = rows
         self.classes = classes or source.classes
-        self.numbers: np.ndarray = np.arange(len(source.classes)) if numbers is None else numbers
+        self.target_map = np.arange(len(source.classes)) if target_map is None else target_map
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def load(self, i: int) -> tuple[torch.Tensor, int]:
         image, target = self.source.load(int(self.rows[i]))
-        return image, int(self.numbers[target])
+        return image, int(self.target_map[target])
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
         image, box, target = self.source.load_region(int(self.rows[i]), choose)
-        return image, box, int(self.numbers[target])
+        return image, box, int(self.target_map[target])
 
     def name(self, i: int) -> str:
         return self.source.name(int(self.rows[i]))
@@ -283,7 +283,9 @@ class SubsetSource(ImageSource):
     def digest(self) -> str:
         digest = sha256(self.source.digest().encode() + self.rows.astype("<i8").tobytes())
         if self.classes != self.source.classes:
-            digest.update("\0".join(self.classes).encode() + self.numbers.astype("<i8").tobytes())
+            digest.update(
+                "\0".join(self.classes).encode() + self.target_map.astype("<i8").tobytes()
+            )
         return digest.hexdigest()
 
 
@@ -303,16 +305,15 @@ def with_classes(
     indices = match_classes(
         source.classes, classes, path, allow_missing=allow_missing, allow_extra=allow_extra
     )
-    numbers = np.array(indices, np.int64)
+    target_map = np.array(indices, np.int64)
     rows = np.arange(len(source))
-    if (numbers < 0).any():
-        rows = rows[numbers[required_targets(source, "data.classes")] >= 0]
+    if (target_map < 0).any():
+        rows = rows[target_map[required_targets(source, "data.classes")] >= 0]
     if not isinstance(source, FolderSource):
-        return SubsetSource(source, rows, tuple(classes), numbers)
+        return SubsetSource(source, rows, tuple(classes), target_map)
     index = source.index.select(rows)
-    return replace(
-        source, index=replace(index, targets=numbers[index.targets], classes=tuple(classes))
-    )
+    targets = target_map[index.targets]
+    return replace(source, index=replace(index, targets=targets, classes=tuple(classes)))
 
 
 def targets_of(source: ImageSource) -> np.ndarray | None:
@@ -321,7 +322,7 @@ def targets_of(source: ImageSource) -> np.ndarray | None:
     """
     if isinstance(source, SubsetSource):
         whole = targets_of(source.source)
-        return None if whole is None else source.numbers[whole[source.rows]]
+        return None if whole is None else source.target_map[whole[source.rows]]
     if isinstance(source, FolderSource):
         return source.index.targets
     if isinstance(source, MapSource):
