@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,7 +30,8 @@ from imagenet_cls.errors import DataError
 from imagenet_cls.files import check_regular, open_at_once
 
 _MAX_SIZES = 1000
-_MAX_ORIENTATIONS, _ORIENTATIONS_SEC = 200, 3.0
+_MAX_ORIENTATIONS = 200
+_ORIENTATIONS_SEC = 3.0
 T = TypeVar("T")
 
 
@@ -160,28 +160,19 @@ def exif_warning(source: ImageSource) -> str | None:
     """A warning if 5 % or more of at most 200 evenly spaced files have an EXIF orientation that
     `data.exif` ignores.
 
-    Reads the files for at most a few seconds, in an order in which the first ones are spread, too,
-    and in a thread, so that a disk that hangs does not stop the run here. A file that can't be read
-    is an error only when it is used.
+    Starts to read no file after three seconds. A file that can't be read is an error only when it
+    is used.
     """
     if not isinstance(source, FolderSource) or source.exif == "apply":
         return None
     rows = np.linspace(0, len(source) - 1, min(len(source), _MAX_ORIENTATIONS)).astype(int)
     end = time.monotonic() + _ORIENTATIONS_SEC
-    found: list[int] = []
-
-    def examine() -> None:
-        for row in np.random.default_rng(0).permutation(rows).tolist():
-            with suppress(OSError, DataError):
-                data = source.read(row)
-                if time.monotonic() > end:
-                    return
-                found.append(exif_orientation(data))
-
-    examination = threading.Thread(target=examine, daemon=True)
-    examination.start()
-    examination.join(_ORIENTATIONS_SEC)
-    orientations = list(found)
+    orientations = []
+    for row in rows.tolist():
+        if time.monotonic() > end:
+            break
+        with suppress(OSError, DataError):
+            orientations.append(exif_orientation(source.read(row)))
     rotated = sum(orientation != 1 for orientation in orientations)
     if rotated == 0 or rotated < 0.05 * len(orientations):
         return None
