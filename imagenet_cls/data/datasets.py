@@ -223,11 +223,11 @@ def open_files(
         index = index.select(fraction_rows(index.names, index.targets, data.fraction))
     check_heif(index)
     # paths of images in archives are known only with the config
-    listed = shlex.quote(str(root)) if index.byte_ranges is None else "CONFIG"
+    argument = shlex.quote(str(root)) if index.byte_ranges is None else "CONFIG"
     bad_images = (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
-    keep_out = f"data.exclude={shlex.quote(str(bad_images))}"
-    exclude = f"{command_line('verify-data')} {listed}, then {keep_out}"
-    return FolderSource(index, exclude, data.decode, data.exif, left_out), note
+    override = f"data.exclude={shlex.quote(str(bad_images))}"
+    advice = f"{command_line('verify-data')} {argument}, then {override}"
+    return FolderSource(index, advice, data.decode, data.exif, left_out), note
 
 
 def check_heif(index: ImageIndex) -> None:

@@ -66,12 +66,12 @@ class ImageSource(Protocol):
 class FolderSource(ImageSource):
     """Image files of an `ImageIndex`, in folders or in archives.
 
-    exclude: the command and the key that leave bad images out, for the error about one. decode,
-    exif: keys of `data`.
+    exclude_advice: how to leave bad images out, for the error about one. decode, exif: keys of
+    `data`.
     """
 
     index: ImageIndex
-    exclude: str | None = None
+    exclude_advice: str | None = None
     decode: str = "auto"
     exif: str = "ignore"
     left_out: int = 0
@@ -119,7 +119,9 @@ class FolderSource(ImageSource):
                 f"Replace the archive, or delete the image in it ({command} {shlex.quote(path)} "
                 f"IMAGE)."
             )
-        return remedy if self.exclude is None else f"{remedy}\nOr leave it out: {self.exclude}"
+        if self.exclude_advice is None:
+            return remedy
+        return f"{remedy}\nOr leave it out: {self.exclude_advice}"
 
     def read(self, i: int) -> bytes:
         """The file of image `i`. Raises OSError, and DataError with the reason, without names."""

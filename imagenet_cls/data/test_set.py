@@ -103,8 +103,8 @@ def open_test_set(
     if index.byte_ranges is not None and (np.char.count(index.names, b"/") > 1).all():
         check_no_parts(place, index.classes)
     source, _ = open_files(data, index, is_training=False)
-    # The remedy for a bad image would name keys of the training data, and not --data.
-    source = replace(source, exclude=None)
+    # The advice for a bad image would name keys of the training data, and not --data.
+    source = replace(source, exclude_advice=None)
     names = chosen or classes
     if names is None:
         return source
