@@ -45,7 +45,7 @@ SHARD_FORMAT = 2  # 1: images have the suffixes of their files
 UNREADABLE = "Check its permissions, or use another SOURCE."
 PLAN_FILE = "pack.json"  # what the shards beside it were made of, and the options
 
-# name of an image below its class, the file, target; its place, for messages
+# name of an image below its class, the file, target; a description of the image, for messages
 Sample = tuple[str, bytes, int, str]
 RowGroup = tuple[Path, int, int]  # file, number, rows
 
@@ -199,13 +199,13 @@ def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
 
     def samples(source: FolderSource, start: int) -> Iterator[Sample]:
         for i in range(start, min(start + per_shard, len(source))):
-            place = source.index.describe(i)
+            description = source.index.describe(i)
             try:
                 content = source.read(i)
             except (OSError, DataError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error.problem
-                raise DataError(f"{place}: {reason}.", "Replace the file.") from None
-            yield source.name(i), content, int(source.index.targets[i]), place
+                raise DataError(f"{description}: {reason}.", "Replace the file.") from None
+            yield source.name(i), content, int(source.index.targets[i]), description
 
     for name, source in (("train", opened.train), ("val", opened.val)):
         if not isinstance(source, FolderSource):
@@ -289,9 +289,9 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
             with open_parquet(path) as file:
                 rows = file.read_row_group(group, columns=["image", "label"]).to_pylist()
             for number, row in enumerate(rows):
-                place = f"{path}: row {number} of row group {group}"
-                name, content, target = _parquet_row(row, targets, place)
-                yield name or f"{path.stem}-{group}-{number}", content, target, place
+                description = f"{path}: row {number} of row group {group}"
+                name, content, target = _parquet_row(row, targets, description)
+                yield name or f"{path.stem}-{group}-{number}", content, target, description
 
     source = str([[path.name, path.stat().st_size] for path in files])
     count = sum(rows for _, _, rows in groups)
@@ -366,14 +366,14 @@ def _check_columns(path: Path, schema: Any) -> None:
 
 
 def _parquet_row(
-    row: dict[str, Any], targets: Mapping[int | str, int], place: str
+    row: dict[str, Any], targets: Mapping[int | str, int], description: str
 ) -> tuple[str, bytes, int]:
     """Name (perhaps empty), file and target. targets: the target of each label."""
     image = row["image"] or {}
     label = row["label"]
     if not image.get("bytes"):
         raise DataError(
-            f"{place}: no image: `bytes` is empty.",
+            f"{description}: no image: `bytes` is empty.",
             "Give files that hold the images, not only their paths.",
         )
     if label not in targets:
@@ -381,7 +381,7 @@ def _parquet_row(
         if label is not None:
             problem = f"label {format_value(label)} is not one of the classes"
         raise DataError(
-            f"{place}: {problem}.",
+            f"{description}: {problem}.",
             "Pack labeled parts only: move the files of others elsewhere.",
         )
     return image.get("path") or "", image["bytes"], targets[label]
@@ -396,15 +396,15 @@ def write_part(out: Path, name: str, part: Part, options: Options) -> None:
     partial_folder = out / f".{name}.partial"
     image_options = options.max_px, options.quality, options.images_per_shard
     plan = json.dumps([part.source, list(part.classes), *image_options, SHARD_FORMAT])
-    for place in (folder, partial_folder):
-        plan_file = place / PLAN_FILE
-        if place.exists() and not plan_file.exists():
+    for path in (folder, partial_folder):
+        plan_file = path / PLAN_FILE
+        if path.exists() and not plan_file.exists():
             raise UsageError(
-                f"{place} exists, and was not made by this command.", "Give another OUT."
+                f"{path} exists, and was not made by this command.", "Give another OUT."
             )
-        if place.exists() and plan_file.read_text() != plan:
+        if path.exists() and plan_file.read_text() != plan:
             raise UsageError(
-                f"{place} was made of other data, with other options, or by an earlier version.",
+                f"{path} was made of other data, with other options, or by an earlier version.",
                 "Give another OUT, or remove it.",
             )
     if not folder.exists():
@@ -441,11 +441,11 @@ def write_shard(path: Path, files: Iterator[Sample]) -> None:
     keys: set[str] = set()
     with path.open("wb") as file:
         with tarfile.open(fileobj=file, mode="w") as tar:
-            for name, data, target, place in files:
+            for name, data, target, description in files:
                 key = name.rpartition(".")[0]
                 if key in keys:
                     raise DataError(
-                        f"{printable(place)}: another image has this key in a shard.",
+                        f"{printable(description)}: another image has this key in a shard.",
                         "Rename one of them.",
                     )
                 keys.add(key)
@@ -464,7 +464,7 @@ def pack_sample(sample: Sample, classes: Sequence[str], options: Options) -> Sam
     The suffix is in lower case, and `jpg` for JPEG files. Raises DataError where an image that has
     to be shrunk, or whose format its name does not tell, can't be read.
     """
-    name, data, target, place = sample
+    name, data, target, description = sample
     # normpath keeps two slashes at the start, as POSIX says.
     folder, _, base = os.path.normpath(f"/{name}").lstrip("/").rpartition("/")
     stem = base
@@ -484,16 +484,16 @@ def pack_sample(sample: Sample, classes: Sequence[str], options: Options) -> Sam
         except Exception as error:  # damaged files make decoders raise anything
             is_unknown = isinstance(error, Image.UnidentifiedImageError)
             reason = "not an image of a known format" if is_unknown else first_line(error)
-            raise DataError(f"{printable(place)}: {reason}.", "Replace the file.") from None
+            raise DataError(f"{printable(description)}: {reason}.", "Replace the file.") from None
     suffix = SUFFIXES.get(suffix.lower(), suffix.lower())
     if not is_image(b"image." + suffix.encode()):
         raise DataError(
-            f"{printable(place)}: a {suffix} file, which training does not read.",
+            f"{printable(description)}: a {suffix} file, which training does not read.",
             "Replace the file.",
         )
     folder = folder or classes[target].replace("/", "_")
     folder = re.sub(r"(^|/)\.", r"\1_", folder)  # hidden files are not read
-    return f"{folder}/{stem.replace('.', '_')}.{suffix}", data, target, place
+    return f"{folder}/{stem.replace('.', '_')}.{suffix}", data, target, description
 
 
 def downscale_jpeg(data: bytes, max_px: int, quality: int) -> bytes:

@@ -190,10 +190,10 @@ def check_images(test_set: Path | None, data: DataConfig) -> None:
         return
     if test_set is not None:
         raise UsageError("--data and data.val name different images.", "Leave out one of them.")
-    place = Path(data.root).expanduser() / val
-    if Path(val).exists() and not place.exists():
+    path = Path(data.root).expanduser() / val
+    if Path(val).exists() and not path.exists():
         raise UsageError(
-            f"data.val={val} is looked for in data.root, and there is no {place}.",
+            f"data.val={val} is looked for in data.root, and there is no {path}.",
             f"To evaluate the images in {val}: --data {val}",
         )
 

@@ -104,7 +104,7 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     if path.is_dir():
         raise UsageError(f"{path} is a folder.", "Name a file with --out.")
     if not os.access(path if is_device_or_fifo(path) else path.parent, os.W_OK):
-        raise ResourceError(f"Can't write {path}.", "Name another place with --out FILE.")
+        raise ResourceError(f"Can't write {path}.", "Name another file with --out FILE.")
     bad = find_bad_images(images, num_threads)
     # an earlier list would leave out replaced images
     is_written = bool(bad) or out is not None or path.exists()
@@ -140,9 +140,9 @@ def find_bad_images(images: Mapping[Key, Image], num_threads: int) -> list[tuple
             problems = pool.map(lambda key: image_problem(*images[key]), chunk)
             for (name, archive, _), reason in zip(chunk, problems, strict=True):
                 if reason is not None:
-                    place = f" (in {archive})" if archive else ""
-                    bad.append((name, reason + place))
-                    print(f"bad: {name}: {reason}{place}")
+                    where = f" (in {archive})" if archive else ""
+                    bad.append((name, reason + where))
+                    print(f"bad: {name}: {reason}{where}")
     return bad
 
 

@@ -115,7 +115,7 @@ def _read_zip_member(file: int, offset: int, size: int, compressed: int) -> byte
     """
     header = os.pread(file, 30, offset)
     if len(header) < 30 or header[:4] != b"PK\3\4":
-        raise DataError("no zip header at its place: the archive is damaged", _DAMAGED)
+        raise DataError("no zip header at its offset: the archive is damaged", _DAMAGED)
     method, name_length, extra_length = struct.unpack("<8xH16x2H", header)
     data = os.pread(file, compressed, offset + 30 + name_length + extra_length)
     if method != zipfile.ZIP_DEFLATED:
@@ -191,8 +191,8 @@ class _Section:
                 f"{self.start + self.position}.",
                 _DAMAGED_TAR,
             )
-        place = self.start + self.position
-        data = os.pread(self.file, max(min(size, self.end - place), 0), place)
+        offset = self.start + self.position
+        data = os.pread(self.file, max(min(size, self.end - offset), 0), offset)
         self.position += len(data)
         return data
 

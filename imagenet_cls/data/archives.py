@@ -60,11 +60,11 @@ def find_archives(root: Path, part: str) -> list[Path] | None:
     """
     if os.path.isfile(root):  # noqa: PTH113 (pathlib raises without permission)
         return [root]
-    place = root / part
-    if is_archive(place.name) and os.path.isfile(place):  # noqa: PTH113
-        return [place]
-    if os.path.isdir(place):  # noqa: PTH112
-        return _archives_in(place)
+    path = root / part
+    if is_archive(path.name) and os.path.isfile(path):  # noqa: PTH113
+        return [path]
+    if os.path.isdir(path):  # noqa: PTH112
+        return _archives_in(path)
     if _PATTERN.search(part):
         paths = _expand(root, part)
         return paths if paths and os.path.isfile(paths[0]) else None  # noqa: PTH113
@@ -129,14 +129,14 @@ def index_archives(
     classes: the training classes, for the labels of shards in a validation part (see
     `resolve_labels`). Raises DataError.
     """
-    place = root / part
+    part_path = root / part
     paths = [Path(os.path.abspath(path)) for path in archives]  # noqa: PTH100 (keeps links)
     devkit = labels_beside(paths[0]) if archives[0].name == VAL_TAR else None
     listed = paths if devkit is None else [*paths, devkit]
-    scan = read_scan(place, listed)
+    scan = read_scan(part_path, listed)
     if scan is None:
         scan = _scan_archives(root, part, archives, listed, devkit)
-        write_scan(place, scan)
+        write_scan(part_path, scan)
     arrays = dict(scan.arrays)
     labels = arrays.pop("labels", None)
     statuses = []
@@ -146,8 +146,8 @@ def index_archives(
         statuses.append(archive_status(status))
     byte_ranges = ByteRanges(tuple(map(str, archives)), tuple(statuses), **arrays)
     if labels is None:
-        return index_scan(scan, place, byte_ranges)
-    index = ImageIndex(place, scan.names, labels.astype(np.int64), (), byte_ranges, scan.unread)
+        return index_scan(scan, part_path, byte_ranges)
+    index = ImageIndex(part_path, scan.names, labels.astype(np.int64), (), byte_ranges, scan.unread)
     return _with_labels_resolved(index, scan.classes, archives[0].with_name("classes.txt"), classes)
 
 
@@ -216,7 +216,7 @@ def _scan_archives(
     shards in theirs.
     """
     started = time.time()
-    place = root / part
+    part_path = root / part
     statuses: dict[bytes, os.stat_result | None] = {}
     for path in map(os.fsencode, listed):
         try:
@@ -230,10 +230,12 @@ def _scan_archives(
     _add_class_folders(pieces, scans, devkit)
     are_shards = [scan.is_shard for scan in scans if scan.names]
     if not are_shards:
-        raise DataError(f"{place}: it contains no images.", _LAYOUTS)
+        raise DataError(f"{part_path}: it contains no images.", _LAYOUTS)
     if any(are_shards) != all(are_shards):
         count = are_shards.count(False)
-        raise DataError(f"{place}: {count} of {len(are_shards)} archives have no labels.", _LAYOUTS)
+        raise DataError(
+            f"{part_path}: {count} of {len(are_shards)} archives have no labels.", _LAYOUTS
+        )
     names = np.concatenate([np.array(scan.names, bytes) for scan in scans])
     groups, group = _unique([group for scan in scans for group in scan.groups])
     archive_indices = np.array([piece.archive_index for piece in pieces], np.uint32)
@@ -252,12 +254,12 @@ def _scan_archives(
         return Scan(labels, [], names, unread, statuses, started, arrays)
     part_folder = os.fsencode(os.path.normpath(part)) if root.is_file() else b"."
     prefix = _prefix_of_classes(groups, part_folder)
-    classes, counts, order = _order_of_folders(place, prefix, groups, group, names)
+    classes, counts, order = _order_of_folders(part_path, prefix, groups, group, names)
     names = names[order]
     equal = np.flatnonzero(names[1:] == names[:-1])
     if len(equal):
         repeated = decode_name(names[equal[0]])
-        raise DataError(f"{place}: it contains {repeated} twice.", "Make the archive again.")
+        raise DataError(f"{part_path}: it contains {repeated} twice.", "Make the archive again.")
     if prefix:
         names = np.array([name[len(prefix) :] for name in names.tolist()])
     unread = Counter(suffix_of(name) for name in others if name.startswith(prefix))
@@ -485,7 +487,7 @@ def _prefix_of_classes(folders: Sequence[bytes], part_folder: bytes) -> bytes:
 
 
 def _order_of_folders(
-    place: Path,
+    path: Path,
     prefix: bytes,
     folders: Sequence[bytes],
     folder_of_image: np.ndarray,
@@ -504,7 +506,7 @@ def _order_of_folders(
     if not class_of:
         found = join_names(sorted({decode_name(folder.partition(b"/")[0]) for folder in folders}))
         raise DataError(
-            f"{place}: the images have neither labels nor class folders; they are in "
+            f"{path}: the images have neither labels nor class folders; they are in "
             f"{found or 'no folder'}.",
             _LAYOUTS,
         )

@@ -142,12 +142,12 @@ class SyntheticLoader:
         targets = targets[:batch_size]
         if erasing.prob == 0:
             return TrainBatch(images, targets)
-        keys = [hash_key("synthetic sample", *key, place) for place in range(len(images))]
+        keys = [hash_key("synthetic sample", *key, row) for row in range(len(images))]
         boxes = torch.zeros(len(images), erasing.max_count, 4, dtype=torch.int32)
         with preserve_rng_state():
-            for place in range(batch_size if splits > 1 else 0, len(images)):
-                seed_generators(keys[place])
-                boxes[place] = draw_boxes(erasing, size_px)
+            for row in range(batch_size if splits > 1 else 0, len(images)):
+                seed_generators(keys[row])
+                boxes[row] = draw_boxes(erasing, size_px)
         return TrainBatch(images, targets, boxes, torch.tensor(keys))
 
     def close(self) -> None:

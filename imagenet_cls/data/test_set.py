@@ -74,13 +74,13 @@ def _validation_part(folder: Path) -> str:
     return "."
 
 
-def check_no_parts(place: Path, found: Sequence[str]) -> None:
-    """Raise DataError if all folders in `place` are called as the parts of a dataset."""
+def check_no_parts(path: Path, found: Sequence[str]) -> None:
+    """Raise DataError if all folders in `path` are named as parts of a dataset."""
     if SPLIT_NAMES.issuperset(map(str.lower, found)):
         part = next((name for name in found if not name.lower().startswith("train")), found[0])
         raise DataError(
-            f"{place}: holds the parts of a dataset ({join_names(found)}), not classes.",
-            f"Name the part to evaluate: --data {place / part}",
+            f"{path}: holds the parts of a dataset ({join_names(found)}), not classes.",
+            f"Name the part to evaluate: --data {path / part}",
         )
 
 
@@ -97,11 +97,11 @@ def open_test_set(
     allow_missing: the images need not have all classes. Raises DataError.
     """
     assert data.val is not None
-    place = Path(data.root).expanduser() / data.val
+    path = Path(data.root).expanduser() / data.val
     chosen = chosen_classes(data)
     index = index_part(data, data.val, None if chosen else classes)
     if index.byte_ranges is not None and (np.char.count(index.names, b"/") > 1).all():
-        check_no_parts(place, index.classes)
+        check_no_parts(path, index.classes)
     source, _ = open_files(data, index, is_training=False)
     # The advice for a bad image would name keys of the training data, and not --data.
     source = replace(source, exclude_advice=None)
@@ -109,7 +109,7 @@ def open_test_set(
     if names is None:
         return source
     return with_classes(
-        source, names, place, allow_missing=allow_missing, allow_extra=chosen is not None
+        source, names, path, allow_missing=allow_missing, allow_extra=chosen is not None
     )
 
 
