@@ -135,20 +135,22 @@ def index_archives(
     listed = paths if devkit is None else [*paths, devkit]
     scan = read_scan(part_path, listed)
     if scan is None:
+        started = time.time()
         scan = _scan_archives(root, part, archives, listed, devkit)
-        write_scan(part_path, scan)
+        write_scan(part_path, scan, started)
     arrays = dict(scan.arrays)
-    labels = arrays.pop("labels", None)
+    label_index = arrays.pop("label_index", None)
     statuses = []
     for path in paths:
-        status = scan.folders[os.fsencode(path)]
+        status = scan.statuses[os.fsencode(path)]
         assert status is not None, path  # only folders may have none
         statuses.append(archive_status(status))
     byte_ranges = ByteRanges(tuple(map(str, archives)), tuple(statuses), **arrays)
-    if labels is None:
+    if label_index is None:
         return index_scan(scan, part_path, byte_ranges)
-    index = ImageIndex(part_path, scan.names, labels.astype(np.int64), (), byte_ranges, scan.unread)
-    return _with_labels_resolved(index, scan.classes, archives[0].with_name("classes.txt"), classes)
+    targets = label_index.astype(np.int64)
+    index = ImageIndex(part_path, scan.names, targets, (), byte_ranges, scan.unread)
+    return _with_labels_resolved(index, scan.labels, archives[0].with_name("classes.txt"), classes)
 
 
 def _with_labels_resolved(
@@ -215,7 +217,6 @@ def _scan_archives(
     """List the archives, and combine their images into one scan: class folders in sorted order, or
     shards in theirs.
     """
-    started = time.time()
     part_path = root / part
     statuses: dict[bytes, os.stat_result | None] = {}
     for path in map(os.fsencode, listed):
@@ -248,10 +249,10 @@ def _scan_archives(
     others = [name for scan in scans for name in scan.others]
     del scans  # frees all names, which they hold as Python objects
     if are_shards[0]:
-        arrays["labels"] = group
+        arrays["label_index"] = group
         unread = Counter(map(suffix_of, others))
         labels = list(map(os.fsdecode, groups))
-        return Scan(labels, [], names, unread, statuses, started, arrays)
+        return Scan(labels, [], names, unread, statuses, arrays)
     part_folder = os.fsencode(os.path.normpath(part)) if root.is_file() else b"."
     prefix = _prefix_of_classes(groups, part_folder)
     classes, counts, order = _order_of_folders(part_path, prefix, groups, group, names)
@@ -264,7 +265,7 @@ def _scan_archives(
         names = np.array([name[len(prefix) :] for name in names.tolist()])
     unread = Counter(suffix_of(name) for name in others if name.startswith(prefix))
     arrays = {key: values[order] for key, values in arrays.items()}
-    return Scan(classes, counts, names, unread, statuses, started, arrays)
+    return Scan(classes, counts, names, unread, statuses, arrays)
 
 
 def _add_class_folders(

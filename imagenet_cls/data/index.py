@@ -111,32 +111,32 @@ def index_folder(folder: Path | str) -> ImageIndex:
     root = Path(folder)
     scan = read_scan(root)
     if scan is None:
+        started = time.time()
         scan = scan_classes(root)
-        write_scan(root, scan)
-    empty = [name for name, count in zip(scan.classes, scan.counts, strict=True) if count == 0]
+        write_scan(root, scan, started)
+    empty = [name for name, count in zip(scan.labels, scan.counts, strict=True) if count == 0]
     if empty:
         others = f"; files not read: {describe_unread(scan.unread)}" if scan.unread else ""
         raise DataError(
-            f"{root}: {len(empty)} of {len(scan.classes)} class folders hold no image: "
+            f"{root}: {len(empty)} of {len(scan.labels)} class folders hold no image: "
             f"{join_names(empty)}{others}.",
             "Remove these folders, or restore their images (an interrupted extraction leaves such "
             "folders).",
         )
-    check_level(root, scan.classes, scan.names)
+    check_level(root, scan.labels, scan.names)
     return index_scan(scan, root)
 
 
 def index_scan(scan: Scan, root: Path, byte_ranges: ByteRanges | None = None) -> ImageIndex:
     """The index of what was listed in class folders."""
-    targets = np.repeat(np.arange(len(scan.classes), dtype=np.int64), scan.counts)
-    return ImageIndex(root, scan.names, targets, tuple(scan.classes), byte_ranges, scan.unread)
+    targets = np.repeat(np.arange(len(scan.labels), dtype=np.int64), scan.counts)
+    return ImageIndex(root, scan.names, targets, tuple(scan.labels), byte_ranges, scan.unread)
 
 
 def scan_classes(root: Path) -> Scan:
     """List all class folders in `root`. Raises DataError."""
-    started = time.time()
     classes, content = _list_classes(root)
-    folders = {b"": content.status if content.is_cacheable else None}
+    statuses = {b"": content.status if content.is_cacheable else None}
     counts = []
     names = []
     unread = Counter[bytes]()
@@ -148,8 +148,8 @@ def scan_classes(root: Path) -> Scan:
         names.append(np.array(images, f"S{max(map(len, images), default=1)}"))
         unread += count_others(tree)
         for path, content in tree.items():
-            folders[path] = content.status if content.is_cacheable else None
-    return Scan(classes, counts, np.concatenate(names), unread, folders, started)
+            statuses[path] = content.status if content.is_cacheable else None
+    return Scan(classes, counts, np.concatenate(names), unread, statuses)
 
 
 def list_tree(base: bytes, folder: bytes) -> dict[bytes, FolderContent]:

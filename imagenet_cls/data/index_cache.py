@@ -9,7 +9,6 @@ import contextlib
 import io
 import os
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -32,30 +31,30 @@ FILE_SYSTEMS = frozenset(
 # for a file server whose clock is slow.
 MIN_AGE_SEC = 60
 _DIGEST_BYTES = 32  # at the end of a cache file
+FORMAT = 2  # raise it when other files are listed, in another order, or stored in another way
 # What is stored of every scan. Those of archives have further arrays.
-_KEYS = ("version", "folders", "times", "classes", "counts", "names", "suffixes", "num_unread")
+_KEYS = ("format", "paths", "times", "labels", "counts", "names", "suffixes", "num_unread")
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The images in the class folders of a dataset.
+    """The images in the class folders, archives or shards of a dataset.
 
-    classes: names of the folders, sorted. counts: images in each, at any depth. names: (N,) paths
-    relative to the dataset, of dtype S. unread: the number of other files, by suffix. folders: the
-    listed folders, relative to the dataset, with their status before the listing; None for one that
-    can't be cached (`index.FolderContent`). started: Unix time.
-
-    For archives, `folders` are their absolute paths, and `arrays` has further arrays (N,), by name.
-    Of shards, the classes are the labels in the order in which they appear, `counts` is empty, and
-    the array `labels` has indices into the classes.
+    labels: the names of the class folders, sorted; of shards their labels, in the order in which
+    they appear. counts: the number of images of each class folder, at any depth; empty for shards.
+    names: (N,) paths relative to the dataset, of dtype S. unread: the number of other files, by
+    suffix. statuses: of what was listed, before it was listed: of folders by their paths relative
+    to the dataset, of archives by absolute paths; None for a folder that can't be cached
+    (`index.FolderContent`). arrays: of archives further arrays (N,), by name: `archive_index`,
+    `offset`, `size` and `compressed` as in `ByteRanges`; of shards also `label_index`, indices of
+    `labels`.
     """
 
-    classes: list[str]
+    labels: list[str]
     counts: list[int]
     names: np.ndarray
     unread: Mapping[bytes, int]
-    folders: Mapping[bytes, os.stat_result | None]
-    started: float
+    statuses: Mapping[bytes, os.stat_result | None]
     arrays: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -72,36 +71,37 @@ def read_scan(root: Path, archives: Sequence[Path] = ()) -> Scan | None:
     """The cached scan of this folder, or of archives. None without one, if it is damaged, or
     something has changed.
     """
-    started = time.time()
     try:
         with np.load(io.BytesIO(_read_verified(_cache_file(root))), allow_pickle=False) as stored:
-            if stored["version"].tobytes() != _version():
+            if stored["format"] != FORMAT:
                 return None
-            folders: dict[bytes, os.stat_result | None] = {}
-            if archives and stored["folders"].tolist() != list(map(os.fsencode, archives)):
+            paths = stored["paths"].tolist()
+            if archives and paths != list(map(os.fsencode, archives)):
                 return None
-            for path in stored["folders"].tolist():
-                folders[path] = open_status(os.path.join(os.fsencode(root), path))  # noqa: PTH118
-            if not np.array_equal(stored["times"], _times(folders.values())):
+            statuses: dict[bytes, os.stat_result | None] = {}
+            for path in paths:
+                statuses[path] = open_status(os.path.join(os.fsencode(root), path))  # noqa: PTH118
+            if not np.array_equal(stored["times"], _times(statuses.values())):
                 return None
             unread = zip(stored["suffixes"].tolist(), stored["num_unread"].tolist(), strict=True)
             return Scan(
-                list(map(os.fsdecode, stored["classes"].tolist())),
+                list(map(os.fsdecode, stored["labels"].tolist())),
                 stored["counts"].tolist(),
                 stored["names"],
                 dict(unread),
-                folders,
-                started,
+                statuses,
                 {name: stored[name] for name in stored.files if name not in _KEYS},
             )
     except Exception:  # zipfile and numpy raise anything for damaged files
         return None
 
 
-def write_scan(root: Path, scan: Scan) -> None:
-    """Write a scan to the cache, if it is large enough and `_is_cacheable`. Errors are ignored."""
+def write_scan(root: Path, scan: Scan, started: float) -> None:
+    """Write a scan that began at the Unix time `started` to the cache, if it is large enough and
+    `_is_cacheable`. Errors are ignored.
+    """
     with contextlib.suppress(OSError, RuntimeError):  # a RuntimeError if there is no home folder
-        if len(scan.names) < MIN_IMAGES or not _is_cacheable(scan):
+        if len(scan.names) < MIN_IMAGES or not _is_cacheable(scan.statuses, started):
             return
         target = _cache_file(root)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,10 +111,10 @@ def write_scan(root: Path, scan: Scan) -> None:
                 content = io.BytesIO()
                 np.savez(
                     content,
-                    version=np.array(_version()),
-                    folders=np.array(list(scan.folders)),
-                    times=_times(scan.folders.values()),
-                    classes=np.array(list(map(os.fsencode, scan.classes))),
+                    format=np.array(FORMAT),
+                    paths=np.array(list(scan.statuses)),
+                    times=_times(scan.statuses.values()),
+                    labels=np.array(list(map(os.fsencode, scan.labels))),
                     counts=np.array(scan.counts),
                     names=scan.names,
                     suffixes=np.array(list(scan.unread), bytes),
@@ -149,14 +149,14 @@ def _digest(content: bytes | memoryview) -> bytes:
     return blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-def _is_cacheable(scan: Scan) -> bool:
-    """Whether any later change of a listed folder will change its times, so that `read_scan`
+def _is_cacheable(statuses: Mapping[bytes, os.stat_result | None], started: float) -> bool:
+    """Whether any later change of what was listed will change its times, so that `read_scan`
     detects it.
     """
-    folders = [status for status in scan.folders.values() if status is not None]
-    if len(folders) < len(scan.folders):
+    known = [status for status in statuses.values() if status is not None]
+    if len(known) < len(statuses):
         return False
-    if any(max(s.st_mtime, s.st_ctime) > scan.started - MIN_AGE_SEC for s in folders):
+    if any(max(s.st_mtime, s.st_ctime) > started - MIN_AGE_SEC for s in known):
         return False
     file_systems = {}
     # only Linux has it: see proc(5)
@@ -164,7 +164,7 @@ def _is_cacheable(scan: Scan) -> bool:
         mount, _, file_system = line.partition(" - ")
         major, minor = mount.split()[2].split(":")
         file_systems[os.makedev(int(major), int(minor))] = file_system.split()[0]
-    return all(file_systems.get(status.st_dev, "unknown") in FILE_SYSTEMS for status in folders)
+    return all(file_systems.get(status.st_dev, "unknown") in FILE_SYSTEMS for status in known)
 
 
 def _times(statuses: Iterable[os.stat_result | None]) -> np.ndarray:
@@ -182,12 +182,3 @@ def _cache_file(root: Path) -> Path:
         folder = os.fspath((xdg if xdg.is_absolute() else Path.home() / ".cache") / "imagenet-cls")
     absolute = os.path.abspath(os.fsencode(root))  # noqa: PTH100
     return Path(folder, f"index-{blake2b(absolute, digest_size=8).hexdigest()}.npz")
-
-
-def _version() -> bytes:
-    """A hash, in hex, of the modules that list and store, so that a scan of another version is not
-    used.
-    """
-    names = ("index.py", "index_cache.py", "archives.py", "archive_files.py", "imagenet_labels.py")
-    sources = [Path(__file__).with_name(name).read_bytes() for name in names]
-    return blake2b(b"".join(sources)).hexdigest().encode()
