@@ -248,7 +248,7 @@ def _has_atime(header: bytes) -> bool:
 
 
 def zip_members(file: int, path: str) -> Iterator[Member]:
-    """The members of a zip, from its directory. Raises DataError."""
+    """The files of a zip, from its directory. Raises DataError."""
     total = os.fstat(file).st_size
     with (
         explain_content_errors(DataError, path, "no zip archive, cut short or damaged", _DAMAGED),
@@ -270,6 +270,8 @@ def zip_members(file: int, path: str) -> Iterator[Member]:
                     f"{offset}.",
                     _DAMAGED,
                 )
+            if name.endswith(b"/"):  # a folder
+                continue
             problem = None
             if info.flag_bits & 1:
                 problem = "is encrypted"

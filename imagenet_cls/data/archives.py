@@ -1,9 +1,8 @@
-"""Index datasets in tar and zip archives.
+"""Index images in tar and zip archives.
 
-Archives of class folders, WebDataset shards, ImageNet's own tars.
-
-Members are listed once, and then read by their offsets. A WebDataset shard has `KEY.jpg` and
-`KEY.cls` or `KEY.json`.
+The archives hold class folders or are WebDataset shards, which have `KEY.jpg` and `KEY.cls` or
+`KEY.json`. ImageNet's own tars are read, too. Members are listed once, and then read by their
+offsets.
 """
 
 import contextlib
@@ -43,8 +42,8 @@ _MAX_FILES = 1_000_000
 _PATTERN = re.compile(r"[*?\[]|\{\d+\.\.\d+\}")
 _THREADS = 16  # they wait for the disk
 _MAX_IMAGE_BYTES = 1 << 30  # a damaged zip may claim any size
-_LABELS = (b".cls", b".json")
-_LAYOUTS = (
+_LABEL_SUFFIXES = (b".cls", b".json")
+_LAYOUT_REMEDY = (
     "Name the images CLASS/NAME.jpg; or, in a WebDataset shard, KEY.jpg, each with its label in "
     "KEY.cls, or as `label` in KEY.json."
 )
@@ -86,6 +85,7 @@ def _archives_in(folder: Path) -> list[Path] | None:
     names = [name for name in names if (folder / name).is_file()]
     folders = set(map(os.fsdecode, content.folders))
     tars = [name for name in names if name.lower().endswith(".tar")]
+    # A tar of a class may have been unpacked beside it, and its images count once.
     not_unpacked = [name for name in tars if name[:-4] not in folders]
     if folders and not_unpacked:
         raise DataError(
@@ -193,7 +193,7 @@ class _Piece:
 class _PieceScan:
     """The images of a piece, in its order.
 
-    groups: for each image its folder, or in a shard its label. offset, size, compressed: see
+    groups: the folder of each image, or in a shard its label. offset, size, compressed: see
     `ByteRanges`. others: paths of files that are neither images nor labels.
     """
 
@@ -231,14 +231,14 @@ def _scan_archives(
     _add_class_folders(pieces, scans, devkit)
     are_shards = [scan.is_shard for scan in scans if scan.names]
     if not are_shards:
-        raise DataError(f"{part_path}: it contains no images.", _LAYOUTS)
+        raise DataError(f"{part_path}: it contains no images.", _LAYOUT_REMEDY)
     if any(are_shards) != all(are_shards):
         count = are_shards.count(False)
         raise DataError(
-            f"{part_path}: {count} of {len(are_shards)} archives have no labels.", _LAYOUTS
+            f"{part_path}: {count} of {len(are_shards)} archives have no labels.", _LAYOUT_REMEDY
         )
     names = np.concatenate([np.array(scan.names, bytes) for scan in scans])
-    groups, group = _unique([group for scan in scans for group in scan.groups])
+    groups, group_of_image = _unique([group for scan in scans for group in scan.groups])
     archive_indices = np.array([piece.archive_index for piece in pieces], np.uint32)
     arrays = {
         "archive_index": np.repeat(archive_indices, [len(scan.names) for scan in scans]),
@@ -249,13 +249,13 @@ def _scan_archives(
     others = [name for scan in scans for name in scan.others]
     del scans  # frees all names, which they hold as Python objects
     if are_shards[0]:
-        arrays["label_index"] = group
+        arrays["label_index"] = group_of_image
         unread = Counter(map(suffix_of, others))
         labels = list(map(os.fsdecode, groups))
         return Scan(labels, [], names, unread, statuses, arrays)
     part_folder = os.fsencode(os.path.normpath(part)) if root.is_file() else b"."
     prefix = _prefix_of_classes(groups, part_folder)
-    classes, counts, order = _order_of_folders(part_path, prefix, groups, group, names)
+    classes, counts, order = _order_of_folders(part_path, prefix, groups, group_of_image, names)
     names = names[order]
     equal = np.flatnonzero(names[1:] == names[:-1])
     if len(equal):
@@ -338,7 +338,8 @@ def _scan_piece(piece: _Piece) -> _PieceScan:
         for member in archive_members(file, piece.path, piece.start, piece.end):
             suffix = suffix_of(member.name)
             is_image = suffix in IMAGE_SUFFIXES
-            is_label = suffix in _LABELS and not piece.path.lower().endswith(".zip")
+            # WebDataset shards are tars. `_read_label` does not decompress members of a zip.
+            is_label = suffix in _LABEL_SUFFIXES and not piece.path.lower().endswith(".zip")
             if not is_image and not is_label:
                 others.append(member.name)
                 continue
@@ -365,7 +366,7 @@ def _scan_piece(piece: _Piece) -> _PieceScan:
         labels = _labels(file, piece.path, names, label_files) if label_files else []
     arrays = np.asarray(offset), np.asarray(size), np.asarray(compressed)
     others = [name.removeprefix(b"./") for name in others]
-    others = [name for name in others if not name.endswith(b"/") and b"/." not in b"/" + name]
+    others = [name for name in others if b"/." not in b"/" + name]
     if not any(labels):
         others += label_files
         return _PieceScan(names, _folders_of(names), False, *arrays, others)
@@ -393,9 +394,9 @@ def _unique(values: Sequence[bytes]) -> tuple[list[bytes], np.ndarray]:
     """The different values, in the order in which they appear, and the index of each value: int32
     (N,).
     """
-    indices: dict[bytes, int] = {}
-    group = [indices.setdefault(value, len(indices)) for value in values]
-    return list(indices), np.array(group, np.int32)
+    index_of: dict[bytes, int] = {}
+    indices = [index_of.setdefault(value, len(index_of)) for value in values]
+    return list(index_of), np.array(indices, np.int32)
 
 
 def _checked_name(name: bytes, path: str) -> bytes:
@@ -475,15 +476,15 @@ def _read_label(
 def _prefix_of_classes(folders: Sequence[bytes], part_folder: bytes) -> bytes:
     """The path above the class folders, with `/` at its end; empty if they are at the top.
 
-    folders: the folders of the images. part_folder: the folder in the archive that holds the
-    classes, perhaps in another one; `.`: they are at the top, or in a single folder.
+    folders: the folders of the images. part_folder: the path of the folder that holds the classes;
+    it may be in the only folder at the top. `.`: the classes are at the top, or in a single folder.
     """
     tops = {folder.partition(b"/")[0] for folder in folders}
     top = tops.pop() + b"/" if len(tops) == 1 else b""
     if part_folder != b".":
         prefix = part_folder + b"/"
-        is_at_top = any(folder.startswith(prefix) for folder in folders)
-        return prefix if is_at_top else top + prefix
+        is_part_at_top = any(folder.startswith(prefix) for folder in folders)
+        return prefix if is_part_at_top else top + prefix
     return top if all(b"/" in folder for folder in folders) else b""
 
 
@@ -509,13 +510,14 @@ def _order_of_folders(
         raise DataError(
             f"{path}: the images have neither labels nor class folders; they are in "
             f"{found or 'no folder'}.",
-            _LAYOUTS,
+            _LAYOUT_REMEDY,
         )
     in_order = sorted(class_of, key=lambda number: (class_of[number], folders[number]))
     position_of_folder = np.full(len(folders), -1, np.int32)
     position_of_folder[in_order] = np.arange(len(in_order))
     position_of_image = position_of_folder[folder_of_image]
-    order = np.lexsort((names, position_of_image))[np.count_nonzero(position_of_image < 0) :]
+    order = np.lexsort((names, position_of_image))
+    order = order[np.count_nonzero(position_of_image < 0) :]  # without those outside of `prefix`
     images = np.bincount(folder_of_image, minlength=len(folders))
     counts = Counter[str]()
     for number, class_name in class_of.items():
