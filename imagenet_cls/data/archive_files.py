@@ -23,6 +23,10 @@ _ENTRY = b"PK\1\2"  # the start of an entry of a zip's directory
 _DAMAGED = "Copy or download it again."
 _DAMAGED_TAR = "Copy or download it again; unpack a compressed tar (.tar.gz) to .tar."
 _PLAIN_ZIP = "Make the archive again: zip -0 -r"
+_PLAIN_TAR = (
+    "Make the archive again with GNU tar: --dereference --hard-dereference, and without --sparse "
+    "and --listed-incremental."
+)
 
 
 class Member(NamedTuple):
@@ -37,8 +41,8 @@ class Member(NamedTuple):
     offset: int
     size: int
     compressed: int
-    problem: str | None = None
-    remedy: str = ""
+    problem: str | None
+    remedy: str
 
 
 class ArchiveChangedError(DataError):
@@ -219,21 +223,10 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
                     f"{path}: cut short in {decode_name(name)}: it ends at byte {end}.", _DAMAGED
                 )
             if not member.isdir():
-                problem = None
-                remedy = ""
-                if is_sparse:
-                    problem = "is a sparse file"
-                    remedy = "Make the archive again without --sparse."
-                elif _has_atime(os.pread(file, 512, offset - 512)):
-                    problem = "is in an incremental backup"
-                    remedy = "Make the archive again without --listed-incremental."
-                elif not member.isreg():
-                    problem = "is a link, or no regular file"
-                    remedy = (
-                        "Make the archive again with the images themselves: tar --dereference "
-                        "--hard-dereference"
-                    )
-                yield Member(name, offset, member.size, 0, problem, remedy)
+                has_atime = _has_atime(os.pread(file, 512, offset - 512))
+                is_plain = member.isreg() and not is_sparse and not has_atime
+                problem = None if is_plain else "is a link, a sparse file or no plain file"
+                yield Member(name, offset, member.size, 0, problem, _PLAIN_TAR)
         # tarfile takes a damaged header for the end of the archive.
         section.seek(tar.offset)
         found = section.read(len(_END_OF_TAR))
@@ -243,7 +236,9 @@ def tar_members(file: int, path: str, start: int = 0, end: int | None = None) ->
 
 
 def _has_atime(header: bytes) -> bool:
-    """Whether GNU tar wrote a time of access where tarfile reads the start of a long name."""
+    """Whether GNU tar (--listed-incremental) wrote a time of access where tarfile reads the start
+    of a long name.
+    """
     return header[257:265] == b"ustar  \0" and header[345:346] != b"\0"
 
 

@@ -431,7 +431,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "absolute path in a zip": (lambda f: write_zip(f / "a.zip", [("/a/1.jpg", IMAGE)]), "/a/1.jpg"),
     "a device": (
         lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.CHRTYPE),
-        "no regular file",
+        "no plain file",
     ),
     "size that is no number": (
         lambda f: write_tar(
@@ -505,7 +505,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "incremental": (
         lambda f: write_incremental(f / "a.tar"),
-        "a/1.jpg is in an incremental backup",
+        "a/1.jpg is a link, a sparse file or no plain file",
     ),
     "image of 2^63 bytes": (
         lambda f: write_zip64_size(f / "a.zip", 2**63),
