@@ -1,4 +1,4 @@
-"""Class folders: their images, an index of these in shared memory, and mistakes in a layout."""
+"""Class folders: an index of their images, and errors for mistakes in a layout."""
 
 import os
 import time
@@ -17,14 +17,13 @@ from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_sc
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import command_line, printable, shorten
 
-# Read by the first versions; torchvision's ImageFolder takes these, except .gif. In lower case.
-FIRST_SUFFIXES = frozenset(
-    {b".jpg", b".jpeg", b".png", b".bmp", b".gif", b".webp", b".ppm", b".pgm", b".tif", b".tiff"}
-)
 HEIF_SUFFIXES = frozenset({b".heic", b".heif"})
-# A fixed list, so that a dataset does not depend on the installed packages. Pillow's own has EPS,
-# whose reader starts Ghostscript.
-IMAGE_SUFFIXES = FIRST_SUFFIXES | {b".jfif", b".jpe", b".avif", b".jp2", b".j2k"} | HEIF_SUFFIXES
+# In lower case. A fixed list, so that a dataset does not depend on the installed packages. Pillow's
+# own has EPS, whose reader starts Ghostscript.
+IMAGE_SUFFIXES = HEIF_SUFFIXES | {
+    *(b".jpg", b".jpeg", b".jfif", b".jpe", b".png", b".bmp", b".gif", b".webp"),
+    *(b".ppm", b".pgm", b".tif", b".tiff", b".avif", b".jp2", b".j2k"),
+}
 _MAX_SUFFIXES = 5  # in a message
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
 PREPARE_COMMAND = f"{command_line('prepare-imagenet')} ARCHIVES OUT"
@@ -215,7 +214,7 @@ def list_folder(path: bytes) -> FolderContent:
                 is_cacheable = False
             if is_folder:
                 folders.append(name)
-            elif is_image(name):
+            elif suffix_of(name) in IMAGE_SUFFIXES:
                 images.append(name)
             else:
                 others.append(name)
@@ -225,7 +224,7 @@ def list_folder(path: bytes) -> FolderContent:
 
 def is_image(name: bytes) -> bool:
     """Whether a file of this name counts as an image."""
-    return name[name.rfind(b".") :].lower() in IMAGE_SUFFIXES and not name.startswith(b".")
+    return suffix_of(name) in IMAGE_SUFFIXES and not name.startswith(b".")
 
 
 def suffix_of(name: bytes) -> bytes:
