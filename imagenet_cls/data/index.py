@@ -299,17 +299,10 @@ def check_level_on_disk(root: Path, classes: Sequence[str]) -> None:
     """`check_level` of class folders, before all images are listed."""
     if not _may_be_parts(classes):
         return
-    names = []
-    for class_folder in map(os.fsencode, classes):
-        content = list_folder(os.path.join(os.fsencode(root), class_folder))  # noqa: PTH118
-        names += [b"%b/%b" % (class_folder, name) for name in content.images]
-        names += [b"%b/%b/" % (class_folder, name) for name in content.folders]
-    if names:
-        check_level(root, classes, np.array(names))
-
-
-def _may_be_parts(classes: Sequence[str]) -> bool:
-    return len(classes) == 1 or SPLIT_NAMES.issuperset(map(str.lower, classes))
+    contents = [list_folder(os.fsencode(root / name)) for name in classes]
+    has_images = any(content.images for content in contents)
+    if not has_images and any(content.folders for content in contents):
+        raise _level_error(root, classes)
 
 
 def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
@@ -317,18 +310,26 @@ def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
     single one, and hold the classes. names: the names of the images.
     """
     if _may_be_parts(classes) and (np.char.count(names, b"/") > 1).all():
-        by_name = {name.lower(): name for name in classes}
-        train = _first_of(by_name, ("train", "training"))
-        val = _first_of(by_name, ("val", "valid", "validation", "test"))
-        keys = "data.train=FOLDER, and data.val"
-        if train is not None:
-            val_keys = f"data.val={val} data.val_fraction=null" if val else NO_VALIDATION
-            keys = f"data.train={train} {val_keys}"
-        raise DataError(
-            f"{root}: its folders ({join_names(classes)}) hold folders and no images: the classes "
-            f"are a level deeper.",
-            f"Set data.root={root} {keys}",
-        )
+        raise _level_error(root, classes)
+
+
+def _may_be_parts(classes: Sequence[str]) -> bool:
+    return len(classes) == 1 or SPLIT_NAMES.issuperset(map(str.lower, classes))
+
+
+def _level_error(root: Path, classes: Sequence[str]) -> DataError:
+    by_name = {name.lower(): name for name in classes}
+    train = _first_of(by_name, ("train", "training"))
+    val = _first_of(by_name, ("val", "valid", "validation", "test"))
+    keys = "data.train=FOLDER, and data.val"
+    if train is not None:
+        val_keys = f"data.val={val} data.val_fraction=null" if val else NO_VALIDATION
+        keys = f"data.train={train} {val_keys}"
+    return DataError(
+        f"{root}: its folders ({join_names(classes)}) hold folders and no images: the classes are "
+        f"a level deeper.",
+        f"Set data.root={root} {keys}",
+    )
 
 
 def _first_of(by_name: Mapping[str, str], names: Sequence[str]) -> str | None:
