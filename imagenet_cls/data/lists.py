@@ -23,7 +23,13 @@ from imagenet_cls.data.classes import (
     read_text,
     resolve_labels,
 )
-from imagenet_cls.data.index import ImageIndex, check_level_on_disk, class_folders, is_image
+from imagenet_cls.data.index import (
+    IMAGE_SUFFIXES,
+    ImageIndex,
+    check_level_on_disk,
+    class_folders,
+    suffix_of,
+)
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import command_line, format_value
 
@@ -139,21 +145,13 @@ def _csv_rows(file: Path, text: str) -> list[_Row]:
             cells = [cell.strip() for cell in line]
             if not any(cells):
                 continue
-            if not rows and not any(is_image(os.fsencode(cell)) for cell in cells):
-                header = [cell.lower() for cell in cells]
-                path_column = _column(header, PATH_COLUMNS, 0)
-                label_column = _column(header, LABEL_COLUMNS, 1 if path_column == 0 else 0)
-                if path_column == label_column:
-                    raise DataError(
-                        f"{file}:{reader.line_num}: the header {format_value(','.join(cells))} has "
-                        f"no column of paths.",
-                        f"Name it {PATH_COLUMNS[0]}.",
-                    )
-                continue
-            path, label = (
-                cells[column] if column < len(cells) else ""
-                for column in (path_column, label_column)
-            )
+            if not rows:
+                suffixes = {suffix_of(os.fsencode(cell)) for cell in cells}
+                if suffixes.isdisjoint(IMAGE_SUFFIXES):
+                    path_column, label_column = _columns(cells, f"{file}:{reader.line_num}")
+                    continue
+            path = cells[path_column] if path_column < len(cells) else ""
+            label = cells[label_column] if label_column < len(cells) else ""
             if not path or not label:
                 raise DataError(
                     f"{file}:{reader.line_num}: {format_value(','.join(cells))} is not "
@@ -168,9 +166,21 @@ def _csv_rows(file: Path, text: str) -> list[_Row]:
     return rows
 
 
-def _column(header: Sequence[str], names: Sequence[str], default: int) -> int:
-    """The position of the first of `names` that a header has."""
-    return next((header.index(name) for name in names if name in header), default)
+def _columns(header: Sequence[str], where: str) -> tuple[int, int]:
+    """The indices of the columns of paths and of labels. Raises DataError if they are the same.
+
+    where: file and line, for messages.
+    """
+    names = [name.lower() for name in header]
+    path_column = next((names.index(name) for name in PATH_COLUMNS if name in names), 0)
+    default = 1 if path_column == 0 else 0
+    label_column = next((names.index(name) for name in LABEL_COLUMNS if name in names), default)
+    if path_column == label_column:
+        raise DataError(
+            f"{where}: the header {format_value(','.join(header))} has no column of paths.",
+            f"Name it {PATH_COLUMNS[0]}.",
+        )
+    return path_column, label_column
 
 
 def read_bad_images(path: Path) -> dict[str, str]:

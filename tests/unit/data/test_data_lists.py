@@ -37,12 +37,14 @@ def test_index_list_of_names_and_paths_with_spaces(folder: Path) -> None:
         "images/a 1.jpg,dog\nimages/b.jpg,cat\n",
         "path,label\nimages/a 1.jpg,dog\nimages/b.jpg,cat\n",
         'id,label,filename\n7,dog,"images/a 1.jpg"\n8,cat,images/b.jpg\n',
+        "./images/a 1.jpg,dog\nimages/b.jpg,cat\n",
         "\ufeffimage,class\r\nimages/a 1.jpg,dog\r\nimages/b.jpg,cat\r\n",
     ],
 )
 def test_index_list_csv(folder: Path, text: str) -> None:
     index = index_list(write(folder, "t.csv", text), folder)
-    assert [index.name(i) for i in range(2)] == ["images/a 1.jpg", "images/b.jpg"]
+    names = [index.name(i).removeprefix("./") for i in range(2)]
+    assert names == ["images/a 1.jpg", "images/b.jpg"]
     assert index.classes == ("cat", "dog") and index.targets.tolist() == [1, 0]
 
 
