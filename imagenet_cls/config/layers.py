@@ -62,8 +62,10 @@ class Layers:
         """Merge a layer over the others. A changed name, or `_delete_: true` as in mmengine, resets
         its section.
         """
+        deleted = []
         for key, tree in list(walk(layer)):
             if isinstance(tree, Tree) and reader.value_of(tree.pop(DELETE, False)):
+                deleted.append(key)
                 self._reset(key)
         before = dict(walk(self.tree))
         new = dict(walk(layer))
@@ -76,6 +78,8 @@ class Layers:
                 if key in before and key != name and f"{key}.".startswith(f"{section}."):
                     self.removed[key] = before[key], name
             self._reset(section, new_value)
+        if "optimizer.kwargs" in deleted:  # also those of the new name
+            self._reset("optimizer.kwargs")
         _merge(self.tree, layer)
 
     def _reset(self, key: str, new_name: Any = None) -> None:

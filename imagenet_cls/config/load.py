@@ -18,9 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from imagenet_cls.config import keys, reader
 from imagenet_cls.config.check import NO_VALUE, check_value, rule_problems, unused_values
-from imagenet_cls.config.layers import CONFIGS, Layers, find_config, flatten, walk
+from imagenet_cls.config.layers import CONFIGS, DELETE, Layers, find_config, flatten, walk
 from imagenet_cls.config.reader import Tree
-from imagenet_cls.config.schema import REQUIRED, RESETS, Config
+from imagenet_cls.config.schema import DEFAULT_KWARGS, REQUIRED, RESETS, Config
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import format_value, shorten
@@ -264,10 +264,9 @@ def config_from_dict(mapping: Mapping[str, Any]) -> Config:
     Raises ConfigError for unknown keys and wrong types. Ranges and rules may be newer than a
     checkpoint.
     """
-    layers = Layers()
-    layers.add(reader.to_tree(mapping))
-    take_removed_keys(layers.tree)  # `removed_key_warnings` reports them
-    builder = _Builder(layers.tree, check_ranges=False)
+    tree = reader.to_tree(mapping)
+    take_removed_keys(tree)  # `removed_key_warnings` reports them
+    builder = _Builder(tree, check_ranges=False)
     config = builder.build()
     if builder.problems:
         raise ConfigError(format_problems(builder.problems, {}))
@@ -296,4 +295,8 @@ def comparable_values(config: Config) -> dict[str, Any]:
 
 def dump_yaml(config: Config) -> str:
     """The config as YAML, every key with its value. Loading it gives an equal config."""
-    return reader.dump(asdict(config))
+    values = asdict(config)
+    kwargs = values["optimizer"]["kwargs"]
+    if not DEFAULT_KWARGS.get(config.optimizer.name, {}).keys() <= kwargs.keys():
+        values["optimizer"]["kwargs"] = {DELETE: True, **kwargs}
+    return reader.dump(values)

@@ -4,7 +4,9 @@ import dataclasses
 import json
 from typing import Any
 
-from config_files import write
+import pytest
+import yaml
+from config_files import load, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +73,16 @@ def test_config_roundtrip_through_yaml_and_json(
     ):
         assert back == config
         assert types_of(dataclasses.asdict(back)) == types_of(dataclasses.asdict(config))
+
+
+@pytest.mark.parametrize("name", ["sgd", "rmsproptf", "adamw"])
+@pytest.mark.parametrize("kwargs", ["", "dampening: 0.1", "momentum: 0.5"])
+def test_deleted_default_arguments_of_an_optimizer_stay_deleted(name: str, kwargs: str) -> None:
+    text = f"optimizer: {{name: {name}, lr: 0.1, kwargs: {{_delete_: true, {kwargs}}}}}\n"
+    config = load(text).config
+    assert config.optimizer.kwargs == yaml.safe_load(f"{{{kwargs}}}")
+    assert load(dump_yaml(config)).config == config
+    assert config_from_dict(dataclasses.asdict(config)) == config
 
 
 def types_of(value: Any) -> Any:
