@@ -58,9 +58,9 @@ _RESULTS = (
 class RunRecords:
     """What a run folder holds, finished or not; None and empty where a file is missing.
 
-    metrics: without an incomplete last line. is_running: its process has the lock. total_steps,
-    saved_step and
-    stopped_early: as the newest checkpoint that is there says. checkpoints: by step, newest first.
+    metrics: without an incomplete last line. is_running: its process has the lock. ranks,
+    total_steps, saved_step and stopped_early: of the newest checkpoint that is there. checkpoints:
+    by step, newest first.
     """
 
     name: str
@@ -112,16 +112,14 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
                 ", with changes" if code["uncommitted_changes"] else ""
             )
             versions = {"commit": commit, **environment.get("versions", {})}
-            ranks = int(environment.get("variables", {}).get("WORLD_SIZE", 1))
     for path in checkpoints.values():
         file = path / "state.json"
         with explain_content_errors(CheckpointError, file):
             if file.is_file():
                 state = json.loads(file.read_bytes())
-                total_steps, saved_step = (
-                    int(state["plan"]["total_steps"]),
-                    int(state["progress"]["step"]),
-                )
+                total_steps = int(state["plan"]["total_steps"])
+                saved_step = int(state["progress"]["step"])
+                ranks = int(state["world_size"])
                 stopped_early = bool(state["progress"].get("stopped_early"))
                 break
     return RunRecords(

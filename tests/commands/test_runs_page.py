@@ -119,6 +119,15 @@ def test_state_of_a_run(run: Path, tmp_path: Path, call: Callable) -> None:
     assert not is_locked(run)
 
 
+def test_ranks_are_of_the_newest_checkpoint(run: Path, tmp_path: Path) -> None:
+    """SLURM and MPI do not set WORLD_SIZE, which env.json would have."""
+    folder = tmp_path / "step-0000022"
+    shutil.copytree(run / "checkpoints" / folder.name, folder)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"world_size": 8}))
+    assert read_run(run, {22: folder}).ranks == 8
+
+
 def test_speed_without_waiting_time_is_an_error(tmp_path: Path) -> None:
     record = {"kind": "train", "step": 1, "loss": 1.0, "lr": 0.1, "images_per_sec": 64.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
@@ -143,7 +152,7 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(
     steps = zip([5, 5, 1, 4, 5, 2], speeds.values(), strict=True)
     expected = sum(count * 128 / speed for count, speed in steps) + sum(seconds.values())
     assert figures["hours"] == pytest.approx(expected / 3600)
-    assert (figures["step"], figures["ranks"], figures["total_steps"]) == (22, 1, None)
+    assert (figures["step"], figures["ranks"], figures["total_steps"]) == (22, None, None)
     assert call(report_command, run, "--out", tmp_path / "page.html")[0] == 0
     results = [record for record in read_metrics(run) if record["kind"] == "eval"]
     best = max(results, key=lambda record: record["top1_pct"])
@@ -268,8 +277,8 @@ def test_largest_numbers_and_those_that_are_not_finite_are_drawn(
             {"kind": "eval", "step": 1, "weights": "raw", "seconds": 1.0},
             "'top1_pct'",
         ),
-        ("env.json", {"variables": {"WORLD_SIZE": "abc"}}, "'abc'"),
-        ("env.json", {"variables": [1]}, "'list'"),
+        ("env.json", {"code": 3}, "'int'"),
+        ("env.json", {"versions": [1]}, "'list'"),
         ("env.json", None, "directory"),
         ("checkpoints/step-0000022/state.json", {"plan": 3}, "'int'"),
     ],
