@@ -150,10 +150,6 @@ MIXES = Condition("mix.mixup_alpha or mix.cutmix_alpha above 0", lambda c: c.mix
 MIXES_BOTH_WAYS = Condition(
     "mixup and cutmix both on", lambda c: c.mix.mixup_alpha > 0 and c.mix.cutmix_alpha > 0
 )
-MIXING_ENDS = Condition(
-    "mixing, and at most train.epochs as its value",
-    lambda c: c.mix.is_on and (c.mix.off_epoch or 0) <= c.train.epochs,
-)
 DISTILS = Condition("distill.kind soft or hard", lambda c: c.distill.kind != "none")
 DISTILS_SOFTLY = Condition("distill.kind soft", lambda c: c.distill.kind == "soft")
 EFFECTIVE_WEIGHTS = Condition(
@@ -420,7 +416,7 @@ class MixConfig:
     # One draw for the whole micro-batch, for each pair of images, or for each image.
     mode: Literal["batch", "pair", "elem"] = key("batch", needs=MIXES)
     # No mixing from this epoch on, counted from 0. null: to the end.
-    off_epoch: int | None = key(None, NOT_NEGATIVE, needs=MIXING_ENDS)
+    off_epoch: int | None = key(None, NOT_NEGATIVE, needs=MIXES)
 
     @property
     def is_on(self) -> bool:

@@ -63,11 +63,6 @@ CONDITIONS: list[tuple[Condition, dict[str, Any], dict[str, Any]]] = [
         {"mix.mixup_alpha": 0.2},
         {"mix.mixup_alpha": 0.2, "mix.cutmix_alpha": 1.0},
     ),
-    (
-        schema.MIXING_ENDS,
-        {"mix.mixup_alpha": 0.2, "mix.off_epoch": 91},
-        {"mix.mixup_alpha": 0.2, "mix.off_epoch": 3},
-    ),
     (schema.DISTILS, {}, {"distill.kind": "hard"}),
     (schema.DISTILS_SOFTLY, {"distill.kind": "hard"}, {"distill.kind": "soft"}),
     (schema.EFFECTIVE_WEIGHTS, {}, {"loss.class_weights": "effective"}),
@@ -107,6 +102,13 @@ def test_ineffective_key_is_a_warning_and_keeps_its_value() -> None:
     assert "ema.warmup" in off.warnings[0]
     assert off.config.ema.warmup and off.config.eval.crop_pct == 0.95
     assert load_config(write("dump.yaml", dump_yaml(off.config))).config == off.config
+
+
+def test_end_of_mixing_after_the_run_is_a_warning() -> None:
+    text = f"{LR}mix: {{mixup_alpha: 0.2, off_epoch: 90}}\n"
+    assert load(text).warnings == []
+    (warning,) = load(text, "train.epochs=89").warnings
+    assert warning == "x.yaml:2: mix.off_epoch: 90 has no effect: train.epochs is 89"
 
 
 def test_flags_of_keys() -> None:

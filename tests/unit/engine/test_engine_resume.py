@@ -115,6 +115,15 @@ def test_ineffective_keys_are_not_compared(digits: Path) -> None:
         check_resumable(before, parts_for(digits, train__sam_rho=0.1, train__sam_every_steps=3), ())
 
 
+def test_later_end_of_mixing_is_an_error_unless_allowed(digits: Path) -> None:
+    """Also where it is after the last epoch, so that it has no effect any more."""
+    before = state_for(digits, mix__mixup_alpha=0.2, mix__off_epoch=1)
+    never = parts_for(digits, mix__mixup_alpha=0.2, mix__off_epoch=500)
+    with pytest.raises(CheckpointError, match=r"mix\.off_epoch: 1 -> 500"):
+        check_resumable(before, never, ())
+    assert len(check_resumable(before, never, ["mix.off_epoch"])) == 1
+
+
 def test_order_of_lr_scales_is_part_of_the_recipe(digits: Path, tmp_path: Path) -> None:
     """The first pattern that matches counts. The checkpoint keeps the order."""
     first, second = '"2.*": 0.5', '"*.weight": 2'
