@@ -76,6 +76,11 @@ def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig)
     return waited >= config.patience_evals
 
 
+def best_weights(best: Mapping[str, Mapping[str, float]]) -> str:
+    """The kind of weights with the best result in `Progress.best`; of equal ones the first."""
+    return max(best, key=lambda name: best_score(best[name]))
+
+
 def read_progress(values: Mapping[str, Any]) -> Progress:
     """The progress that `state.json` holds. Values that an older version did not write have their
     defaults.

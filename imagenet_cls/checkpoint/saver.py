@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.checkpoint.format import Snapshot, prune, write_checkpoint
-from imagenet_cls.checkpoint.progress import Progress, best_score
+from imagenet_cls.checkpoint.progress import Progress, best_weights
 from imagenet_cls.config.schema import CheckpointConfig
 from imagenet_cls.files import link
 
@@ -64,7 +64,7 @@ class CheckpointSaver:
         self.wait()  # before the copy, so that memory holds one copy only
         if self._written is not None and not self._written.exists():
             self.report(f"{self._written} was removed by another process; training continues.")
-        best = {entry["step"]: best_score(entry) for entry in self.progress.best.values()}
+        best = dict(self.progress.best)
         self._save_in_progress = self._executor.submit(self._write, self.take_snapshot(), best)
 
     def check(self) -> None:
@@ -90,20 +90,18 @@ class CheckpointSaver:
             logging.getLogger("imagenet_cls").exception("a save failed")
         self._executor.shutdown()
 
-    def _write(self, snapshot: Snapshot, best: dict[int, float]) -> None:
-        """Runs in the thread. best: when the copy was made, the score of the best checkpoint of
-        each kind of weights, by step.
-        """
+    def _write(self, snapshot: Snapshot, best: dict[str, dict[str, Any]]) -> None:
+        """Runs in the thread. best: `Progress.best` when the copy was made."""
         self.before_write()
         self._written = write_checkpoint(self.checkpoints, snapshot)
         step = snapshot.state["step"]
         self._damaged.discard(step)
         present = {step_of(path): path.name for path in list_checkpoints(self.checkpoints)}
-        if best.keys() <= present.keys():
-            self._saved_best = set(best)
+        best_steps = {entry["step"] for entry in best.values()}
+        if best_steps <= present.keys():
+            self._saved_best = best_steps
             if best:
-                top = sorted(best, key=best.__getitem__)[-1]
-                link(self.checkpoints / "best", present[top])
+                link(self.checkpoints / "best", present[best[best_weights(best)]["step"]])
         link(self.checkpoints / "last", present[step])
-        keep_steps = {*best, *self._saved_best}
+        keep_steps = best_steps | self._saved_best
         prune(self.checkpoints, step, self.config.keep_last, keep_steps, self._damaged)

@@ -15,7 +15,7 @@ from imagenet_cls.checkpoint.format import (
     read_checkpoint,
     verified_files,
 )
-from imagenet_cls.checkpoint.progress import best_score
+from imagenet_cls.checkpoint.progress import best_weights
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.text import first_line
 
@@ -70,7 +70,7 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     best = newest.state["progress"]["best"]  # was checked when it was read
     if not best:
         return newest, None, damage
-    weights = max(best, key=lambda name: best_score(best[name]))
+    weights = best_weights(best)
     wanted = [path for path in candidates if step_of(path) == best[weights]["step"]]
     if not wanted:
         return newest, None, damage

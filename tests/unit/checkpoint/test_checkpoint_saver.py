@@ -30,7 +30,7 @@ def saver_for(
         CheckpointConfig(keep_last=1),
         is_main=True,
         progress=progress,
-        take_snapshot=lambda: snapshot(progress.step),
+        take_snapshot=lambda: snapshot(progress.step, **progress.best),
         before_write=before_write,
         report=lambda line: None,
     )
@@ -122,6 +122,18 @@ def test_links_name_the_newest_and_the_best_checkpoint(tmp_path: Path) -> None:
             assert (
                 load(tmp_path / "checkpoints" / name)[0].path == tmp_path / "checkpoints" / target
             )
+
+
+def test_link_names_the_best_checkpoint_of_equal_ones(tmp_path: Path) -> None:
+    progress = Progress()
+    with saver_for(tmp_path, progress, lambda: None) as saver:
+        for progress.step, kind in (1, "raw"), (2, "ema"):
+            progress.best[kind] = {"step": progress.step, "top1_pct": 50.0}
+            saver.save()
+            saver.wait()
+    snapshot, weights, _ = load_best(tmp_path)
+    assert (snapshot.state["step"], weights) == (1, "raw")
+    assert (tmp_path / "checkpoints" / "best").readlink().name == "step-0000001"
 
 
 def test_number_of_checkpoints_is_bounded_over_sessions_without_the_best_one(
