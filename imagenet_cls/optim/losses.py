@@ -246,10 +246,18 @@ def build_criterion(
     alpha, temperature = distill.alpha, distill.temperature
 
     def criterion(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
-        logits, token_logits = (outputs, outputs) if isinstance(outputs, Tensor) else outputs
+        if isinstance(outputs, Tensor):
+            logits = outputs
+            token_logits = outputs
+        elif distill.kind == "none":
+            raise UserError(
+                f"model.name: in training, the model returns a {type(outputs).__name__}.",
+                "Return a tensor of logits, (images, classes).",
+            )
+        else:
+            logits, token_logits = outputs
         targets = targets.to(logits.device, non_blocking=True)
         if distill.kind == "none":
-            assert logits is outputs, "two outputs need a teacher"
             return base_loss(logits, targets)
         assert teacher is not None
         with torch.no_grad():

@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_cls.config.schema import LossConfig
+from imagenet_cls.config.schema import DistillConfig, LossConfig
 from imagenet_cls.errors import ConfigError, UserError
-from imagenet_cls.optim.losses import build_loss, loss_problems, weights_by_size
+from imagenet_cls.optim.losses import (
+    build_criterion,
+    build_loss,
+    loss_problems,
+    weights_by_size,
+)
 
 LOGITS = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
 TARGETS = torch.tensor([0, 4, 2, 2, 1, 3])
@@ -82,6 +87,13 @@ def test_class_weights_of_mixed_targets_are_not_rounded_under_autocast(name: str
     with torch.autocast("cpu", torch.bfloat16):
         under_autocast = loss(logits, targets)
     torch.testing.assert_close(under_autocast, loss(logits, targets), rtol=1e-6, atol=0.0)
+
+
+def test_model_that_returns_two_outputs_is_an_error_without_a_teacher() -> None:
+    criterion = build_criterion(build_loss(LossConfig(), 3), DistillConfig())
+    logits = torch.zeros(2, 3)
+    with pytest.raises(UserError, match=r"^model\.name: .* returns a tuple"):
+        criterion((logits, logits), torch.tensor([0, 1]), torch.zeros(2, 3, 4, 4))
 
 
 def test_wrong_number_of_class_weights_is_an_error() -> None:
