@@ -22,19 +22,19 @@ from imagenet_cls.checkpoint.format import (
     stored_mean_std,
 )
 from imagenet_cls.config.check import check_value
-from imagenet_cls.config.schema import EvalConfig
+from imagenet_cls.config.schema import EvalConfig, format_size
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.index import is_image
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.evaluate import compute_logits
-from imagenet_cls.errors import CheckpointError, DataError, UsageError
+from imagenet_cls.errors import CheckpointError, DataError, UsageError, out_of_memory_line
 from imagenet_cls.files import check_regular
 from imagenet_cls.inference.load_weights import TrainedModels, load_checkpoint
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.text import format_value
+from imagenet_cls.text import first_line, format_value
 
 AnyImage = str | Path | Image.Image | np.ndarray | Tensor
 """A file, a Pillow image, a uint8 array (H, W, 3), or a uint8 tensor (3, H, W)."""
@@ -153,8 +153,16 @@ class Predictor:
 
     def _compute(self, model: nn.Module, images: Sequence[AnyImage]) -> Tensor:
         pixels = self.prepare(images)
-        with invalid_content_errors(self.path):
+        try:
             return compute_logits(model, pixels, self.config.eval.flip_tta).cpu()
+        except (AssertionError, RuntimeError, ValueError) as error:  # of models for another size
+            if out_of_memory_line(error) is not None:
+                raise
+            size = format_size(self.config.eval.crop_px)
+            raise CheckpointError(
+                f"{self.path}: its model does not take images of {size}: {first_line(error)}",
+                "Use another checkpoint.",
+            ) from error
 
     def predict(
         self, images: Sequence[AnyImage], top: int = 5, with_logits: bool = False
@@ -298,6 +306,10 @@ class OnnxPredictor(Predictor):
                     f"{format_value(self.graph_preprocess)}, which is no longer supported.",
                     "Export it again: tools/export.py RUN --format onnx --preprocess normalize",
                 )
+
+    def _compute(self, model: nn.Module, images: Sequence[AnyImage]) -> Tensor:
+        with invalid_content_errors(self.path):  # onnxruntime finds some only in a run
+            return super()._compute(model, images)
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
         """The input of the graph: uint8 (B, C, *crop_px) if it normalizes, else as of

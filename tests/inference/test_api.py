@@ -96,6 +96,26 @@ def test_wrong_arguments_raise(folder: Path) -> None:
         imagenet_cls.no_such_name  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (KeyError("block4"), KeyError),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), CheckpointError),
+    ],
+)
+def test_error_of_the_model_is_raised_unless_it_is_about_the_size(
+    folder: Path, error: Exception, expected: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    predictor = imagenet_cls.Predictor(folder / "work_dirs/demo")
+    predictor.model.register_forward_pre_hook(fail)
+    with pytest.raises(expected, match=re.escape(str(error))):
+        predictor.logits([np.zeros((8, 8, 3), np.uint8)])
+
+
 def test_import_of_the_package_imports_no_torch() -> None:
     program = (
         "import sys, imagenet_cls; imagenet_cls.read_metrics; assert 'torch' not in sys.modules"
