@@ -55,7 +55,8 @@ def rule_problems(c: Config) -> Iterator[Problem]:
 
 
 def _is_set(c: Config, key: str) -> bool:
-    return attrgetter(key)(c) not in (None, False, [])
+    value = attrgetter(key)(c)
+    return value is not None and value is not False and value != []
 
 
 def _schema_rules(c: Config, key: str) -> Iterator[Problem]:

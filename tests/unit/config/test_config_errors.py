@@ -196,6 +196,7 @@ SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
         ({"train.clip_norm": 1.0}, {"train.clip_value": 1.0, "train.clip_norm": 1.0}),
         ({"train.sam_rho": 0.1}, {"train.sam_rho": 0.1, "train.precision": "fp16"}),
         ({"ema.decay": 0.9}, {"ema.half_life_images": 9.0, "ema.decay": 0.9}),
+        ({"ema.decay": 0.0}, {"ema.half_life_images": 9.0, "ema.decay": 0.0}),
         ({"schedule.warmup_epochs": 90}, {"schedule.warmup_epochs": 90.5}),
         (
             {"schedule.cooldown_epochs": 90},
