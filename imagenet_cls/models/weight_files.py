@@ -63,10 +63,11 @@ def download_weights(url: str) -> Path:
     """The file at a URL, downloaded once into torch.hub's cache. Raises ResourceError or
     CheckpointError.
 
-    Digits in its name, as in `resnet18-f37072fd.pth`, are compared with the SHA-256 digest.
+    Hexadecimal digits in its name with at least one letter, as in `resnet18-f37072fd.pth`, are
+    compared with the SHA-256 digest. Other digits may be a date.
     """
     name = Path(urlsplit(url).path).name or "weights"
-    digest = re.search(r"-([a-f0-9]{8,})\.", name)
+    digest = re.search(r"-(?=\d*[a-f])([a-f0-9]{8,})\.", name)
     folder = Path(torch.hub.get_dir(), "checkpoints")
     if digest is None:  # many files are called `checkpoint.pth`: a folder for each URL
         folder /= hashlib.sha256(url.encode()).hexdigest()[:16]

@@ -183,10 +183,10 @@ def server(tmp_path: Path) -> Iterator[str]:
         running.shutdown()
 
 
-@pytest.mark.parametrize("by_hash", [True, False])
+@pytest.mark.parametrize("name", ["net-DIGEST.pth", "checkpoint.pth", "net-20230115.pth"])
 def test_initial_weights_of_a_url_are_downloaded_once(
     server: str,
-    by_hash: bool,
+    name: str,
     digits: Path,
     tmp_path: Path,
     call: Callable,
@@ -196,7 +196,8 @@ def test_initial_weights_of_a_url_are_downloaded_once(
     state = timm.create_model("test_resnet", num_classes=10).state_dict()
     torch.save(state, tmp_path / "net.pth")
     digest = hashlib.sha256((tmp_path / "net.pth").read_bytes()).hexdigest()
-    name = f"net-{digest[:8]}.pth" if by_hash else "checkpoint.pth"
+    by_hash = "DIGEST" in name
+    name = name.replace("DIGEST", digest[:16])
     (tmp_path / "net.pth").rename(tmp_path / "served" / name)
     config = Config(
         model=ModelConfig(name="test_resnet", num_classes=10, checkpoint=f"{server}/{name}")
