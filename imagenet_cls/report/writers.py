@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -201,16 +202,19 @@ def writer_names(log: LogConfig) -> list[str]:
 
 
 def open_writers(folder: Path, config: Config, resume_step: int) -> dict[str, Writer]:
-    """Start the writers of a config, by name, in a run folder. Raises ResourceError if one of them
-    fails.
+    """Start the writers of a config, by name, in a run folder. If one of them fails, close the
+    others and raise ResourceError.
     """
-    writers = {}
+    writers: dict[str, Writer] = {}
     for name in writer_names(config.log):
         own_folder = folder / (name if name in BUILT_IN else f"writers/{name}")
         try:
             own_folder.mkdir(parents=True, exist_ok=True)
             writers[name] = find_factory("writer", name, BUILT_IN)(own_folder, config, resume_step)
         except (Exception, SystemExit) as error:
+            for started in writers.values():
+                with suppress(Exception, SystemExit):  # the first error is the one to report
+                    started.close(finished=False)
             raise ResourceError(
                 f"log.writers: {name!r} could not start: {type(error).__name__}: "
                 f"{first_line(error)}",

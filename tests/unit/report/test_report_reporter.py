@@ -18,7 +18,7 @@ from imagenet_cls.config.schema import Config, LogConfig
 from imagenet_cls.errors import ResourceError, Stopped
 from imagenet_cls.report.jsonl import MetricsFile, read_metrics
 from imagenet_cls.report.reporter import Reporter
-from imagenet_cls.report.writers import Mlflow, writer_names, writer_problems
+from imagenet_cls.report.writers import Mlflow, TensorBoard, writer_names, writer_problems
 
 EVAL = {
     "kind": "eval",
@@ -290,13 +290,16 @@ def test_writer_that_changes_the_first_batch_changes_a_copy(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
-def test_writer_that_cannot_start_is_a_resource_error(tmp_path, monkeypatch, error):
+def test_writer_that_cannot_start_is_an_error_and_closes_the_others(tmp_path, monkeypatch, error):
     def fail(self, folder, config, resume_step):
         raise error("not logged in")
 
+    closed = []
+    monkeypatch.setattr(TensorBoard, "close", lambda writer, finished: closed.append(finished))
     monkeypatch.setattr(AppendOnly, "__init__", fail)
     with pytest.raises(ResourceError, match=r"log\.writers.*not logged in"):
-        make_reporter(tmp_path, writers=["tracker:AppendOnly"])
+        make_reporter(tmp_path, writers=["tensorboard", "tracker:AppendOnly"])
+    assert closed == [False]
 
 
 def test_tensorboard_shows_changed_values_as_hyperparameters(tmp_path):
