@@ -132,28 +132,25 @@ def choose_devices(
         return Devices(
             (cpu,), cpu, "parallel.mode=dp: no GPU is used, so the model runs on the CPU"
         )
-    if visible == 1:
-        only = torch.device("cuda", 0)
-        return Devices(
-            (only,), only, "parallel.mode=dp: one GPU is visible, so the model runs on it"
-        )
     chosen = list(range(visible)) if ids is None else list(ids)
     output = chosen[0] if output_id is None else output_id
     if absent := sorted({index for index in (*chosen, output) if index >= visible}):
         key = "device_ids" if set(absent) & set(chosen) else "output_device"
         raise UsageError(
-            f"parallel.{key} names GPU {', '.join(map(str, absent))}, but {visible} are visible: "
-            f"0 to {visible - 1}.",
+            f"parallel.{key} names GPU {', '.join(map(str, absent))}, but the number of visible "
+            f"GPUs is {visible}.",
             "Number GPUs from 0 in the order of CUDA_VISIBLE_DEVICES.",
         )
-    note = (
-        f"parallel.mode=dp: DataParallel on GPUs {chosen} of one process. DistributedDataParallel "
-        f"is faster: "
-        f"leave parallel.mode at auto and start with `{command_line('train')} CONFIG --gpus "
-        f"{len(chosen)}`"
-        if len(chosen) > 1
-        else f"parallel.mode=dp: only GPU {chosen[0]} is named, so the model runs on it"
-    )
+    if visible == 1:
+        note = "parallel.mode=dp: one GPU is visible, so the model runs on it"
+    elif len(chosen) == 1:
+        note = f"parallel.mode=dp: only GPU {chosen[0]} is named, so the model runs on it"
+    else:
+        note = (
+            f"parallel.mode=dp: DataParallel on GPUs {chosen} of one process. "
+            "DistributedDataParallel is faster: leave parallel.mode at auto and start with "
+            f"`{command_line('train')} CONFIG --gpus {len(chosen)}`"
+        )
     return Devices(
         tuple(torch.device("cuda", index) for index in chosen), torch.device("cuda", output), note
     )

@@ -76,18 +76,19 @@ def test_choose_devices_keeps_the_given_order(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "output", "message"),
+    ("ids", "output", "visible", "message"),
     [
-        ([0, 4, 5], None, "parallel.device_ids .*4, 5"),
-        ([0, 1], 9, "parallel.output_device"),
-        (None, 4, "GPU 4"),
+        ([0, 4, 5], None, 4, "parallel.device_ids .*4, 5"),
+        ([0, 1], 9, 4, "parallel.output_device"),
+        (None, 4, 4, "GPU 4"),
+        ([3], None, 1, "parallel.device_ids .*3"),
     ],
 )
 def test_choose_devices_with_a_missing_gpu_names_it(
-    ids: list[int] | None, output: int | None, message: str
+    ids: list[int] | None, output: int | None, visible: int, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        choose_devices("auto", ids, output, 4)
+        choose_devices("auto", ids, output, visible)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_choose_devices_with_a_missing_gpu_names_it(
     [
         ("auto", [4, 5, 6, 7], 0, CPU),
         ("cpu", None, 8, CPU),
-        ("auto", [1, 2], 1, torch.device("cuda", 0)),
+        ("auto", [0], 1, torch.device("cuda", 0)),
         ("cuda", [2], 4, torch.device("cuda", 2)),
     ],
 )
