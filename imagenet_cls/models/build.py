@@ -14,7 +14,6 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-import huggingface_hub
 import timm
 import torch
 import torchvision
@@ -101,22 +100,10 @@ def _build(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
                 "Return a torch.nn.Module.",
             )
         return built
-    if model.name.startswith(HUB):
-        _check_hub(*model.name.removeprefix(HUB).split("@"))
     kwargs = model.kwargs if channels == 3 else {"in_chans": channels, **model.kwargs}
     return timm.create_model(
         model.name, pretrained=model.pretrained, num_classes=num_classes, **kwargs
     )
-
-
-def _check_hub(repository: str, revision: str | None = None) -> None:
-    """Raise an error at once if a repository's config is neither cached nor reachable; timm retries
-    for 20 s.
-    """
-    cached = huggingface_hub.try_to_load_from_cache(repository, "config.json", revision=revision)
-    if not isinstance(cached, str):
-        url = huggingface_hub.hf_hub_url(repository, "config.json", revision=revision)
-        huggingface_hub.get_hf_file_metadata(url)
 
 
 def _build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
@@ -462,6 +449,8 @@ def _build_on_meta_or_cpu(model: ModelConfig, num_classes: int, channels: int) -
     try:
         with torch.device("meta"):
             return build_model(model, num_classes, channels)
+    except ResourceError:  # a failed download, after retries
+        raise
     except Exception:
         return build_model(model, num_classes, channels)
 
