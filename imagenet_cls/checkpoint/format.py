@@ -1,6 +1,7 @@
 """The checkpoint folder: all that resuming or predicting needs, in safetensors and JSON. No pickle.
 
-last, best                          links to the newest one and to the one with the highest top-1
+last, best                          links to the newest checkpoint and to the best one
+                                    (`checkpoint.best`)
 step-0001234/model.safetensors      weights and buffers; timm loads them as they are
              ema.safetensors        the same names, averaged (only with an EMA)
              optimizer.safetensors  tensors of the optimizer, by parameter name

@@ -274,7 +274,8 @@ def check_trusted(
 def model_problems(
     model: ModelConfig, grad_checkpointing: bool = False, channels: int = 3
 ) -> list[Problem]:
-    """All problems of the section that can be found without data. Downloads nothing.
+    """All problems of the section that can be found without data. Downloads no weights; of a model
+    on the Hub, only its config.
 
     grad_checkpointing: `train`'s. channels: `data`'s. Builds on the meta device, or where that
     fails on the CPU: timm's and torchvision's factories take `**kwargs`, so only this trial shows

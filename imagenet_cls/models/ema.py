@@ -5,14 +5,13 @@ Integer entries (BatchNorm's `num_batches_tracked`) are copied. The decay of an 
 function of the step.
 
 `ema.half_life_images` is the number of images after which a weight counts half in the average,
-whatever the batch and the update interval. For
-a published decay d of updates every n images it is n * log(0.5) / log(d): DeiT's 0.99996 at each
-step of 1024 images is 17.7 million.
+whatever the batch and the update interval. For a published decay d of updates every n images it is
+n * log(0.5) / log(d): DeiT's 0.99996 at each step of 1024 images is 17.7 million.
 
 torchvision's reference script multiplies 1 - decay by batch (of all ranks) * `--model-ema-steps` /
 epochs: its 0.99998 with 1024 images, every 32 steps and 600 epochs is a decay of 0.998908, a
 half-life of 20.8 million images. It updates after the first batch of an epoch and every 32nd from
-there, and copies the weights during warm-up; here the initial weights decay.
+there, and copies the weights during warm-up; here the first update copies the weights.
 """
 
 from timm.utils import ModelEmaV3

@@ -85,14 +85,14 @@ def parameter_kind(
 def parameter_groups(
     model: nn.Module, config: OptimizerConfig, head: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: `params` (tensors), `names` (of these tensors), `weight_decay` and
-    `lr_scale`.
+    """Groups for an optimizer: `params` (tensors), `names` (of these tensors, for a user's
+    optimizer), `weight_decay` and `lr_scale`.
 
     head: names of the head's parameters. With timm's Muon, the groups of the head and of tokens
     have `use_fallback`: AdamW updates them, since Muon is for hidden layers (Jordan et al. 2024).
 
     Frozen parameters are left out. Groups and their members are in the order of
-    `model.named_parameters()`; by `names` a checkpoint stores the optimizer's state.
+    `model.named_parameters()`.
 
     Without norm, bias, token and scale decay, the groups equal the groups of timm's
     `param_groups_weight_decay`, except that tokens and layer scales never have decay. If only
