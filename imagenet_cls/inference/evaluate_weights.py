@@ -47,7 +47,7 @@ from imagenet_cls.parallel.collectives import (
     run_on_main,
 )
 from imagenet_cls.parallel.process_group import Group
-from imagenet_cls.report.evaluation import ROW, evaluation_page, evaluation_statistics
+from imagenet_cls.report.evaluation import evaluation_page, evaluation_statistics
 from imagenet_cls.report.page import to_jpeg
 from imagenet_cls.text import format_value
 
@@ -380,18 +380,14 @@ def prediction_rows(evaluation: WeightsEvaluation) -> Iterator[dict[str, Any]]:
 def write_report(evaluation: WeightsEvaluation, folder: Path) -> None:
     """Write report.json, report.html and confusion.csv. Raises ResourceError."""
     images = evaluation.images
-    recorded = evaluation.rows
-    assert recorded is not None
-    rows = np.empty(len(recorded), ROW)
-    for name in ("index", "target", "height", "width", "loss"):
-        rows[name] = recorded[name]
-    rows["prediction"] = recorded["top"][:, 0]
-    rows["confidence"] = recorded["probabilities"][:, 0]
+    rows = evaluation.rows
+    assert rows is not None
     classes = images.classes
     if evaluation.present is not None:  # the report has only the classes that have images
         present = evaluation.present.numpy()
         classes = tuple(classes[i] for i in present)
-        for name in ("target", "prediction"):
+        rows = rows.copy()
+        for name in ("target", "top"):
             rows[name] = np.searchsorted(present, rows[name])
     statistics, confusion = evaluation_statistics(rows, classes, images.name)
     statistics = {

@@ -17,11 +17,6 @@ from imagenet_cls.text import shorten, utf8_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROW = np.dtype(
-    [(name, np.int64) for name in ("index", "target", "prediction", "height", "width")]
-    + [(name, np.float64) for name in ("confidence", "loss")]
-)
-"""One image of an evaluation. Height and width are 0 for `data.name=synthetic`."""
 Statistics = dict[str, Any]
 
 _CALIBRATION_BINS = 15  # as in Guo et al., "On calibration of modern neural networks", 2017
@@ -48,15 +43,20 @@ def evaluation_statistics(
     """The statistics of an evaluation, and the confusion matrix, int64 (K, K): a row for each true
     class.
 
-    rows: `ROW`, one for each image. K is the number of classes, or higher where a wider head
-    predicts more.
-    name_of: the name of an image by its index. The precision of a class that is never predicted,
-    and the recall of one without images, are NaN.
+    rows: a record for each image, with `index`, `target`, `height` and `width` (0 where unknown),
+    `loss`, and `top` and `probabilities` of the likeliest classes, likeliest first. K is the number
+    of classes, or higher where a wider head predicts more. name_of: the name of an image by its
+    index. The precision of a class that is never predicted, and the recall of one without images,
+    are NaN.
     """
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
-    index, target, prediction = rows["index"], rows["target"], rows["prediction"]
-    height, width, confidence = rows["height"], rows["width"], rows["confidence"]
+    index = rows["index"]
+    target = rows["target"]
+    height = rows["height"]
+    width = rows["width"]
+    prediction = rows["top"][:, 0]
+    confidence = rows["probabilities"][:, 0]
     correct = target == prediction
     count = max(len(classes), prediction.max() + 1)
     labels = [

@@ -24,12 +24,12 @@ from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.inference.evaluate_weights import (
     evaluate_weights,
+    image_dtype,
     prediction_rows,
     write_report,
 )
 from imagenet_cls.inference.load_weights import WeightsSource
 from imagenet_cls.report.evaluation import (
-    ROW,
     evaluation_page,
     evaluation_statistics,
     quantile_bins,
@@ -319,11 +319,11 @@ def test_bins_of_equal_values_are_not_merged(
 
 def test_page_of_many_classes_has_a_reduced_picture_and_no_labels() -> None:
     draws, count = np.random.default_rng(0), 120
-    rows = np.zeros(2000, ROW)
+    rows = np.zeros(2000, image_dtype(1))
     rows["index"] = np.arange(2000)
     rows["target"], prediction = draws.integers(0, count, (2, 2000))
-    rows["prediction"] = np.where(draws.random(2000) < 0.5, rows["target"], prediction)
-    rows["confidence"] = draws.random(2000)
+    rows["top"][:, 0] = np.where(draws.random(2000) < 0.5, rows["target"], prediction)
+    rows["probabilities"][:, 0] = draws.random(2000)
     names = [f"name{number}" for number in range(count - 1)]  # the head has one output more
     statistics, confusion = evaluation_statistics(rows, names, str)
     assert confusion.shape == (count, count) and confusion.sum() == 2000
