@@ -40,8 +40,8 @@ from imagenet_cls.errors import ConfigError, UsageError
 from imagenet_cls.guards.agreement import check_same_data
 from imagenet_cls.guards.replicas import check_same_weights, model_digest
 from imagenet_cls.lookup import import_from_cwd
-from imagenet_cls.models.adapt import head_names
 from imagenet_cls.models.ema import ModelEma, build_ema
+from imagenet_cls.models.head import head_names
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import Criterion, build_criterion, build_loss

@@ -26,12 +26,12 @@ from imagenet_cls.models.adapt import (
     checkpoint_activations,
     freeze,
     pad_deterministically,
-    permute_outputs,
     set_training,
     size_remedy,
     split_batch_norm,
 )
 from imagenet_cls.models.build import build_model, model_mean_std, published_weights, weights_source
+from imagenet_cls.models.head import permute_outputs
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
 from imagenet_cls.models.weight_files import download_weights, read_all_weights
 from imagenet_cls.models.weights import load_weights, prefix_errors

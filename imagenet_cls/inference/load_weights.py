@@ -32,8 +32,9 @@ from imagenet_cls.engine.initial_weights import (
 )
 from imagenet_cls.errors import CheckpointError, ConfigError, UsageError
 from imagenet_cls.lookup import import_from_cwd
-from imagenet_cls.models.adapt import permute_outputs, resize_model, size_remedy
+from imagenet_cls.models.adapt import resize_model, size_remedy
 from imagenet_cls.models.build import build_model, check_trusted, published_weights
+from imagenet_cls.models.head import permute_outputs
 from imagenet_cls.models.weights import (
     load_weights,
     prefix_errors,

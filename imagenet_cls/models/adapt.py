@@ -1,10 +1,9 @@
-"""Changes to a built model that keep its parameters' names.
+"""Changes a built model, and keeps the names of its parameters.
 
-Frozen parts, another image size, split BatchNorm, deterministic padding and gradient
-checkpointing. And the names of its head.
+The changes are frozen parts, another image size, split BatchNorm, deterministic padding and
+gradient checkpointing.
 """
 
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -15,45 +14,12 @@ from torch import Tensor, nn
 from imagenet_cls.config.schema import ModelConfig, Size, format_size, height_width
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.lookup import did_you_mean_part, keyword_names
+from imagenet_cls.models.head import head_names
 from imagenet_cls.private_names import BatchNormBase, change_class, is_in_backward
 from imagenet_cls.text import first_line, format_value
 
 # What models raise for images of another size.
 _SIZE_ERRORS = (AssertionError, RuntimeError, ValueError)
-
-
-def head_names(model: nn.Module, num_classes: int) -> list[str]:
-    """Names of the head's parameters, such as `["fc.weight", "fc.bias"]`; empty if there is none.
-
-    A timm model names its classifier. In another model it is the last linear layer or convolution
-    with `num_classes` outputs.
-    """
-    parameters = [name for name, _ in model.named_parameters()]
-    classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
-    owners = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-    names = [name for name in parameters if any(name.startswith(owner + ".") for owner in owners)]
-    if names:
-        return names
-    for owner, module in reversed(list(model.named_modules())):
-        outputs = getattr(module, "out_features", None) or getattr(module, "out_channels", None)
-        if isinstance(module, nn.Linear | nn.Conv2d) and outputs == num_classes:
-            return [f"{owner}.{name}" if owner else name for name, _ in module.named_parameters()]
-    return []
-
-
-def permute_outputs(model: nn.Module, order: Sequence[int]) -> str:
-    """Put output `order[i]` of the head at position i, in place; `order` has all outputs once.
-
-    Returns the end of a message about it, "" where the order is the same.
-    """
-    if list(order) == list(range(len(order))):
-        return ""
-    head = [model.get_parameter(name) for name in head_names(model, len(order))]
-    assert head and all(len(parameter) == len(order) for parameter in head), type(model)
-    with torch.no_grad():
-        for parameter in head:
-            parameter.copy_(parameter[list(order)])
-    return "; its outputs were put in the order of the dataset's classes"
 
 
 def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:

@@ -32,7 +32,8 @@ from imagenet_cls.lookup import (
     keyword_names,
     kwargs_problems,
 )
-from imagenet_cls.models.adapt import checkpoint_activations, freeze, head_names, split_batch_norm
+from imagenet_cls.models.adapt import checkpoint_activations, freeze, split_batch_norm
+from imagenet_cls.models.head import head_names
 from imagenet_cls.text import first_line
 
 TORCHVISION = "torchvision:"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.errors import UsageError
-from imagenet_cls.models.adapt import head_names
+from imagenet_cls.models.head import head_names
 
 
 class FeatureModel(nn.Module):

@@ -15,8 +15,8 @@ from imagenet_cls.config.schema import (
     height_width,
 )
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError
-from imagenet_cls.models.adapt import head_names, permute_outputs
 from imagenet_cls.models.build import build_model, model_mean_std, model_problems, published_weights
+from imagenet_cls.models.head import head_names, permute_outputs
 from imagenet_cls.models.weights import load_weights, prefix_errors
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import Group

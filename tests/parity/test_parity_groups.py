@@ -13,7 +13,7 @@ from timm.optim._param_groups import param_groups_layer_decay, param_groups_weig
 from torch import nn
 
 from imagenet_cls.config.schema import OptimizerConfig
-from imagenet_cls.models.adapt import head_names
+from imagenet_cls.models.head import head_names
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import CheckpointError, ResourceError, UserError
-from imagenet_cls.models.adapt import head_names
 from imagenet_cls.models.build import (
     build_model,
     check_trusted,
@@ -23,6 +22,7 @@ from imagenet_cls.models.build import (
     replace_head,
     weights_source,
 )
+from imagenet_cls.models.head import head_names
 
 
 def own(num_classes, width=8):
