@@ -63,7 +63,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     problems = take_removed_keys(layers.tree)
     config = builder.build()
     problems += builder.problems
-    problems += [p for p in rule_problems(config) if not builder.is_consequence(p)]
+    problems += rule_problems(config, builder.invalid_keys)
     if problems:
         raise ConfigError(format_problems(problems, builder.origins))
     warnings: list[str] = []
@@ -163,7 +163,7 @@ class _Builder:
                 self.add_problem(key, str(error))
                 self.assign(key, keys.default_of(key))
         for key in OmegaConf.missing_keys(self.config):
-            if not self.is_consequence(Problem(key, "")):
+            if key not in self.invalid_keys:
                 self.add_problem(key, NO_VALUE)
             # so that the other keys can be checked; a config with problems is never used
             self.assign(key, 0)
@@ -173,12 +173,13 @@ class _Builder:
 
     def add_problem(self, key: str, message: str) -> None:
         self.problems.append(Problem(key, message))
-        self.invalid_keys.add(key)
+        self.mark_invalid(key)
 
-    def is_consequence(self, problem: Problem) -> bool:
-        """Whether a problem names an invalid key, or a key of an invalid section."""
-        named = re.findall(r"\w+(?:\.\w+)*", f"{problem.key} {problem.message}")
-        return any(f"{name}.".startswith(f"{key}.") for name in named for key in self.invalid_keys)
+    def mark_invalid(self, section: str) -> None:
+        """Mark a key, or all keys of a section."""
+        for key in keys.value_types():
+            if f"{key}.".startswith(f"{section}."):
+                self.invalid_keys.add(key)
 
     def known_keys(self, section: str, tree: Tree) -> Iterator[str]:
         """The keys of the schema that the layers set. Adds a problem for any other key."""
@@ -187,7 +188,8 @@ class _Builder:
             if "." in name or key not in keys.value_types().keys() | keys.sections().keys():
                 message, suggestions = keys.unknown_key(key)
                 self.add_problem(key, message)
-                self.invalid_keys.update(suggestions[:1])
+                if suggestions:
+                    self.mark_invalid(suggestions[0])
             elif key in keys.value_types():
                 yield key
             elif isinstance(value, Tree):
