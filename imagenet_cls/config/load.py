@@ -20,7 +20,7 @@ from imagenet_cls.config import keys, reader
 from imagenet_cls.config.check import NO_VALUE, check_value, rule_problems, unused_values
 from imagenet_cls.config.layers import CONFIGS, DELETE, Layers, find_config, flatten, walk
 from imagenet_cls.config.reader import Tree
-from imagenet_cls.config.schema import DEFAULT_KWARGS, REQUIRED, RESETS, Config
+from imagenet_cls.config.schema import COMPONENTS, DEFAULT_KWARGS, REQUIRED, Config
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import format_value, shorten
@@ -213,7 +213,7 @@ class _Builder:
             raise ValueError(NO_VALUE)
         if not isinstance(value, str) or "${" not in value:
             return value
-        if f"{RESETS.get(chain[0])}.name" == chain[0]:
+        if chain[0].removesuffix(".name") in COMPONENTS:  # layers reset the section by the name
             raise ValueError(f"{format_value(value)}: a component's name can't be interpolated")
         if "${" in _REFERENCE.sub("", value):
             raise ValueError(

@@ -781,13 +781,11 @@ class Config:
     device: str = key("auto", form=DEVICE, recipe=False, per_machine=True)
 
 
+COMPONENTS = ("model", "data", "loss", "optimizer", "schedule")  # sections with a name
 # A key, and the section or the arguments that a layer resets to their defaults when it changes the
 # key.
 RESETS = {
-    **{
-        f"{component}.name": component
-        for component in ("model", "data", "loss", "optimizer", "schedule")
-    },
+    **{f"{component}.name": component for component in COMPONENTS},
     "augment.policy": "augment.policy_kwargs",
     "distill.teacher.name": "distill.teacher.kwargs",
 }
