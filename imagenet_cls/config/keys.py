@@ -1,6 +1,5 @@
 """The keys of the schema by their dotted names: types, defaults and metadata."""
 
-import re
 import types
 import typing
 from collections.abc import Iterator
@@ -25,55 +24,62 @@ _TYPE_NAMES: dict[Any, str] = {
     list[str]: "a list of texts",
 }
 
-# What to write for the names of timm, torchvision, pytorch/examples and mmpretrain: a key, perhaps
-# with a value and a remark in parentheses; or advice.
+# Our keys, perhaps with a value, and their names in timm, torchvision, pytorch/examples and
+# mmpretrain.
 _OTHER_NAMES = {
     "train.epochs": "epochs epoch num_epochs max_epochs total_epochs",
-    "train.global_batch_size (of all devices; train.micro_batch_size is for one)": (
-        "b batch_size samples_per_gpu"
-    ),
-    "train.micro_batch_size (the accumulation steps follow from it)": (
+    "train.global_batch_size": "b batch_size samples_per_gpu",
+    "train.micro_batch_size": (
         "accumulate accum_steps accumulation_steps grad_accum_steps "
         "gradient_accumulation_steps accumulate_grad_batches"
     ),
-    "train.precision=fp16 (auto, the default, is bf16 on GPUs that have it)": (
-        "amp fp16 bf16 mixed_precision use_amp"
-    ),
+    "train.precision=fp16": "amp fp16 bf16 mixed_precision use_amp",
     "train.clip_norm": "clip_grad clip_grad_norm grad_clip max_norm",
     "optimizer.lr": "lr learning_rate base_lr",
-    "optimizer.lr_base_batch=256 (the batch size that optimizer.lr is meant for)": "auto_scale_lr",
-    "optimizer.lr_scales (by parameter names: '{\"head.*\": 10}')": (
-        "backbone_lr head_lr lr_mult paramwise_cfg"
-    ),
+    "optimizer.lr_base_batch=256": "auto_scale_lr",
+    "optimizer.lr_scales": "backbone_lr head_lr lr_mult paramwise_cfg",
     "optimizer.name": "opt optim optimizer",
     "optimizer.weight_decay": "wd weight_decay",
     "schedule.name": "sched scheduler lr_scheduler",
     "schedule.warmup_epochs": "warmup lr_warmup_epochs",
     "model.name": "a arch architecture backbone model",
     "model.checkpoint": "load_from initial_checkpoint finetune",
-    "model.head_only=true (or model.freeze, with patterns)": (
-        "freeze_backbone frozen_stages linear_probe"
-    ),
+    "model.head_only=true": "freeze_backbone frozen_stages linear_probe",
     "mix.mixup_alpha": "mixup",
     "mix.cutmix_alpha": "cutmix cutmix_minmax",
     "loss.label_smoothing": "smoothing",
-    "augment.size_px (in evaluation: eval.crop_px)": (
-        "img_size image_size input_size train_crop_size"
-    ),
+    "augment.size_px": "img_size image_size input_size train_crop_size",
     "augment.policy": "aa auto_augment autoaugment randaugment",
     "augment.erasing.prob": "reprob random_erase random_erasing",
-    "eval.mode (crop, squash or pad)": "crop_mode",
+    "eval.mode": "crop_mode",
     "ema.decay": "model_ema model_ema_decay",
     "data.root": "data_path data_dir data_root data.path",
     "data.num_workers": "j workers",
-    "eval.every_epochs=1000000 (the last epoch is evaluated in any case)": "no_validate no_val",
-    "parallel.device_ids=[0] (the GPUs to use)": "gpu_id gpu_ids",
+    "eval.every_epochs=1000000": "no_validate no_val",
+    "parallel.device_ids=[0]": "gpu_id gpu_ids",
     "log.every_steps": "p print_freq log_interval",
     "log.writers=[jsonl,tensorboard,wandb]": "wandb log_wandb use_wandb",
     "train.early_stop.patience_evals": "early_stopping early_stop",
-    "give the config as an argument, without an option": "config cfg",
-    f"use {command_line('test')} CONFIG CHECKPOINT": "test_only eval_only e evaluate validate",
-    "use --work-dir": "output output_dir out_dir save_dir",
+}
+ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
+# Remarks about some of these keys, and what to do instead of other options.
+ADVICE = {
+    "train.global_batch_size": "of all devices; train.micro_batch_size is for one",
+    "train.micro_batch_size": "the accumulation steps follow from it",
+    "train.precision": "auto, the default, is bf16 on GPUs that have it",
+    "optimizer.lr_base_batch": "the batch size that optimizer.lr is meant for",
+    "optimizer.lr_scales": "by parameter names: '{\"head.*\": 10}'",
+    "model.head_only": "or model.freeze, with patterns",
+    "augment.size_px": "in evaluation: eval.crop_px",
+    "eval.mode": "crop, squash or pad",
+    "eval.every_epochs": "the last epoch is evaluated in any case",
+    "parallel.device_ids": "the GPUs to use",
+    **dict.fromkeys(["config", "cfg"], "give the config as an argument, without an option"),
+    **dict.fromkeys(
+        ["test_only", "eval_only", "e", "evaluate", "validate"],
+        f"use {command_line('test')} CONFIG CHECKPOINT",
+    ),
+    **dict.fromkeys(["output", "output_dir", "out_dir", "save_dir"], "use --work-dir"),
 }
 # Keys of earlier versions: the former default, and what to do now. Where the default is set, such a
 # key is ignored.
@@ -86,9 +92,6 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "checkpoint.on_error": ("stop", "a failed save ends the run, and --resume continues it"),
     "parallel.uneven": ("allow", "any number of ranks is allowed"),
 }
-
-_BY_OTHER_NAME = {name: text for text, names in _OTHER_NAMES.items() for name in names.split()}
-_KEY_AND_REMARK = re.compile(r"(\w+(?:\.\w+)*)(?:=\S+)?( \(.*)?")  # not advice
 
 
 @cache
@@ -130,16 +133,20 @@ def default_of(key: str) -> Any:
 
 
 @cache
-def keys_with(flag: Literal["recipe", "per_machine"], value: bool) -> frozenset[str]:
-    """The keys that have this value of a flag of `KeyInfo`, for themselves or for a section that
-    holds them.
-    """
-    found = set()
-    for key in value_types():
-        sections_and_key = accumulate(key.split("."), "{}.{}".format)  # a, a.b, a.b.c
-        if any(getattr(info(part), flag) == value for part in sections_and_key):
-            found.add(key)
-    return frozenset(found)
+def per_machine_keys() -> frozenset[str]:
+    """The keys in which the machines of a run may differ."""
+    return frozenset(key for key in value_types() if any(part.per_machine for part in _infos(key)))
+
+
+@cache
+def keys_without_recipe() -> frozenset[str]:
+    """The keys that do not decide what is computed, so that they may change on resume."""
+    return frozenset(key for key in value_types() if not all(part.recipe for part in _infos(key)))
+
+
+def _infos(key: str) -> Iterator[KeyInfo]:
+    """The metadata of a key, and of the sections that hold it."""
+    return map(info, accumulate(key.split("."), "{}.{}".format))  # a, a.b, a.b.c
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -187,14 +194,18 @@ def instead_of_option(option: str, value: str | None) -> str | None:
     """
     name = option.lstrip("-").replace("-", "_")
     same_name = [key for key in value_types() if name in (key, key.rpartition(".")[2])]
-    text = _BY_OTHER_NAME.get(name) or next(iter(same_name), None)
-    if text is None or not _KEY_AND_REMARK.fullmatch(text):
-        return text
-    key, space, remark = text.partition(" ")
-    if "=" not in key:
-        is_switch = value is None and value_types().get(key) is bool
-        key += "=true" if is_switch else f"={value or 'VALUE'}"
-    return f"write {key}{space}{remark}"
+    setting = ALIASES.get(name) or next(iter(same_name), None)
+    if setting is None:
+        return ADVICE.get(name)
+    key, equals, _ = setting.partition("=")
+    if not equals:
+        is_switch = value is None and value_types()[key] is bool
+        setting += "=true" if is_switch else f"={value or 'VALUE'}"
+    return f"write {setting}{_remark(key)}"
+
+
+def _remark(key: str) -> str:
+    return f" ({ADVICE[key]})" if key in ADVICE else ""
 
 
 def unknown_key(key: str) -> tuple[str, list[str]]:
@@ -202,10 +213,11 @@ def unknown_key(key: str) -> tuple[str, list[str]]:
     section, _, name = key.rpartition(".")
     if key in _fields() or section not in sections():
         return "unknown key; dots are for the command line, in a file write nested sections", []
-    if text := _BY_OTHER_NAME.get(key) or _BY_OTHER_NAME.get(name):
-        if not (match := _KEY_AND_REMARK.fullmatch(text)):
-            return f"unknown key; {text}", []
-        return f"unknown key; did you mean {match[1]!r}?{match[2] or ''}", [match[1]]
+    if alias := ALIASES.get(key) or ALIASES.get(name):
+        meant = alias.partition("=")[0]
+        return f"unknown key; did you mean {meant!r}?{_remark(meant)}", [meant]
+    if advice := ADVICE.get(name):
+        return f"unknown key; {advice}", []
     beside = {
         other.rpartition(".")[2]: other
         for other in _fields()

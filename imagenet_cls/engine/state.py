@@ -26,7 +26,7 @@ from imagenet_cls.checkpoint.progress import Progress, read_progress
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.checkpoint.select import load_newest, newest_intact
 from imagenet_cls.config.check import ineffective_keys
-from imagenet_cls.config.keys import keys_with
+from imagenet_cls.config.keys import keys_without_recipe
 from imagenet_cls.config.load import comparable_values, removed_key_warnings
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.data.sources import size_fingerprint
@@ -273,7 +273,7 @@ def check_resumable(
             "Restore them, or start a new run from the checkpoint's weights: "
             "model.checkpoint=CHECKPOINT.",
         )
-    may_change = keys_with("recipe", False) | _MAY_CHANGE
+    may_change = keys_without_recipe() | _MAY_CHANGE
     if parts.config.schedule.name == "plateau":  # which depends on when evaluations are made
         may_change -= {"eval.every_epochs"}
     not_allowed = [name for name in changed if not _includes([*may_change, *allowed], name)]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from imagenet_cls.config.keys import keys_with
+from imagenet_cls.config.keys import per_machine_keys
 from imagenet_cls.config.load import comparable_values, values_by_key
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ConfigError, DataError, UsageError
@@ -79,7 +79,7 @@ def check_same_config(config: Config, group: Group) -> None:
     """Raise ConfigError, on all ranks, unless all have the same config, except for keys that may
     differ between machines. A collective.
     """
-    free = keys_with("per_machine", True)
+    free = per_machine_keys()
     own = {key: repr(value) for key, value in comparable_values(config).items() if key not in free}
     lines = [
         f"{key}: {name_ranks(ranks)} and rank 0 differ; start all ranks with the same config and "

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from imagenet_cls import __version__
 from imagenet_cls.checkpoint.format import invalid_content_errors, verified_files
 from imagenet_cls.config.compare import changed_values
-from imagenet_cls.config.keys import keys_with
+from imagenet_cls.config.keys import per_machine_keys
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.inference.predictor import Predictor
@@ -167,7 +167,7 @@ def model_card(
         details["Initial weights"] = f"{Path(config.model.checkpoint).name}; see their license"
     elif config.model.pretrained and not config.model.name.startswith(FOLDER):
         details["Initial weights"] = f"published for {config.model.name}; see their license"
-    local = keys_with("per_machine", True) | {"distill.teacher.checkpoint"}
+    local = per_machine_keys() | {"distill.teacher.checkpoint"}
     settings = {}
     for key, value in changed_values(config).items():
         is_recipe = key.partition(".")[0] in _RECIPE and key not in local

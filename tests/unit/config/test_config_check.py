@@ -112,7 +112,7 @@ def test_end_of_mixing_after_the_run_is_a_warning() -> None:
 
 
 def test_flags_of_keys() -> None:
-    per_machine, free = keys.keys_with("per_machine", True), keys.keys_with("recipe", False)
+    per_machine, free = keys.per_machine_keys(), keys.keys_without_recipe()
     assert {"data.root", "data.exclude", "expect.note", "imports"} <= per_machine
     assert {"checkpoint.keep_last", "log.plots", "train.compile", "data.exclude"} <= free
     assert {"train.early_stop.patience_evals", "eval.metrics"} <= free

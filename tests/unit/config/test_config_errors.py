@@ -297,12 +297,12 @@ def test_key_of_another_project_names_ours(override: str, key: str) -> None:
 
 
 def test_names_of_other_projects_stand_for_keys_of_the_schema() -> None:
-    names = [name for listed in keys._OTHER_NAMES.values() for name in listed.split()]
-    assert len(set(names)) == len(names) and not {*names} & keys.value_types().keys()
-    for text in keys._OTHER_NAMES:
-        match = keys._KEY_AND_REMARK.fullmatch(text)
-        assert match is None or match[1] in keys.value_types()
-        assert match is not None or "." not in text.partition(" ")[0]
+    names = " ".join(keys._OTHER_NAMES.values()).split()
+    assert len(names) == len(keys.ALIASES)  # none twice
+    assert not keys.ALIASES.keys() & {*keys.value_types(), *keys.ADVICE}
+    meant = {setting.partition("=")[0] for setting in keys.ALIASES.values()}
+    assert meant <= keys.value_types().keys()
+    assert {name for name in keys.ADVICE if "." in name} <= meant
 
 
 def test_all_errors_of_yaml_form_are_reported_at_once() -> None:
