@@ -175,7 +175,6 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
     trusted: factories and modules that its config may name, besides the models of libraries.
     """
     snapshot, best, damage = load_best(path)
-    assert snapshot.path is not None
     config = config_from_state(snapshot.state, snapshot.path)
     check_trusted(config.model, config.imports, trusted, str(snapshot.path))
     with invalid_content_errors(snapshot.path):
