@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,23 @@ _RENDEZVOUS_EXTRA_SEC = 10.0  # a rendezvous has failed after two timeouts and t
 _NCCL_EXTRA = timedelta(seconds=10)
 
 
+class Heartbeat(Protocol):
+    """The part of `guards.heartbeat.Heartbeat` that is used through a group."""
+
+    aborts: bool
+
+    def wait_for_lost_rank(self, patience_sec: float) -> ResourceError | None: ...
+
+    def close(self, failed: bool = False) -> None: ...
+
+
 @dataclass(frozen=True)
 class Group:
     """One rank's view of all ranks.
 
-    cpu_group: the gloo group; None for a single rank. rendezvous_file: the rendezvous file of a
-    file:// rendezvous.
-    address: this machine's, as other ranks reach it. heartbeat: a `guards.heartbeat.Heartbeat` or
-    None.
+    cpu_group: the gloo group; None for a single rank. rendezvous_file: the file of a `file://`
+    rendezvous. address: the address by which other ranks reach this machine. heartbeat: None for a
+    single rank.
     """
 
     rank_info: RankInfo
@@ -51,7 +60,7 @@ class Group:
     cpu_group: Any = None
     rendezvous_file: Path | None = None
     address: str = "127.0.0.1"
-    heartbeat: Any = None
+    heartbeat: Heartbeat | None = None
 
     @property
     def rank(self) -> int:
