@@ -56,8 +56,8 @@ def load_newest(path: Path) -> tuple[Snapshot, list[str]]:
 
 
 def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
-    """A checkpoint, or the best intact one of a run folder, its best weights, and messages about
-    damaged ones.
+    """Returns the best intact checkpoint of a run folder (or the given checkpoint), which of its
+    weights are best, and messages about damaged ones.
 
     The weights are `raw` or `ema`, None where `path` is a checkpoint or none was evaluated. Raises
     CheckpointError.
