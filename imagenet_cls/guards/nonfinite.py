@@ -26,9 +26,9 @@ _LOSS_SCALE_SEARCH_STEPS = 50
 class NonFiniteGuard:
     """Counts the steps without a finite loss and gradient in the records of `Meter.flush`.
 
-    total_steps: the number of steps of the run. With `fp16`, a skipped step with a finite loss is
-    normal: the loss scale was too high.
-    samples_of: returns the names of the images that this rank read in a step, counted from 1.
+    total_steps: the number of steps of the run. fp16: a skipped step with a finite loss is normal,
+    since the loss scale was too high. samples_of: returns the names of the images that this rank
+    read in a step, counted from 1.
     """
 
     group: Group
@@ -44,23 +44,19 @@ class NonFiniteGuard:
         """Add the non-finite steps among `records` to `count`, and return a line about them; None
         if there are none.
         """
-        steps = [record["step"] for record in records if not self._is_fine(record)]
+        steps = [record["step"] for record in records if not self._is_normal(record)]
         if not steps:
             return None
         self.count += len(steps)
-        which = (
-            f"step {steps[0]}"
-            if len(steps) == 1
-            else (f"{len(steps)} steps from {steps[0]} to {steps[-1]}")
-        )
-        ending = (
-            "; it was the last step of the run: check the evaluation before you use the weights"
-        )
-        return (
-            f"{which}: loss or gradient was NaN or infinite ({self.count} such steps since the "
-            f"start)"
-            f"{ending if steps[-1] == self.total_steps else ''}"
-        )
+        text = f"step {steps[0]}"
+        if len(steps) > 1:
+            text = f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+        text += f": loss or gradient was NaN or infinite ({self.count} such steps since the start)"
+        if steps[-1] == self.total_steps:
+            text += (
+                "; it was the last step of the run: check the evaluation before you use the weights"
+            )
+        return text
 
     def check(self, records: Sequence[dict[str, Any]], own_losses: Tensor | None) -> None:
         """Raise NonFiniteError, on all ranks alike, after too many non-finite steps in a row.
@@ -69,18 +65,22 @@ class NonFiniteGuard:
         ends.
         """
         for row, record in enumerate(records):
-            finite_loss = math.isfinite(record["loss"])
-            self.last_step_finite = self._is_fine(record)
-            self.consecutive = (
-                0 if finite_loss and "skipped" not in record else self.consecutive + 1
-            )
-            patience = _LOSS_SCALE_SEARCH_STEPS if self.fp16 and finite_loss else 0
+            self.last_step_finite = self._is_normal(record)
+            self.consecutive += 1
+            if _is_applied(record):
+                self.consecutive = 0
+            patience = 0
+            if self.fp16 and math.isfinite(record["loss"]):
+                patience = _LOSS_SCALE_SEARCH_STEPS
             if self.consecutive >= self.max_steps + patience:
                 assert own_losses is not None
                 raise self._error(record, own_losses[row].item())
 
-    def _is_fine(self, record: dict[str, Any]) -> bool:
-        return math.isfinite(record["loss"]) and (self.fp16 or "skipped" not in record)
+    def _is_normal(self, record: dict[str, Any]) -> bool:
+        """Whether a step is not to be reported: with fp16 also if it was skipped at a finite
+        loss.
+        """
+        return _is_applied(record) or (self.fp16 and math.isfinite(record["loss"]))
 
     def _error(self, record: dict[str, Any], own_loss: float) -> UserError:
         """Names the ranks whose own loss was not finite, if any. Else only the gradient overflowed.
@@ -103,16 +103,19 @@ class NonFiniteGuard:
         )
         if count := sum(seen[rank][1] for rank in suspects):
             shown = [name for rank in suspects for name in seen[rank][2]][:_SHOWN]
-            more = (
-                f" and {count - len(shown)} more (logs/rank{suspects[0]}.log)"
-                if count > len(shown)
-                else ""
-            )
+            more = ""
+            if count > len(shown):
+                more = f" and {count - len(shown)} more (logs/rank{suspects[0]}.log)"
             what = "the loss" if with_nan else "the gradient (the losses were finite)"
             where = f"{name_ranks(suspects)} of {self.group.world_size}"
             problem += f"\nIt was {what} on {where}, from {', '.join(shown)}{more}."
         remedy = "Lower optimizer.lr, warm up longer, or set train.clip_norm."
         return mark_printed_by_main(NonFiniteError(problem, remedy), self.group)
+
+
+def _is_applied(record: dict[str, Any]) -> bool:
+    """Whether a step had a finite loss and changed the weights."""
+    return math.isfinite(record["loss"]) and "skipped" not in record
 
 
 def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:
