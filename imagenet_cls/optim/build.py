@@ -172,8 +172,9 @@ def state_copies(optimizer: OptimizerConfig) -> int:
         return 2
     values = [value for state in built.state_dict()["state"].values() for value in state.values()]
     copies = sum(isinstance(value, Tensor) and value.shape == (3, 2) for value in values)
-    # Lookahead stores slow weights after k steps.
-    return copies + (_is_lookahead(optimizer) and optimizer.kwargs.get("lookahead_k") != 1)
+    if _is_lookahead(optimizer) and optimizer.kwargs.get("lookahead_k") != 1:
+        copies += 1  # the slow weights, after k steps
+    return copies
 
 
 def layer_with_gradients(device: torch.device | None = None) -> nn.Linear:
