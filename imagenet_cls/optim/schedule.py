@@ -36,6 +36,9 @@ Divisor = Annotated[float, COUNT]
 Epochs = Annotated[float, Range(0.001)]
 Momentum = Annotated[float | None, SHARE_BELOW_1]
 Anneal = Literal["cos", "linear"]
+# Defaults of one_cycle, for the learning rate and the momentum.
+_PCT_START = 0.3
+_ANNEAL: Anneal = "cos"
 
 # (step, top-1 of the raw weights in percent) of each evaluation after `eval.every_epochs` epochs,
 # in order.
@@ -117,8 +120,8 @@ def exponential(t: float, horizon: Horizon, gamma: Share) -> float:
 def one_cycle(
     t: float,
     horizon: Horizon,
-    pct_start: Share = 0.3,
-    anneal: Anneal = "cos",
+    pct_start: Share = _PCT_START,
+    anneal: Anneal = _ANNEAL,
     div_factor: Divisor = 25.0,
     final_div_factor: Divisor = 1e4,
     min_momentum: Momentum = None,
@@ -292,8 +295,8 @@ class Schedule:
             return None
         momenta = (kwargs["max_momentum"], kwargs["min_momentum"], kwargs["max_momentum"])
         time = self._since_start(self._time(step))
-        pct_start = kwargs.get("pct_start", 0.3)
-        return _two_phases(time, self.horizon, momenta, pct_start, kwargs.get("anneal", "cos"))
+        pct_start = kwargs.get("pct_start", _PCT_START)
+        return _two_phases(time, self.horizon, momenta, pct_start, kwargs.get("anneal", _ANNEAL))
 
     def _time(self, step: int) -> float:
         """The time of a step; with by_epoch the time of the first step of its epoch."""
