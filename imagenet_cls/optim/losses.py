@@ -17,6 +17,7 @@ so it does not change the ratio of positive and negative images.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Annotated
 
 import numpy as np
@@ -162,12 +163,14 @@ def build_loss(
     """
     factory = find_factory("loss", loss.name, BUILT_IN)
     if loss.name in BUILT_IN:
-        weights = _normalized_weights(loss, num_classes, class_samples)
+        host_weights = _normalized_weights(loss, num_classes, class_samples)
+
+        @cache  # one copy to each device
+        def weights_on(device: torch.device) -> Tensor | None:
+            return None if host_weights is None else host_weights.to(device)
 
         def compute(logits: Tensor, targets: Tensor) -> Tensor:
-            nonlocal weights
-            if weights is not None:
-                weights = weights.to(logits.device)
+            weights = weights_on(logits.device)
             return factory(logits, targets, loss.label_smoothing, weights, splits, **loss.kwargs)
 
     else:
