@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ def _per_channel(numbers: Sequence[float]) -> Tensor:
 
 
 def build_teacher(
-    teacher: TeacherConfig,
+    config: TeacherConfig,
     num_classes: int,
     group: Group,
     read: WeightsReader,
@@ -74,31 +75,36 @@ def build_teacher(
 ) -> Teacher:
     """The teacher on `group.device`. A collective: rank 0 reads the weights and broadcasts them.
 
-    num_classes, mean_std: the values of the student. read: called for `teacher.checkpoint`.
+    num_classes, mean_std: the values of the student. read: called for `config.checkpoint`.
     sizes_px: the sizes of the training images; each is tried with an input of zeros. seed: keys the
     initial weights of a factory's model without a checkpoint. order: the output of published
     weights for each class of the data, then all others; empty where it is the same. Raises
     ConfigError for other classes or unsupported sizes, and what `build_model`, `load_weights` and
     `read` raise, on every rank.
     """
-    built: list[Teacher] = []
 
-    def build_with_weights() -> None:
+    @cache
+    def build_with_weights() -> Teacher:
         seed_generators(hash_key("teacher", seed))
-        network, own_mean_std = _load_network(teacher, num_classes, read, order)
-        built.append(Teacher(network, mean_std, own_mean_std))
-        _check_outputs(built[0], teacher, num_classes, sizes_px)
+        network, own_mean_std = _load_network(config, num_classes, read, order)
+        teacher = Teacher(network, mean_std, own_mean_std)
+        _check_outputs(teacher, config, num_classes, sizes_px)
+        return teacher
 
-    run_on_main(group, build_with_weights)
-    if not built:
+    def try_to_build() -> None:  # `run_on_main` would pickle and broadcast the teacher
+        build_with_weights()
+
+    run_on_main(group, try_to_build)
+    if group.is_main:
+        teacher = build_with_weights()
+    else:
         network = build_model(
-            ModelConfig(name=teacher.name or "", kwargs=teacher.kwargs), num_classes
+            ModelConfig(name=config.name or "", kwargs=config.kwargs), num_classes
         )
         # scale and shift are broadcast with the weights
-        built.append(Teacher(network, mean_std, mean_std))
-    module = built[0]
-    module.load_state_dict(broadcast_tensors(module.state_dict() if group.is_main else None, group))
-    return module.to(group.device, memory_format=memory_format)  # type: ignore[call-overload]
+        teacher = Teacher(network, mean_std, mean_std)
+    teacher.load_state_dict(broadcast_tensors(teacher.state_dict(), group))
+    return teacher.to(group.device, memory_format=memory_format)  # type: ignore[call-overload]
 
 
 def enable_distillation_token(model: nn.Module) -> bool:
@@ -130,34 +136,34 @@ def distillation_problems(distill: DistillConfig) -> list[Problem]:
 
 
 def _load_network(
-    teacher: TeacherConfig, num_classes: int, read: WeightsReader, order: Sequence[int]
+    config: TeacherConfig, num_classes: int, read: WeightsReader, order: Sequence[int]
 ) -> tuple[nn.Module, MeanStd]:
     """The network with its weights, on the CPU, and the normalization that they expect."""
-    assert teacher.name is not None, "checked by the rules across keys"
-    model = ModelConfig(name=teacher.name, pretrained=teacher.pretrained, kwargs=teacher.kwargs)
+    assert config.name is not None, "checked by the rules across keys"
+    model = ModelConfig(name=config.name, pretrained=config.pretrained, kwargs=config.kwargs)
     try:
         network = build_model(model, num_classes)
-        if teacher.pretrained:
-            _check_classes(teacher, published_weights(model, network)[1], num_classes)
+        if config.pretrained:
+            _check_classes(config, published_weights(model, network)[1], num_classes)
             permute_outputs(network, order)
-        if teacher.checkpoint is None:
+        if config.checkpoint is None:
             return network, model_mean_std(network)
         with prefix_errors("model.checkpoint"):
-            state, mean_std = read(teacher.checkpoint)
+            state, mean_std = read(config.checkpoint)
             for name in head_names(network, num_classes):
                 if name in state:
-                    _check_classes(teacher, state[name].shape[0], num_classes)
+                    _check_classes(config, state[name].shape[0], num_classes)
             load_weights(network, state, num_classes, head_may_differ=False)
     except (CheckpointError, ResourceError) as error:
         raise type(error)(_teacher_keys(error.problem), _teacher_keys(error.remedy)) from error
     return network, mean_std or model_mean_std(network)
 
 
-def _check_classes(teacher: TeacherConfig, classes: int, num_classes: int) -> None:
+def _check_classes(config: TeacherConfig, classes: int, num_classes: int) -> None:
     if classes != num_classes:
         raise ConfigError(
             [
-                f"distill.teacher: {teacher.name} was trained for {classes} classes, but the "
+                f"distill.teacher: {config.name} was trained for {classes} classes, but the "
                 f"student has {num_classes}; use a teacher with the same classes"
             ]
         )
