@@ -346,9 +346,10 @@ def _name_problem(name: str) -> Problem | None:
 
 
 def _timm_weights_problems(model: ModelConfig, built: nn.Module) -> list[Problem]:
-    cfg: dict[str, Any] = getattr(built, "pretrained_cfg", None) or {"file": "unknown"}
-    has_weights = any(cfg.get(key) for key in ("url", "hf_hub_id", "file"))
-    if has_weights or not model.pretrained:
+    cfg: dict[str, Any] | None = getattr(built, "pretrained_cfg", None)
+    if not model.pretrained or not cfg:  # without a config it is unknown whether there are weights
+        return []
+    if any(cfg.get(key) for key in ("url", "hf_hub_id", "file")):
         return []
     tagged = timm.list_models(model.name.partition(".")[0], include_tags=True, pretrained=True)
     remedy = "set it to false, or use model.checkpoint"
