@@ -50,6 +50,13 @@ def is_factory_name(name: str) -> bool:
     )
 
 
+def is_user_factory(name: str) -> bool:
+    """Whether a name has the form `my_module:my_factory`, and does not stand for torchvision's
+    (`torchvision:resnet50`).
+    """
+    return is_factory_name(name) and not name.startswith("torchvision:")
+
+
 def is_model_source(name: str) -> bool:
     """Whether a model's name is a place from which timm loads it."""
     return name.startswith(("hf-hub:", "local-dir:"))

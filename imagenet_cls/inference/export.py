@@ -19,7 +19,7 @@ from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.transforms import to_channels
 from imagenet_cls.errors import CheckpointError, DataError, UsageError
 from imagenet_cls.inference.predictor import OnnxModel, Predictor
-from imagenet_cls.lookup import is_factory_name
+from imagenet_cls.lookup import is_user_factory
 from imagenet_cls.text import first_line
 
 BATCHES = (1, 7)
@@ -193,8 +193,7 @@ def held_out_images(
 ) -> list[Tensor]:
     """At most `count` images of the run's validation part. Raises DataError or OSError."""
     data = predictor.config.data
-    is_code = is_factory_name(data.name) and not data.name.startswith("torchvision:")
-    if is_code and data.name not in allow_import:
+    if is_user_factory(data.name) and data.name not in allow_import:
         raise DataError(
             f"data.name={data.name} is not opened", f"To open it: --allow-import {data.name}"
         )

@@ -27,8 +27,8 @@ from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceE
 from imagenet_cls.lookup import (
     did_you_mean,
     import_factory,
-    is_factory_name,
     is_model_source,
+    is_user_factory,
     keyword_names,
     kwargs_problems,
 )
@@ -93,7 +93,7 @@ def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.M
 def _build(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
     if model.name.startswith(TORCHVISION):
         return _build_torchvision(model, num_classes)
-    if is_factory_name(model.name):
+    if is_user_factory(model.name):
         built = import_factory(model.name)(num_classes=num_classes, **model.kwargs)
         if not isinstance(built, nn.Module):
             raise UserError(
@@ -152,9 +152,9 @@ def weights_source(model: ModelConfig, built: nn.Module, num_classes: int) -> st
     head is new.
     """
     if not model.pretrained:
-        is_factory = is_factory_name(model.name) and not model.name.startswith(TORCHVISION)
-        note = f": weights as initialized by {model.name}" if is_factory else ""
-        return f"starts from scratch{note}"
+        if is_user_factory(model.name):
+            return f"starts from scratch: weights as initialized by {model.name}"
+        return "starts from scratch"
     source, had = published_weights(model, built)
     sentence = f"starts from published weights ({source})"
     if had != num_classes:
@@ -282,9 +282,9 @@ def model_problems(
     fails on the CPU: timm's and torchvision's factories take `**kwargs`, so only this trial shows
     which argument the constructor rejects.
     """
-    is_torchvision = model.name.startswith(TORCHVISION)
-    if is_factory_name(model.name) and not is_torchvision:
+    if is_user_factory(model.name):
         return _factory_problems(model)
+    is_torchvision = model.name.startswith(TORCHVISION)
     if problem := _name_problem(model.name):
         return [problem]
     if is_torchvision and channels != 3:
