@@ -4,7 +4,7 @@ Statistics of classes, confusion, calibration and image sizes, and a page of the
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,28 @@ _DETAILS = (
     ("negative log-likelihood", "nll", ".4f"),
     ("expected calibration error", "ece", ".4f"),
     ("mean confidence", "mean_confidence", ".4f"),
+)
+# Columns of tables: title, key, format.
+_CONFUSED = (
+    ("true", "target", ""),
+    ("predicted", "prediction", ""),
+    ("images", "images", _COUNT),
+    ("share %", "share_pct", _PERCENT),
+)
+_CALIBRATION = (
+    ("above", "low", ".3f"),
+    ("up to", "high", ".3f"),
+    ("images", "images", _COUNT),
+    ("confidence", "confidence", ".4f"),
+    ("accuracy %", "accuracy_pct", _PERCENT),
+)
+_CLASSES = (
+    ("class", "name", ""),
+    ("precision %", "precision_pct", _PERCENT),
+    ("recall %", "recall_pct", _PERCENT),
+    ("F1 %", "f1_pct", _PERCENT),
+    ("images", "images", _COUNT),
+    ("predicted", "predicted", _COUNT),
 )
 
 
@@ -213,8 +235,6 @@ def evaluation_page(
             f"Masked: the outputs of all but {result['classes']} classes are ignored "
             f"(eval.classes=present)."
         )
-    bounds = [("above", ".3f"), ("up to", ".3f")]
-    calibration = [*bounds, ("images", _COUNT), ("confidence", ".4f"), ("accuracy %", _PERCENT)]
 
     def examples(rows: Sequence[Statistics]) -> Html:
         return gallery(
@@ -251,18 +271,14 @@ def evaluation_page(
             "Most confused",
             "The most frequent mistakes, and their share of the images of the true class.",
         ),
-        table(
-            [("true", ""), ("predicted", ""), ("images", _COUNT), ("share %", _PERCENT)],
-            [list(row.values()) for row in statistics["confused"]],
-        ),
+        _table(_CONFUSED, statistics["confused"]),
         heading(
             "Calibration",
             f"{_CALIBRATION_BINS} bins of equal width by confidence, the probability of the "
-            f"predicted class. "
-            "A calibrated model is on the diagonal.",
+            "predicted class. A calibrated model is on the diagonal.",
         ),
         plot(5, 3.6, partial(_draw_calibration, statistics["calibration"])),
-        table(calibration, [list(row.values()) for row in statistics["calibration"]]),
+        _table(_CALIBRATION, statistics["calibration"]),
     ]
     for key, title, style in (
         ("by_short_side_px", "short side, px", ",.0f"),
@@ -270,15 +286,12 @@ def evaluation_page(
     ):
         if statistics[key]:
             bins = [
-                (f"{title}: from", style),
-                ("to", style),
-                ("images", _COUNT),
-                ("top-1 %", _PERCENT),
+                (f"{title}: from", "low", style),
+                ("to", "high", style),
+                ("images", "images", _COUNT),
+                ("top-1 %", "top1_pct", _PERCENT),
             ]
-            parts += [
-                heading(f"Accuracy by {title}"),
-                table(bins, [list(row.values()) for row in statistics[key]]),
-            ]
+            parts += [heading(f"Accuracy by {title}"), _table(bins, statistics[key])]
     for key, title in (
         ("mistakes", "Most confident mistakes"),
         ("hits", "Least confident correct predictions"),
@@ -288,17 +301,21 @@ def evaluation_page(
                 heading(title, "Predicted class and confidence, true class, image."),
                 examples(statistics[key]),
             ]
-    scores = [(title, _PERCENT) for title in ("precision %", "recall %", "F1 %")]
     parts += [
         heading("Classes", "Lowest F1 first."),
-        table(
-            [("class", ""), *scores, ("images", _COUNT), ("predicted", _COUNT)],
-            [list(row.values()) for row in by_f1],
-        ),
+        _table(_CLASSES, by_f1),
         heading("Settings"),
         table([("key", ""), ("value", "")], statistics["settings"].items()),
     ]
     return page(f"Evaluation of {statistics['model']}", parts)
+
+
+def _table(columns: Sequence[tuple[str, str, str]], rows: Iterable[Statistics]) -> Html:
+    """A table of dictionaries. columns: title, key, format."""
+    return table(
+        [(title, number_format) for title, _, number_format in columns],
+        [[row[key] for _, key, _ in columns] for row in rows],
+    )
 
 
 def _draw_confusion(counts: np.ndarray, labels: Sequence[str], figure: "Figure") -> None:
