@@ -4,6 +4,7 @@ import re
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from imagenet_cls.errors import UsageError
 from imagenet_cls.text import command_line
@@ -41,20 +42,30 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listing}"
 
 
-# For each launcher: the variables that hold rank, local rank, world size and ranks on this machine.
-_PYTORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+class Variables(NamedTuple):
+    """The environment variables in which a launcher states the rank of a process."""
+
+    rank: str
+    local_rank: str
+    world_size: str
+    local_world_size: str
+
+
+_PYTORCH = Variables("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # The step's, not the job's: a shell in an allocation is a step of one task in a job of many.
-_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
-_OPEN_MPI = (
+_SLURM = Variables(
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"
+)
+_OPEN_MPI = Variables(
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-_PMI = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")  # MPICH's and Intel's mpirun
-_MPI = (_OPEN_MPI, _PMI)
+# of MPICH's and Intel's mpirun
+_PMI = Variables("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 LAUNCHED_VARIABLE = "IMAGENET_CLS_LAUNCHED"  # set by our launching process for its ranks
 
@@ -79,18 +90,19 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
     if launcher == "spawn":  # its ranks have torch's variables
         launcher = "auto"
     if launcher in ("auto", "mpi"):
-        for names in _MPI:
+        for names in (_OPEN_MPI, _PMI):
             # srun (--mpi=pmi2) sets PMI_RANK, but no local rank by that name.
-            if names[0] in env and (names[1] in env or launcher == "mpi"):
+            if names.rank in env and (names.local_rank in env or launcher == "mpi"):
                 return _read(env, names, "mpi")
-    if "SLURM_STEP_ID" in env and (
-        launcher == "slurm" or (launcher == "auto" and env.get(_SLURM[2], "1") != "1")
-    ):
+    has_tasks = env.get(_SLURM.world_size, "1") != "1"
+    if "SLURM_STEP_ID" in env and (launcher == "slurm" or (launcher == "auto" and has_tasks)):
         return _read(env, _SLURM, "slurm")
     if launcher in ("slurm", "mpi"):
-        variable, starter = (
-            ("SLURM_STEP_ID", "srun") if launcher == "slurm" else (_OPEN_MPI[0], "mpirun")
-        )
+        variable = _OPEN_MPI.rank
+        starter = "mpirun"
+        if launcher == "slurm":
+            variable = "SLURM_STEP_ID"
+            starter = "srun"
         raise UsageError(
             f"--launcher {launcher}: {variable} is not set, so this process was not started as a "
             f"rank.",
@@ -100,7 +112,7 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
     return None
 
 
-def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: str) -> RankInfo:
+def _read(env: Mapping[str, str], names: Variables, launcher: str) -> RankInfo:
     def number(name: str, default: int | None = None) -> int:
         text = env.get(name, "not set" if default is None else str(default))
         if not text.isdigit():
@@ -113,21 +125,21 @@ def _read(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: st
             )
         return int(text)
 
-    rank, world_size = number(names[0]), number(names[2])
-    local_rank = number(names[1], rank if world_size == 1 else None)
-    if names is _SLURM:
-        local_world_size = (
-            tasks_here(env.get(names[3], ""), int(env.get("SLURM_NODEID", "0"))) or local_rank + 1
-        )
+    rank = number(names.rank)
+    world_size = number(names.world_size)
+    local_rank = number(names.local_rank, rank if world_size == 1 else None)
+    if names == _SLURM:
+        tasks = tasks_here(env.get(names.local_world_size, ""), int(env.get("SLURM_NODEID", "0")))
+        local_world_size = tasks or local_rank + 1
     else:
-        all_here = env.get("MASTER_ADDR") in _LOOPBACK  # started by hand, without a count
-        local_world_size = number(
-            names[3], world_size if all_here else min(world_size, local_rank + 1)
-        )
+        default = min(world_size, local_rank + 1)
+        if env.get("MASTER_ADDR") in LOOPBACK:  # started by hand, without a count
+            default = world_size
+        local_world_size = number(names.local_world_size, default)
     if rank >= world_size:
         raise UsageError(
-            f"{names[0]}={rank} with {names[2]}={world_size}: ranks count from 0 to {names[2]} - "
-            f"1.",
+            f"{names.rank}={rank} with {names.world_size}={world_size}: ranks count from 0 to "
+            f"{names.world_size} - 1.",
             "Give each process its own rank below the world size.",
         )
     return RankInfo(

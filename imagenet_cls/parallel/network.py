@@ -5,7 +5,7 @@ import socket
 import struct
 from collections.abc import MutableMapping
 
-from imagenet_cls.parallel.environment import _LOOPBACK
+from imagenet_cls.parallel.environment import LOOPBACK
 
 # reserved for documentation (RFC 5737), so its route is the default route
 _ANY_OTHER_MACHINE = "192.0.2.1"
@@ -22,7 +22,7 @@ def choose_interface(
     default route.
     """
     interface = interface_towards(master_addr)
-    if interface == "lo" and several_machines and master_addr not in _LOOPBACK:
+    if interface == "lo" and several_machines and master_addr not in LOOPBACK:
         interface = interface_towards(_ANY_OTHER_MACHINE)
     if interface is not None:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
