@@ -27,8 +27,8 @@ def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def optimizer_to_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """An optimizer's state as tensors by name (`layer1.0.conv1.weight//momentum_buffer`) and JSON
-    values.
+    """An optimizer's state: tensors by name (`layer1.0.conv1.weight//momentum_buffer`), and all
+    other values, for JSON.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
@@ -37,11 +37,11 @@ def optimizer_to_tensors(
     on_host = []  # names of tensors that are not on their parameter's device
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key not in ("params", "names")}
-        tensors, values = _split(settings)
+        tensors, others = _split(settings)
         for key, tensor in tensors.items():
             found[f"group{_SEPARATOR}{index}{_SEPARATOR}{key}"] = tensor
         members = [names[id(parameter)] for parameter in group["params"]]
-        groups.append({"members": members, "values": values})
+        groups.append({"members": members, "values": others})
     for parameter, state in base_optimizer(optimizer).state.items():
         name = names[id(parameter)]
         tensors, parameters[name] = _split(state)
@@ -49,20 +49,20 @@ def optimizer_to_tensors(
             found[f"{name}{_SEPARATOR}{key}"] = tensor
             if tensor.device != parameter.device:
                 on_host.append(f"{name}{_SEPARATOR}{key}")
-    others = {"groups": groups, "parameters": parameters, "on_host": on_host}
-    return copy_to_host(found), deepcopy(others)
+    values = {"groups": groups, "parameters": parameters, "on_host": on_host}
+    return copy_to_host(found), deepcopy(values)
 
 
-def _split(values: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-    return tensors, {key: value for key, value in values.items() if key not in tensors}
+def _split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return tensors, {key: value for key, value in state.items() if key not in tensors}
 
 
 def load_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     tensors: dict[str, Tensor],
-    numbers: dict[str, Any],
+    values: dict[str, Any],
     changed: Collection[str] = (),
 ) -> None:
     """Load what `optimizer_to_tensors` returned into an optimizer of the same kind over the same
@@ -76,7 +76,7 @@ def load_optimizer(
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    there = [group["members"] for group in numbers["groups"]]
+    there = [group["members"] for group in values["groups"]]
     if here != there:
         raise CheckpointError(
             f"The optimizer has groups of {[len(group) for group in here]} parameters, and the "
@@ -84,15 +84,15 @@ def load_optimizer(
             "Resume with the config that the run was started with (its config.yaml).",
         )
     for index, group in enumerate(optimizer.param_groups):
-        for key, value in numbers["groups"][index]["values"].items():
+        for key, value in values["groups"][index]["values"].items():
             if key in _FROM_CONFIG or key in changed:
                 continue
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     state = base_optimizer(optimizer).state
     state.clear()
-    for name, plain in numbers["parameters"].items():
+    for name, plain in values["parameters"].items():
         state[parameters[name]] = dict(plain)
-    on_host = set(numbers["on_host"])
+    on_host = set(values["on_host"])
     # As in torch's `Optimizer.load_state_dict`, fused and capturable kernels read `step` on the
     # device. Otherwise the host reads it, and would wait for a GPU. A checkpoint of a run on a CPU
     # does not show where it belongs.
