@@ -16,7 +16,7 @@ from imagenet_cls.errors import ConfigError
 from imagenet_cls.lookup import did_you_mean_part
 from imagenet_cls.private_names import BatchNormBase
 
-Kind = Literal["weight", "norm", "bias", "token", "scale"]
+DecayClass = Literal["weight", "norm", "bias", "token", "scale"]
 
 # torch's norm layers, from which torchvision's are derived.
 _NORMS = (
@@ -51,16 +51,17 @@ _MUON = re.compile(r"timm:(lookahead_)?n?(ada)?muon", re.IGNORECASE)
 _SCALE = re.compile(r"(layer_?scale|gamma)(_?\d+)?")
 
 
-def parameter_kind(
-    name: str, parameter: Tensor, owner: nn.Module, no_decay: Collection[str] = ()
-) -> Kind:
+def decay_class(
+    name: str, parameter: Tensor, owner: nn.Module, no_decay_patterns: Collection[str] = ()
+) -> DecayClass:
     """The weight decay class of a parameter: which key of `optimizer` sets its decay.
 
-    name: the parameter's full name. owner: the module that holds it. no_decay: patterns from the
-    model's `no_weight_decay()`.
+    name: the parameter's full name. owner: the module that holds it. no_decay_patterns: the result
+    of the model's `no_weight_decay()`.
 
     * `token` (`token_weight_decay`): class, distillation, register and position tokens and relative
-      position tables by name, and whatever matches `no_decay`, norms and biases included;
+      position tables by name, and whatever matches `no_decay_patterns`, norms and biases
+      included;
     * `norm`: weights and biases of normalization layers, by class;
     * `bias`: any other bias, by name, `in_proj_bias` of torch's attention included (which
       torchvision's script takes for a weight, since its name is not `bias`);
@@ -69,7 +70,7 @@ def parameter_kind(
     * `weight`: everything else.
     """
     last = name.rpartition(".")[2]
-    if _TOKEN.fullmatch(last) or any(fnmatchcase(name, pattern) for pattern in no_decay):
+    if _TOKEN.fullmatch(last) or any(fnmatchcase(name, pattern) for pattern in no_decay_patterns):
         return "token"
     if isinstance(owner, _NORMS) or any(
         base.__module__ in _TIMM_NORMS for base in type(owner).__mro__
@@ -109,22 +110,25 @@ def parameter_groups(
         "scale": config.scale_weight_decay,
     }
     names = [name for name, _ in model.named_parameters()]
-    layers = {} if config.layer_decay is None else layer_lr_scales(model, config.layer_decay)
-    factors = pattern_lr_scales(names, config.lr_scales)
-    no_decay: Collection[str] = getattr(model, "no_weight_decay", tuple)()
-
-    has_fallback = _MUON.fullmatch(config.name) is not None
+    layer_scales = {}
+    if config.layer_decay is not None:
+        layer_scales = layer_lr_scales(model, config.layer_decay)
+    pattern_scales = pattern_lr_scales(names, config.lr_scales)
+    no_decay_patterns: Collection[str] = getattr(model, "no_weight_decay", tuple)()
+    is_muon = _MUON.fullmatch(config.name) is not None
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        kind = parameter_kind(
-            name, parameter, model.get_submodule(name.rpartition(".")[0]), no_decay
-        )
-        kind_decay = decays.get(kind)
-        decay = config.weight_decay if kind_decay is None else kind_decay
-        scale = layers.get(name, 1.0) * factors.get(name, 1.0)
-        flags = {"use_fallback": True} if has_fallback and (kind == "token" or name in head) else {}
+        owner = model.get_submodule(name.rpartition(".")[0])
+        parameter_class = decay_class(name, parameter, owner, no_decay_patterns)
+        decay = decays.get(parameter_class)
+        if decay is None:
+            decay = config.weight_decay
+        scale = layer_scales.get(name, 1.0) * pattern_scales.get(name, 1.0)
+        flags = {}
+        if is_muon and (parameter_class == "token" or name in head):
+            flags = {"use_fallback": True}
         new = {"params": [], "names": [], "weight_decay": decay, "lr_scale": scale, **flags}
         group = groups.setdefault((decay, scale, bool(flags)), new)
         group["params"].append(parameter)

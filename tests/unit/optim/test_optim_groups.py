@@ -13,7 +13,7 @@ from torch import nn
 
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import ConfigError
-from imagenet_cls.optim.groups import parameter_groups, parameter_kind
+from imagenet_cls.optim.groups import decay_class, parameter_groups
 
 
 def groups(model: nn.Module, **settings: Any) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ NORM_LAYERS += [
 @pytest.mark.parametrize("layer", NORM_LAYERS, ids=lambda layer: type(layer).__name__)
 def test_norm_is_recognized_by_class(layer: nn.Module) -> None:
     kinds = {
-        parameter_kind(f"deep.down.{name}", parameter, layer)
+        decay_class(f"deep.down.{name}", parameter, layer)
         for name, parameter in layer.named_parameters()
     }
     assert kinds == {"norm"}
@@ -76,21 +76,17 @@ def test_norm_is_recognized_by_class(layer: nn.Module) -> None:
 def test_other_kinds_are_recognized_by_name_and_shape(
     name: str, shape: tuple[int, ...], kind: str
 ) -> None:
-    assert parameter_kind(name, torch.empty(shape), nn.Linear(1, 1)) == kind
+    assert decay_class(name, torch.empty(shape), nn.Linear(1, 1)) == kind
 
 
 def test_no_weight_decay_of_the_model_makes_tokens() -> None:
     norm, weight = nn.LayerNorm(2), torch.empty(2, 2)
     assert (
-        parameter_kind("blocks.0.norm.weight", norm.weight, norm, ["blocks.*.norm.weight"])
-        == "token"
+        decay_class("blocks.0.norm.weight", norm.weight, norm, ["blocks.*.norm.weight"]) == "token"
     )
+    assert decay_class("attn.temperature", weight, nn.Linear(1, 1), {"attn.temperature"}) == "token"
     assert (
-        parameter_kind("attn.temperature", weight, nn.Linear(1, 1), {"attn.temperature"}) == "token"
-    )
-    assert (
-        parameter_kind("attn.temperature", weight, nn.Linear(1, 1), {"attn.TEMPERATURE"})
-        == "weight"
+        decay_class("attn.temperature", weight, nn.Linear(1, 1), {"attn.TEMPERATURE"}) == "weight"
     )
 
 
