@@ -50,13 +50,12 @@ class Horizon:
     """What a curve is computed from. A unit of time is one step, or one epoch with
     `schedule.by_epoch`.
 
-    base_lr: the highest learning rate. length: the duration of the curve in units. per_epoch: units
-    in an epoch.
+    base_lr: the highest learning rate. length: the duration of the curve in units.
     """
 
     base_lr: float
     length: float
-    per_epoch: int
+    units_per_epoch: int
 
 
 def cosine(
@@ -93,7 +92,7 @@ def step_decay(t: float, horizon: Horizon, every_epochs: Epochs = 30, gamma: Sha
     """Multiply the rate by gamma every `every_epochs` epochs, but not at the end of the horizon.
     The defaults are those of pytorch/examples.
     """
-    every = every_epochs * horizon.per_epoch
+    every = every_epochs * horizon.units_per_epoch
     num_drops = math.ceil(horizon.length / every) - 1
     return horizon.base_lr * gamma ** max(0, min(t // every, num_drops))
 
@@ -104,7 +103,7 @@ def multistep(t: float, horizon: Horizon, milestones_epochs: Numbers, gamma: Sha
 
     timm's fires one unit of time earlier: its milestone 30 is 29 here.
     """
-    milestones = [milestone * horizon.per_epoch for milestone in milestones_epochs]
+    milestones = [milestone * horizon.units_per_epoch for milestone in milestones_epochs]
     return horizon.base_lr * gamma ** sum(
         milestone <= t and milestone < horizon.length for milestone in milestones
     )
@@ -167,7 +166,7 @@ def piecewise(t: float, horizon: Horizon, epochs: Numbers, factors: Numbers) -> 
 
     FFCV's ramp over 16 epochs has epochs [0, 2, 16] and factors [1e-4, 1, 0].
     """
-    now = t / horizon.per_epoch
+    now = t / horizon.units_per_epoch
     if now <= epochs[0]:
         return horizon.base_lr * factors[0]
     for i in range(1, len(epochs)):
@@ -335,20 +334,21 @@ def build_schedule(
     as a function of the step, counted from the start of the run. With warmup_prefix, the warm-up
     multiplies this rate. Raises UserError if it returns something else.
     """
-    per_epoch = 1 if schedule.by_epoch else steps_per_epoch
-    warmup = schedule.warmup_epochs * per_epoch
-    cooldown = schedule.cooldown_epochs * per_epoch
+    units_per_epoch = 1 if schedule.by_epoch else steps_per_epoch
+    warmup = schedule.warmup_epochs * units_per_epoch
+    cooldown = schedule.cooldown_epochs * units_per_epoch
     if not schedule.by_epoch:
         warmup = round(warmup)
         cooldown = round(cooldown)
     factory = find_factory("schedule", schedule.name, BUILT_IN)
     is_built_in = schedule.name in BUILT_IN
     start = warmup if schedule.warmup_prefix and is_built_in else 0
-    horizon = Horizon(base_lr, max(epochs * per_epoch - cooldown - start, 0), per_epoch)
+    length = max(epochs * units_per_epoch - cooldown - start, 0)
+    horizon = Horizon(base_lr, length, units_per_epoch)
     if is_built_in:
         curve: Callable[..., float] = partial(factory, **schedule.kwargs)
     else:
-        steps_per_unit = steps_per_epoch // per_epoch
+        steps_per_unit = steps_per_epoch // units_per_epoch
         function = factory(
             base_lr=base_lr,
             total_steps=round(horizon.length * steps_per_unit),
