@@ -126,7 +126,7 @@ def load_on_all_ranks(
     A collective.
 
     classes: the names of the data's classes, for weights that do not name their own. ignore_head:
-    see `load_foreign_weights`.
+    see `load_weights_of_config`.
     """
 
     @cache  # rank 0 uses the models that it has read for the others
@@ -140,7 +140,7 @@ def load_on_all_ranks(
     if group.is_main:
         trained = read()
     else:
-        build = partial(build_bare_model, described.config, described.num_classes)
+        build = partial(build_untrained_model, described.config, described.num_classes)
         trained = replace(described, models={name: build() for name in names})
     for model in trained.models.values():
         model.load_state_dict(broadcast_tensors(model.state_dict(), group))
@@ -155,7 +155,7 @@ def read_models(
         trusted = {config.model.name, *config.imports, *source.allow_import}
         trained = load_checkpoint(source.path, trusted)
     else:
-        trained = load_foreign_weights(config, source.path, classes, ignore_head, source.kind)
+        trained = load_weights_of_config(config, source.path, classes, ignore_head, source.kind)
     if source.kind is None:
         return trained
     kind = trained.select(source.kind)
@@ -194,7 +194,7 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
             "Start from the folder that has its module, with the library versions named in its "
             "state.json.",
         ):
-            model = build_bare_model(config, num_classes)
+            model = build_untrained_model(config, num_classes)
         tensors = without_split_bn(stored)
         if mismatch := state_dict_mismatch(model.state_dict(), tensors):
             raise CheckpointError(
@@ -219,7 +219,7 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
     )
 
 
-def build_bare_model(config: Config, num_classes: int) -> nn.Module:
+def build_untrained_model(config: Config, num_classes: int) -> nn.Module:
     """The config's model without its weights, on the CPU, in evaluation mode."""
     for name in config.imports:
         import_from_cwd(name)
@@ -227,7 +227,7 @@ def build_bare_model(config: Config, num_classes: int) -> nn.Module:
     return build_model(model, num_classes, config.data.channels).eval()
 
 
-def load_foreign_weights(
+def load_weights_of_config(
     config: Config,
     file: Path | None,
     classes: Sequence[str],

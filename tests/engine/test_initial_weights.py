@@ -21,7 +21,7 @@ from imagenet_cls.data.classes import class_difference
 from imagenet_cls.engine import initial_weights as engine_model
 from imagenet_cls.engine.initial_weights import build_initial_model
 from imagenet_cls.errors import UsageError
-from imagenet_cls.inference.load_weights import load_foreign_weights
+from imagenet_cls.inference.load_weights import load_weights_of_config
 
 DIGITS = [str(digit) for digit in range(10)]
 
@@ -110,8 +110,8 @@ def test_average_in_a_file_is_used_and_reported(tmp_path: Path) -> None:
 
     started, messages = build_initial_model(Config(model=config), 10)
     assert messages == [f"starts from the weights of {origin}"]
-    by_key = load_foreign_weights(Config(model=config), None, DIGITS)
-    by_path = load_foreign_weights(Config(model=config), path, DIGITS)
+    by_key = load_weights_of_config(Config(model=config), None, DIGITS)
+    by_path = load_weights_of_config(Config(model=config), path, DIGITS)
     assert (
         by_key.origin
         == by_path.origin

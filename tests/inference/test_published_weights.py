@@ -18,7 +18,7 @@ from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.schema import Config, DistillConfig, ModelConfig, TeacherConfig
 from imagenet_cls.engine.initial_weights import build_distillation_teacher, build_initial_model
 from imagenet_cls.errors import CheckpointError, DataError
-from imagenet_cls.inference.load_weights import load_foreign_weights
+from imagenet_cls.inference.load_weights import load_weights_of_config
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 
@@ -67,7 +67,7 @@ def test_published_outputs_are_put_in_the_order_of_the_classes(
     config = Config(
         model=ModelConfig("test_resnet", pretrained=True, num_classes=1000, kwargs=kwargs)
     )
-    evaluated = load_foreign_weights(config, None, classes).models["raw"]
+    evaluated = load_weights_of_config(config, None, classes).models["raw"]
     started, (message,) = build_initial_model(config, 1000, classes)
     expected = logits(source)[order]
     torch.testing.assert_close(logits(evaluated)[: len(order)], expected)
@@ -103,7 +103,7 @@ def test_published_weights_with_unknown_classes_start_a_run_but_are_not_evaluate
         model=ModelConfig("test_resnet", pretrained=True, num_classes=1000, kwargs=kwargs)
     )
     with pytest.raises(DataError):
-        load_foreign_weights(config, None, classes)
+        load_weights_of_config(config, None, classes)
     started, messages = build_initial_model(config, 1000, classes)
     torch.testing.assert_close(logits(started), logits(source))
     assert "head of the published weights is kept" in messages[1]
@@ -131,10 +131,10 @@ def test_head_of_another_size_is_answered_by_num_classes(source: nn.Module, kwar
     """
     file = Path(kwargs["pretrained_cfg_overlay"]["file"])
     with pytest.raises(CheckpointError, match=r"model\.num_classes=1000"):
-        load_foreign_weights(Config(model=ModelConfig("test_resnet")), file, NUMBERS[:10])
+        load_weights_of_config(Config(model=ModelConfig("test_resnet")), file, NUMBERS[:10])
     wide = Config(model=ModelConfig("test_resnet", num_classes=1000))
     torch.testing.assert_close(
-        logits(load_foreign_weights(wide, file, NUMBERS[:10]).models["raw"]), logits(source)
+        logits(load_weights_of_config(wide, file, NUMBERS[:10]).models["raw"]), logits(source)
     )
     with pytest.raises(CheckpointError, match=r"model\.name"):
-        load_foreign_weights(Config(model=ModelConfig("resnet18")), file, NUMBERS[:10])
+        load_weights_of_config(Config(model=ModelConfig("resnet18")), file, NUMBERS[:10])
