@@ -23,7 +23,7 @@ def peak_memory_bytes() -> int:
 def peak_resident_bytes() -> int:
     """The most resident bytes of this process since `reset_peak_memory`."""
     # On Linux, the peak of getrusage may belong to the process that started this one.
-    peak = _kib("proc/self/status", "VmHWM")
+    peak = _proc_bytes("proc/self/status", "VmHWM")
     if peak:
         return peak
     unit = 1 if sys.platform == "darwin" else 1024
@@ -47,7 +47,7 @@ def memory_limit_bytes(root: Path = Path("/")) -> float:
     File cache that can be dropped counts as available. On other systems than Linux: all memory.
     root: the folder in which `proc` and `sys` are.
     """
-    free = [float(_kib("proc/meminfo", "MemAvailable", root))]
+    free = [float(_proc_bytes("proc/meminfo", "MemAvailable", root))]
     if free == [0]:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for version, folder in cgroup_folders("memory", root):
@@ -63,11 +63,11 @@ def memory_limit_bytes(root: Path = Path("/")) -> float:
             used = int((folder / usage_file).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             free.append(limit - used + int(stat[cache_name]))
-    return _kib("proc/self/status", "VmRSS", root) + min(free)
+    return _proc_bytes("proc/self/status", "VmRSS", root) + min(free)
 
 
-def _kib(file: str, field: str, root: Path = Path("/")) -> int:
-    """The bytes of a field in KiB of a file in /proc; 0 where there is none."""
+def _proc_bytes(file: str, field: str, root: Path = Path("/")) -> int:
+    """The bytes of a field of a file in /proc, which has KiB; 0 where there is none."""
     with contextlib.suppress(OSError, IndexError):
         return 1024 * int((root / file).read_text().partition(f"{field}:")[2].split()[0])
     return 0
