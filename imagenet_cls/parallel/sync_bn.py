@@ -42,19 +42,20 @@ def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
     if group.device.type == "cuda":
         return convert_sync_batchnorm(model)
     for layer in layers:
-        change_class(
-            layer, SyncBatchNormAct if isinstance(layer, BatchNormAct2d) else SyncBatchNorm
-        )
+        if isinstance(layer, BatchNormAct2d):
+            change_class(layer, CpuSyncBatchNormAct)
+        else:
+            change_class(layer, CpuSyncBatchNorm)
     return model
 
 
 def is_synchronized(layer: nn.Module) -> bool:
-    return isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
+    return isinstance(layer, CpuSyncBatchNorm | nn.SyncBatchNorm)
 
 
-class SyncBatchNorm(BatchNormBase):
-    """BatchNorm over (N, C, ...) of any floating dtype, on any device, with the statistics of all
-    ranks in training.
+class CpuSyncBatchNorm(BatchNormBase):
+    """BatchNorm over (N, C, ...) of any floating dtype, with the statistics of all ranks in
+    training.
 
     Ranks may have different numbers of images, at least one each. In evaluation it is plain
     BatchNorm. Formulas: Ioffe and Szegedy, 2015 (arXiv:1502.03167), section 3; statistics are
@@ -74,19 +75,18 @@ class SyncBatchNorm(BatchNormBase):
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
             # Without a momentum: the mean over all batches so far.
-            share = (
-                self.momentum
-                if self.momentum is not None
-                else 1.0 / float(self.num_batches_tracked)
-            )
+            exponential_average_factor = self.momentum
+            if exponential_average_factor is None:
+                exponential_average_factor = 1.0 / float(self.num_batches_tracked)
             for running, new in ((self.running_mean, mean), (self.running_var, variance)):
                 assert running is not None
-                running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
+                running.mul_(1 - exponential_average_factor)
+                running.add_(new.to(running.dtype), alpha=exponential_average_factor)
         return output
 
 
-class SyncBatchNormAct(SyncBatchNorm):
-    """SyncBatchNorm for timm's BatchNormAct2d, with its dropout and activation."""
+class CpuSyncBatchNormAct(CpuSyncBatchNorm):
+    """CpuSyncBatchNorm for timm's BatchNormAct2d, with its dropout and activation."""
 
     drop: nn.Module
     act: nn.Module

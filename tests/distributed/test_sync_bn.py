@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
-from imagenet_cls.parallel.sync_bn import SyncBatchNorm, is_synchronized, synchronize_batch_norm
+from imagenet_cls.parallel.sync_bn import CpuSyncBatchNorm, is_synchronized, synchronize_batch_norm
 
 CPU = torch.device("cpu")
 TWO = Group(RankInfo(0, 0, 2, 2), CPU)
@@ -98,7 +98,7 @@ def fused_layers(group: Group) -> None:
     compare(lambda: layer, (6, 3, 4, 4), 2, group, torch.contiguous_format)
     shared = nn.BatchNorm2d(3)
     model = synchronize_batch_norm(nn.Sequential(shared, nn.ReLU(), shared), group)
-    assert model[0] is model[2] and isinstance(model[0], SyncBatchNorm)
+    assert model[0] is model[2] and isinstance(model[0], CpuSyncBatchNorm)
 
 
 def low_precision(group: Group) -> None:
@@ -210,7 +210,7 @@ def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
             )
         )
     (ours, found), (torchs, expected) = results
-    assert (ours, torchs) == (SyncBatchNorm, nn.SyncBatchNorm)
+    assert (ours, torchs) == (CpuSyncBatchNorm, nn.SyncBatchNorm)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     destroy_group(group)
 
