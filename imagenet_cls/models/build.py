@@ -40,7 +40,7 @@ TORCHVISION = "torchvision:"
 # timm's sources of a config and weights, besides its own models
 HUB, FOLDER = "hf-hub:", "local-dir:"
 
-# a warning for each of its ten retries; the error is reported here
+# huggingface_hub warns of each retry. The error of the last one is reported.
 if "HF_HUB_VERBOSITY" not in os.environ:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 

@@ -150,9 +150,7 @@ def _find_encoder(
 
 
 def _join_chunks(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """DINOv2 trains with blocks in chunks and numbers them through: `blocks.1.10.` is
-    `blocks.10.`.
-    """
+    """Rename `blocks.1.10.` (DINOv2's chunked blocks) to `blocks.10.`."""
     if any(CHUNK.match(name) for name in expected):
         return state
     return {CHUNK.sub(r"blocks.\1.", name): value for name, value in state.items()}

@@ -37,8 +37,10 @@ def gather_to_main(rows: list, group: Group) -> list:
 
 
 def gather_shards(shard: Tensor, num_rows: int, group: Group) -> Tensor:
-    """On rank 0 the rows of all ranks, (num_rows, ...) on the CPU, of which row i is of rank i %
-    world_size; `shard` elsewhere. Rank 0 holds the result and one shard at a time.
+    """Gather rows that were dealt out round-robin (row i to rank i % world_size). Rank 0 returns
+    all rows in order, (num_rows, ...) on the CPU, other ranks their own.
+
+    Rank 0 holds the result and one shard at a time.
     """
     if group.cpu_group is None:
         return shard

@@ -18,10 +18,10 @@ def cpus_per_rank(rank_info: RankInfo) -> float:
     """The CPUs of this rank: its share of CPU affinity, cgroup quota and SLURM's number, whichever
     is least.
     """
-    # macOS
-    affinity = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        affinity = len(os.sched_getaffinity(0))
+    else:  # macOS has no such function
+        affinity = os.cpu_count() or 1
     cpus = min(affinity, cgroup_cpus())
     task_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
     if task_cpus.isdigit():

@@ -21,11 +21,10 @@ from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, RankInfo
 from imagenet_cls.parallel.signals import handle_interrupts
 from imagenet_cls.text import printable
 
-# torchelastic's: the file for a failing rank's message
+# torchelastic sets this variable: the file for the message of a failing rank.
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-# the command that this process, or its launching process, runs
+# The command that this process, or its launching process, runs.
 COMMAND_ENV = "IMAGENET_CLS_COMMAND"
-
 
 _REQUEUE_TIMEOUT_SEC = 30
 _OUTPUT_TIMEOUT_SEC = 5

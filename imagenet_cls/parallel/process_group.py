@@ -28,7 +28,8 @@ from imagenet_cls.text import command_line, first_line
 # nccl's texts for failures of its own. Its other errors name a remote process or a timeout.
 _NCCL_FAILURE = "unhandled (cuda|system) error|internal error|invalid (argument|usage)"
 _RETRY_SEC = 0.2
-# if ranks are missing, rank 0 serves the store this much longer: the others read there which ones
+# If ranks are missing, rank 0 serves the store for this much longer, so that the other ranks can
+# read which ones are missing.
 _SERVE_SEC = 2.0
 _RENDEZVOUS_EXTRA_SEC = 10.0  # a rendezvous has failed after two timeouts and this
 # nccl's watchdog ends a process without naming a rank. So its timeout is longer than the timeout of

@@ -18,12 +18,9 @@ from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE
 # time limit of a job that was submitted with --signal=USR2@SECONDS; SIGUSR1 is used by NCCL.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 
-
 Handler = Callable[[int, FrameType | None], object]
 
-
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-
 
 # Two interrupts closer than this are one: `timeout` and some launchers deliver a single Ctrl-C
 # twice.

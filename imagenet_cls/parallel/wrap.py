@@ -23,8 +23,8 @@ def wrap_model(model: nn.Module, group: Group, mode: str) -> nn.Module:
     model itself.
 
     Every rank's parameters and buffers become rank 0's. A collective. `BatchNormStatistics`
-    synchronizes the buffers. Not static_graph: it fails under `no_sync` (accumulation) with an
-    internal assert (pytorch#143580).
+    synchronizes the buffers. DDP's static_graph is not used: under `no_sync` (accumulation) it
+    fails with an internal assert (pytorch#143580).
     """
     if group.world_size == 1 and mode != "ddp":
         return model
