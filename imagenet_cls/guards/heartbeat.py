@@ -220,10 +220,13 @@ def name_machines(members: Sequence[Member]) -> str:
     """Ranks by machine: `host b (10.9.1.3; ranks 2, 3)`; at most three machines, and eight ranks of
     each.
     """
-    ranks_on: dict[str, list[int]] = {}
+    ranks_on: dict[tuple[str, str], list[int]] = {}
     for member in members:
-        ranks_on.setdefault(f"host {member.host} ({member.address}; ", []).append(member.rank)
-    machines = [f"{machine}{name_ranks(ranks)})" for machine, ranks in ranks_on.items()]
+        ranks_on.setdefault((member.host, member.address), []).append(member.rank)
+    machines = [
+        f"host {host} ({address}; {name_ranks(ranks)})"
+        for (host, address), ranks in ranks_on.items()
+    ]
     listing = ", ".join(machines[:3])
     more = len(machines) - 3
     if more > 0:
