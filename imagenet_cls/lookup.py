@@ -103,8 +103,8 @@ def import_factory(name: str) -> Callable[..., Any]:
 def find_factory(
     kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """The built-in factory of this name, or `my_module:my_factory`. Raises LookupError,
-    with the kind.
+    """The built-in factory of this name, or `my_module:my_factory`. Raises LookupError, with the
+    kind.
     """
     if is_factory_name(name):
         return import_factory(name)

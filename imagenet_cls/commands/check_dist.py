@@ -113,7 +113,7 @@ def check_ranks(config: Config, group: Group) -> None:
     if group.is_main:
         print(
             f"{group.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: "
-            f"all checks passed"
+            "all checks passed"
         )
 
 
@@ -190,7 +190,7 @@ def rank_problems(reports: Sequence[RankReport]) -> list[str]:
     if wrong:
         problems.append(
             f"An all-reduce gave a wrong sum on {name_ranks(wrong)}: the network or a "
-            f"device corrupts data."
+            "device corrupts data."
         )
     return problems
 

@@ -231,8 +231,7 @@ def run(name: str, arguments: Sequence[str], folder: Path) -> Path:
 @dataclass(frozen=True)
 class Outcome:
     """The results of a run. losses: the losses of every step. images_per_sec: the speed of all
-    ranks together.
-    memory_mib: rank 0's peak.
+    ranks together. memory_mib: rank 0's peak.
     """
 
     losses: list[float]

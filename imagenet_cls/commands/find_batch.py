@@ -17,9 +17,8 @@ def find_batch_command(argv: Sequence[str]) -> None:
     """
     parser = cli.build_parser(
         "find-batch",
-        "Find the largest micro-batch that fits on a device, with the training steps of the "
-        "config on random images. "
-        "Prints it, and changes nothing.",
+        "Find the largest micro-batch that fits on a device, with the training steps of the config "
+        "on random images. Prints it, and changes nothing.",
         _USAGE,
         "The data is read only for the number of classes, if model.num_classes is not set.",
     )

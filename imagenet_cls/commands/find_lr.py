@@ -26,9 +26,9 @@ def find_lr_command(argv: Sequence[str]) -> None:
     """
     parser = cli.build_parser(
         "find-lr",
-        "Train from the initial weights while the learning rate grows from step to step (the "
-        "range test of Smith 2015, "
-        "arXiv:1506.01186), and plot the loss over it. Changes no config and writes no run folder.",
+        "Train from the initial weights while the learning rate grows from step to step (the range "
+        "test of Smith 2015, arXiv:1506.01186), and plot the loss over it. Changes no config and "
+        "writes no run folder.",
         _USAGE,
     )
     cli.add_config_arguments(parser)
@@ -106,13 +106,13 @@ def find_lr_command(argv: Sequence[str]) -> None:
         scaled = f", which optimizer.lr_base_batch multiplies by {factor:.4g} to {lr:.2g}"
     print(
         f"suggestion: optimizer.lr={lr / factor:.2g}{scaled}: where the smoothed loss falls "
-        f"fastest with the logarithm of the rate"
+        "fastest with the logarithm of the rate"
     )
     tenth = found.lrs[found.lowest()] / 10
     if tenth < lr:
         print(
             f"more careful: optimizer.lr={tenth / factor:.2g}: a tenth of the rate with the lowest "
-            f"smoothed loss"
+            "smoothed loss"
         )
     print(
         f"A suggestion is a hint, not a promise: for a global batch of {batch} images and the peak "

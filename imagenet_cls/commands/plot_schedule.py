@@ -62,8 +62,7 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
         )
     print(
         f"{plan.total_steps:,} steps: {plan.total_steps / plan.steps_per_epoch:g} epochs of "
-        f"{plan.steps_per_epoch:,}, "
-        f"{plan.global_batch:,} of {images:,} images in each"
+        f"{plan.steps_per_epoch:,}, {plan.global_batch:,} of {images:,} images in each"
     )
     rows = [["", "start", "lowest", "highest", "end"]]
     for label, values in curves.items():

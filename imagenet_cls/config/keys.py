@@ -30,8 +30,8 @@ _OTHER_NAMES = {
     "train.epochs": "epochs epoch num_epochs max_epochs total_epochs",
     "train.global_batch_size": "b batch_size samples_per_gpu",
     "train.micro_batch_size": (
-        "accumulate accum_steps accumulation_steps grad_accum_steps "
-        "gradient_accumulation_steps accumulate_grad_batches"
+        "accumulate accum_steps accumulation_steps grad_accum_steps gradient_accumulation_steps "
+        "accumulate_grad_batches"
     ),
     "train.precision=fp16": "amp fp16 bf16 mixed_precision use_amp",
     "train.clip_norm": "clip_grad clip_grad_norm grad_clip max_norm",

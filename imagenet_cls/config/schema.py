@@ -84,9 +84,8 @@ class KeyInfo:
     a list. form: a regular expression for the text, or for each text of a list, and its
     description. shares: keyword arguments from 0 to below 1. at_most: the key that is the limit.
     excludes: keys of which none may be set beside it, to other than null, false and []. needs: when
-    the key has an effect;
-    None: always. recipe: whether it decides what is computed, so that it is compared on resume.
-    per_machine: whether the machines of a run may differ in it.
+    the key has an effect; None: always. recipe: whether it decides what is computed, so that it is
+    compared on resume. per_machine: whether the machines of a run may differ in it.
     """
 
     allowed: Range | None = None

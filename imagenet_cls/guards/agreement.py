@@ -83,7 +83,7 @@ def check_same_config(config: Config, group: Group) -> None:
     own = {key: repr(value) for key, value in comparable_values(config).items() if key not in free}
     lines = [
         f"{key}: {name_ranks(ranks)} and rank 0 differ; start all ranks with the same config and "
-        f"overrides"
+        "overrides"
         for key, ranks in find_differences(own, group).items()
     ]
     if lines:
@@ -99,7 +99,7 @@ def check_same_data(digests: Mapping[str, str], group: Group) -> None:
         raise mark_printed_by_main(
             DataError(
                 f"The {name} differ between {name_ranks(ranks)} and rank 0: other files, or other "
-                f"classes.",
+                "classes.",
                 "Give every machine the same dataset; its location (data.root) may differ.",
             ),
             group,

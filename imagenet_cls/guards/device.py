@@ -31,9 +31,7 @@ def explain_device_errors(sizes: str = "") -> Iterator[None]:
                 # Kernels run asynchronously, so the traceback shows a later line.
                 error.add_note(
                     "A kernel has found invalid values, most often a target outside of the "
-                    "classes. "
-                    "The traceback may show a later line. Set CUDA_LAUNCH_BLOCKING=1, or use "
-                    "device=cpu, "
-                    "to see the right one."
+                    "classes. The traceback may show a later line. Set CUDA_LAUNCH_BLOCKING=1, or "
+                    "use device=cpu, to see the right one."
                 )
             raise

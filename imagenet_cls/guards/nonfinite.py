@@ -131,7 +131,7 @@ def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:
     if sums and not torch.stack(sums).isfinite().all():
         error = NonFiniteError(
             f"Weights are NaN or infinite after step {step}: the update was too large. This state "
-            f"is not saved.",
+            "is not saved.",
             "Lower optimizer.lr, warm up longer, or set train.clip_norm; older checkpoints are "
             "unchanged.",
         )

@@ -68,12 +68,10 @@ class ReplicaCheck:
             self.group,
             f"after step {step}",
             "Possible causes: a faulty GPU or memory on that host, mixed GPU models, or a forward "
-            "pass that updates "
-            "parameters or buffers from its input (parallel.check_every_steps=null turns this "
-            "check off).\n"
+            "pass that updates parameters or buffers from its input "
+            "(parallel.check_every_steps=null turns this check off).\n"
             f"All ranks were equal after step {self.last_equal_step}, and no checkpoint was saved "
-            f"since: resume with "
-            "--resume.",
+            "since: resume with --resume.",
         )
         self.last_equal_step = step
 
@@ -117,8 +115,8 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     3): the sum, modulo 2**64, of integers of at most 32 bits, each times an odd factor for its
     position. A change of one integer always changes the sum; others go unseen with a chance of
     about 2**-32. Unlike there, the factors are derived from the position. Integer sums do not
-    depend on the order, so every device gives the same hash. (torch.hash_tensor is an
-    XOR: blind to the order of elements and to changes that come in pairs.)
+    depend on the order, so every device gives the same hash. (torch.hash_tensor is an XOR: blind to
+    the order of elements and to changes that come in pairs.)
 
     Runs on each tensor's device, a few kernels for each tensor, and waits for each device once.
     """

@@ -122,8 +122,8 @@ def load_on_all_ranks(
     group: Group,
     ignore_head: bool = False,
 ) -> TrainedModels:
-    """Read the weights on rank 0 and broadcast them: the other ranks need no file and no network.
-    A collective.
+    """Read the weights on rank 0 and broadcast them: the other ranks need no file and no network. A
+    collective.
 
     classes: the names of the data's classes, for weights that do not name their own. ignore_head:
     see `load_weights_of_config`.

@@ -36,7 +36,7 @@ def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
     if cfg.head_only and not head:
         problems.append(
             f"model.head_only: {cfg.name} has no recognized head; list the other layers in "
-            f"model.freeze"
+            "model.freeze"
         )
     for pattern in cfg.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -177,7 +177,7 @@ def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Modu
         raise ConfigError(
             [
                 f"model.split_bn: {type(model).__name__} has {kinds}, and only BatchNorm2d can be "
-                f"split; set it to false, or use another model"
+                "split; set it to false, or use another model"
             ]
         )
     return convert_splitbn_model(model, splits)
@@ -220,7 +220,7 @@ def checkpoint_activations(model: nn.Module) -> None:
         raise ConfigError(
             [
                 f"train.grad_checkpointing: {type(model).__name__} has no gradient checkpointing; "
-                f"set it to false, and train.micro_batch_size lower if memory is short"
+                "set it to false, and train.micro_batch_size lower if memory is short"
             ]
         ) from error
     for layer in model.modules():

@@ -61,7 +61,7 @@ def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.M
     if model.pretrained:
         print(
             f"Loading the published weights of {model.name!r}, from the network if they are not "
-            f"cached.",
+            "cached.",
             flush=True,
         )
     is_hub = model.name.startswith(HUB)
@@ -248,8 +248,7 @@ def check_trusted(
 
     Nothing is imported. model, imports: the values of the checkpoint's own config. trusted: the
     names that the user has given, compared whole, since `my_module:os.system` is not code of a
-    trusted module.
-    where: the checkpoint.
+    trusted module. where: the checkpoint.
     """
     # timm takes a name with a colon for a place to download a model from; without one it is a key
     # of its registry.
@@ -260,14 +259,14 @@ def check_trusted(
         if name not in trusted:
             raise CheckpointError(
                 f"{where}: its config names code to run or a model to download, {name!r}; nothing "
-                f"was run.",
+                "was run.",
                 f"If you know and trust it: --allow-import {name}",
             )
     for name in RESERVED:
         if name in model.kwargs:
             raise CheckpointError(
                 f"{where}: its config sets model.kwargs.{name}, which is not allowed in a "
-                f"checkpoint; nothing was run.",
+                "checkpoint; nothing was run.",
                 "Use another checkpoint.",
             )
 

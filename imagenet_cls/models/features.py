@@ -46,7 +46,7 @@ class FeatureModel(nn.Module):
         if not inputs:
             raise UsageError(
                 f"Features are the input of the classifier, and {type(self.model).__name__} has "
-                f"none that is known.",
+                "none that is known.",
                 "It must be the last nn.Linear or nn.Conv2d with an output for each class.",
             )
         inputs = [x for x in inputs if x.shape[1] == 1] or inputs

@@ -47,8 +47,8 @@ def build_optimizer(
     """The optimizer over `groups`, each with its `weight_decay`, `names` and `lr_scale` (kept
     unchanged).
 
-    `sgd` and `adamw` are fused, `rmsprop` is foreach, unless kwargs choose an implementation.
-    A user's factory is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises
+    `sgd` and `adamw` are fused, `rmsprop` is foreach, unless kwargs choose an implementation. A
+    user's factory is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises
     UserError where it does not return an optimizer, and the constructor's ValueError for bad
     numbers.
     """

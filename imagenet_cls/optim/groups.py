@@ -149,7 +149,7 @@ def layer_lr_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
         raise ConfigError(
             [
                 f"optimizer.layer_decay: {type(model).__name__} has no group_matcher; set it to "
-                f"null (optimizer.lr_scales has rates by name), or use timm's model of that name"
+                "null (optimizer.lr_scales has rates by name), or use timm's model of that name"
             ]
         )
     layers = group_parameters(model, group_matcher(coarse=False), reverse=True)

@@ -152,10 +152,9 @@ def build_loss(
     """The mean loss over a batch, as a function of logits and targets; a scalar in float32.
 
     logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes)
-    probabilities.
-    num_classes: the model's outputs. splits: views of an image in a batch, for `jsd`.
-    class_samples: the number of images of each class in an epoch, int64 (classes,), for class
-    weights by size.
+    probabilities. num_classes: the model's outputs. splits: views of an image in a batch, for
+    `jsd`. class_samples: the number of images of each class in an epoch, int64 (classes,), for
+    class weights by size.
 
     A user's factory is called as `factory(**kwargs)`, and what it returns as `loss(logits,
     targets)`. Raises UserError if it returns no function, ConfigError for a wrong number of class
@@ -206,7 +205,7 @@ def _normalized_weights(
         raise ConfigError(
             [
                 f"loss.class_weights: {given} numbers, but there are {num_classes} classes; give "
-                f"one for each, in the order of the classes"
+                "one for each, in the order of the classes"
             ]
         )
     weights = torch.tensor(loss.class_weights, dtype=torch.float64, device="cpu")
@@ -219,8 +218,7 @@ def weights_by_size(counts: np.ndarray, beta: float | None) -> Tensor:
 
     Proportional to 1 / n, or with beta to (1 - beta) / (1 - beta^n): Cui et al., "Class-Balanced
     Loss Based on Effective Number of Samples", 2019, section 3.2 (there with mean 1 over the
-    classes). Classes without samples have
-    weight 1.
+    classes). Classes without samples have weight 1.
     """
     known = counts[counts > 0].astype(np.float64)
     inverse = 1 / known if beta is None else (1 - beta) / (1 - beta**known)

@@ -413,7 +413,7 @@ def _combination_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> l
     if "factors" in kwargs and len(kwargs["factors"]) != len(kwargs["epochs"]):
         found["kwargs.factors"] = (
             f"{len(kwargs['factors'])} factors for {len(kwargs['epochs'])} epochs; give one for "
-            f"each"
+            "each"
         )
     missing = [name for name in ("min_momentum", "max_momentum") if kwargs.get(name) is None]
     if len(missing) == 1:

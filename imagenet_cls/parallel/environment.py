@@ -105,9 +105,9 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
             starter = "srun"
         raise UsageError(
             f"--launcher {launcher}: {variable} is not set, so this process was not started as a "
-            f"rank.",
+            "rank.",
             f"Start it with `{starter} ... {command_line('train')} CONFIG`, or leave --launcher "
-            f"out.",
+            "out.",
         )
     return None
 
@@ -118,10 +118,10 @@ def _read(env: Mapping[str, str], names: Variables, launcher: str) -> RankInfo:
         if not text.isdigit():
             raise UsageError(
                 f"{name} is {text}; it must be a whole number.",
-                "Started by hand, each process needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR "
-                "and MASTER_PORT.\n"
-                "In a pod of Kubernetes, use scripts/dist_train.sh, or --launcher pytorch "
-                "--gpus N.",
+                "Started by hand, each process needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT.\n"
+                "In a pod of Kubernetes, use scripts/dist_train.sh, or --launcher pytorch --gpus "
+                "N.",
             )
         return int(text)
 
@@ -201,7 +201,7 @@ def complete_master_address(env: MutableMapping[str, str], rank_info: RankInfo) 
     elif "MASTER_ADDR" not in env:
         raise UsageError(
             f"mpirun started {rank_info.world_size} ranks on several machines, and MASTER_ADDR is "
-            f"not set.",
+            "not set.",
             "Set it to the host of rank 0, on all ranks: mpirun -x MASTER_ADDR=HOST ... (Open "
             "MPI), -genv (MPICH).",
         )

@@ -81,12 +81,12 @@ def print_rank_failure(rank: int, code: int, message: str) -> int:
         hint = hints.get(signal.Signals(-code), "sent by another process")
         message = (
             f"Rank {rank} was killed by {signal.Signals(-code).name}: {hint}; the other ranks "
-            f"were ended.\n" + restart_advice()
+            "were ended.\n" + restart_advice()
         )
     elif not message:
         message = (
             f"Rank {rank} exited with code {code} and no message; see logs/rank{rank}.log "
-            f"in the run folder."
+            "in the run folder."
         )
     code = 128 - code if code < 0 else code
     print_error(message, code)

@@ -218,8 +218,7 @@ def find_rendezvous(env: Mapping[str, str], init_method: str, rank_info: RankInf
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise UsageError(
             f"Rank {rank_info.rank} of {rank_info.world_size} can't find the others: MASTER_ADDR "
-            f"is {host!r}, "
-            f"MASTER_PORT is {port!r}.",
+            f"is {host!r}, MASTER_PORT is {port!r}.",
             "Set both to the first machine's address and a free port of it, or start the ranks by "
             "--gpus N.",
         )
@@ -324,7 +323,7 @@ def nccl_error(error: BaseException, rank: int) -> ResourceError | None:
         f"Rank {rank}: nccl failed: {reason[:300]}",
         "Frequent causes are a full /dev/shm, two ranks on one GPU, and an old driver. "
         f"Set NCCL_DEBUG=INFO for more, and run `{command_line('check-dist')}`, which checks the "
-        f"ranks.",
+        "ranks.",
     )
 
 

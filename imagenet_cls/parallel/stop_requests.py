@@ -1,8 +1,7 @@
 """Stop requests: a signal on any rank stops all ranks at the same step.
 
 The handler sets a flag. A single rank reads it after each step. Several ranks all-reduce their
-flags every few steps,
-asynchronously: a check waits for the result of the previous check.
+flags every few steps, asynchronously: a check waits for the result of the previous check.
 """
 
 import contextlib

@@ -36,7 +36,7 @@ def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
         if type(layer).forward not in (BatchNormBase.forward, BatchNormAct2d.forward):
             raise UsageError(
                 f"parallel.sync_bn: {type(layer).__name__} can't be synchronized, since it "
-                f"overrides forward.",
+                "overrides forward.",
                 "Set parallel.sync_bn to false, or use a model with plain BatchNorm layers.",
             )
     if group.device.type == "cuda":

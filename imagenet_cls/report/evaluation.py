@@ -233,7 +233,7 @@ def evaluation_page(
     if "classes" in result:
         messages.append(
             f"Masked: the outputs of all but {result['classes']} classes are ignored "
-            f"(eval.classes=present)."
+            "(eval.classes=present)."
         )
 
     def examples(rows: Sequence[Statistics]) -> Html:

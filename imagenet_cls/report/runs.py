@@ -200,9 +200,8 @@ def runs_page(
     """The page of the runs.
 
     global_batches: the global batch sizes of each run, None if unknown. differences: values of the
-    configs by key, in the order of the runs.
-    notes: to be said first. folder: the folder of the page, from which the links to checkpoints
-    lead.
+    configs by key, in the order of the runs. notes: to be said first. folder: the folder of the
+    page, from which the links to checkpoints lead.
     """
     names = [run.name for run in runs]
     statistics = [
@@ -238,9 +237,8 @@ def runs_page(
         ),
         heading(
             "Curves",
-            "Lines of training steps are means of neighboring steps, points are evaluations. "
-            "Where a run was "
-            "interrupted and resumed is a dotted vertical line.",
+            "Lines of training steps are means of neighboring steps, points are evaluations. Where "
+            "a run was interrupted and resumed is a dotted vertical line.",
         ),
         *(
             plot(9, 4 if key in ("loss", "top1_pct") else 2.6, partial(_draw, runs, key))
