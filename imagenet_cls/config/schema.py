@@ -17,14 +17,14 @@ REQUIRED = "???"  # the value of a key that a later layer has to set
 
 @dataclass(frozen=True)
 class Range:
-    """Which numbers are allowed: low to high, the ends included unless open, and 0 if or_zero;
-    never from 2^64 on.
-    """
+    """Which numbers are allowed: from low to high, but none from 2^64 on."""
 
     low: float = 0.0
     high: float = math.inf
+    # Whether an end is itself not allowed.
     low_open: bool = False
     high_open: bool = False
+    # Whether 0 is allowed, too.
     or_zero: bool = False
 
     def __contains__(self, number: float) -> bool:
@@ -70,33 +70,37 @@ def format_size(size_px: Size) -> str:
 
 
 class Condition(NamedTuple):
-    """When a key has an effect. text: what has to be the case. is_met: takes the whole Config."""
+    """When a key has an effect."""
 
+    # What has to be the case.
     text: str
+    # Whether it is, for a Config.
     is_met: Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """What the schema states about a key, or about all keys of a section.
+    """What the schema states about a key, or about all keys of a section."""
 
-    allowed: the range of the number, or of each number in a list. count, ascending: requirements of
-    a list. form: a regular expression for the text, or for each text of a list, and its
-    description. shares: keyword arguments from 0 to below 1. at_most: the key that is the limit.
-    excludes: keys of which none may be set beside it, to other than null, false and []. needs: when
-    the key has an effect; None: always. recipe: whether it decides what is computed, so that it is
-    compared on resume. per_machine: whether the machines of a run may differ in it.
-    """
-
+    # The range of the number, or of each number in a list.
     allowed: Range | None = None
+    # The length of a list.
     count: int | None = None
+    # Whether a list must be in ascending order.
     ascending: bool = False
+    # A regular expression for the text, or for each text of a list, and its description.
     form: tuple[str, str] | None = None
+    # Keyword arguments from 0 to below 1.
     shares: tuple[str, ...] = ()
+    # The key that is the limit.
     at_most: str | None = None
+    # Keys of which none may be set beside it, to other than null, false and [].
     excludes: tuple[str, ...] = ()
+    # When the key has an effect. None: always.
     needs: Condition | None = None
+    # Whether the key decides what is computed, so that it is compared on resume.
     recipe: bool = True
+    # Whether the machines of a run may differ in it.
     per_machine: bool = False
 
 
