@@ -118,15 +118,16 @@ def _data_rules(c: Config) -> Iterator[Problem]:
     for key in ("data.group", "data.exclude"):
         if not has_files and _is_set(c, key):
             yield Problem(
-                key, f"is about files, and data.name {data.name!r} has none; set it to null"
+                key,
+                f"works only for datasets of files, and data.name is {data.name!r}; set it to null",
             )
     if is_synthetic and data.classes is not None:
         yield Problem(
-            "data.classes", "is for images; use data.kwargs.num_classes with data.name synthetic"
+            "data.classes", "has no meaning for data.name synthetic; use data.kwargs.num_classes"
         )
     if is_synthetic and data.fraction < 1:
         yield Problem(
-            "data.fraction", "is for images; use data.kwargs.train_images with data.name synthetic"
+            "data.fraction", "has no meaning for data.name synthetic; use data.kwargs.train_images"
         )
     if data.channels == 2:
         yield Problem("data.channels", "2 is neither 1 nor 3")
@@ -136,10 +137,8 @@ def _data_rules(c: Config) -> Iterator[Problem]:
         )
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):
         if values is not None and len(values) != data.channels:
-            shown = format_value(values)
-            yield Problem(
-                key, f"{shown} is not one number for each of data.channels {data.channels}, or null"
-            )
+            text = f"needs as many numbers as data.channels ({data.channels}), not {len(values)}"
+            yield Problem(key, text)
 
 
 def _image_rules(c: Config) -> Iterator[Problem]:
@@ -171,7 +170,7 @@ def _image_rules(c: Config) -> Iterator[Problem]:
         if any(size % growth.multiple_px for size in sizes_px):
             yield Problem(
                 "augment.progressive.sizes_px",
-                "has other than multiples of augment.progressive.multiple_px",
+                "must be multiples of augment.progressive.multiple_px",
             )
         if max(sizes_px) != size_px:
             yield Problem(
@@ -190,7 +189,7 @@ def _training_rules(c: Config) -> Iterator[Problem]:
     if c.mix.is_on and splits > 1:
         yield Problem(
             "augment.splits",
-            "compares views of one image, and mix joins different images; use one of both",
+            "compares views of one image, and mix joins different images; use only one of them",
         )
     if loss == "jsd" and splits < 2:
         yield Problem(
