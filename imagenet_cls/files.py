@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from imagenet_cls.errors import CheckpointError, ResourceError, UsageError
+from imagenet_cls.errors import CheckpointError, DataError, ResourceError, UsageError
 
 TEMPORARY = ".tmp-"
 REMOVED = f"{TEMPORARY}gone-"
@@ -86,6 +86,18 @@ def check_regular(file: Path | int) -> None:
     """
     if not stat.S_ISREG(os.stat(file).st_mode):  # noqa: PTH116 (for a descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(file))
+
+
+def read_text(file: Path, remedy: str, length: int = -1) -> str:
+    """The text of a file, or its first `length` characters. Raises DataError with the remedy if it
+    can't be read.
+    """
+    try:
+        check_regular(file)
+        with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
+            return lines.read(length)
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}.", remedy) from None
 
 
 def open_at_once(path: str | bytes, flags: int) -> int:

@@ -1,6 +1,7 @@
 """Text of messages and tables: values as YAML users write them, printable and shortened text."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,9 @@ def format_value(value: Any) -> str:
     else:
         text = repr(value)
     return shorten(text, 100)
+
+
+def join_names(names: Sequence[str], count: int = 3) -> str:
+    """The first `count` names, each cut to 100 characters, and an ellipsis if there are more."""
+    listed = ", ".join(shorten(printable(name), 100) for name in names[:count])
+    return f"{listed}, ..." if len(names) > count else listed

@@ -22,7 +22,7 @@ from PIL import Image
 from imagenet_cls.commands import cli
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import index_archives
-from imagenet_cls.data.classes import join_names, match_labels, read_classes
+from imagenet_cls.data.classes import match_labels, read_classes
 from imagenet_cls.data.index import is_image
 from imagenet_cls.errors import DataError, UsageError, explain_content_errors
 from imagenet_cls.files import (
@@ -35,7 +35,7 @@ from imagenet_cls.files import (
 )
 from imagenet_cls.parallel.cpus import cpu_threads
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.text import first_line, format_value, printable, shorten
+from imagenet_cls.text import first_line, format_value, join_names, printable, shorten
 
 # Of a part, the files with the first prefix that any has.
 PARQUET_PARTS = {"train": ("train-",), "val": ("validation-", "valid-", "val-", "test-")}

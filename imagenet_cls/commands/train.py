@@ -137,7 +137,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Raise a UserError if data is missing. On the first machine also if initial weights are
     missing, or the run folder can't be used.
     """
-    from imagenet_cls.data.lists import check_paths
+    from imagenet_cls.data.check import check_paths
 
     check_paths(loaded.config.data, allow_missing=loaded.config.eval.classes == "present")
     if arguments.node_rank != 0:

@@ -19,7 +19,6 @@ from imagenet_cls.commands import cli
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archive_files import ArchiveChangedError, archive_members, open_archive
 from imagenet_cls.data.archives import index_archives, is_archive
-from imagenet_cls.data.classes import join_names
 from imagenet_cls.data.index import (
     ImageIndex,
     count_others,
@@ -33,7 +32,7 @@ from imagenet_cls.errors import DataError, ResourceError, UsageError
 from imagenet_cls.files import is_device_or_fifo, write_output
 from imagenet_cls.parallel.cpus import cpu_threads
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.text import command_line, first_line
+from imagenet_cls.text import command_line, first_line, join_names
 
 if TYPE_CHECKING:
     from imagenet_cls.data.sources import FolderSource

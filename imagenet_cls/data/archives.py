@@ -28,12 +28,12 @@ from imagenet_cls.data.archive_files import (
     open_archive,
     tar_members,
 )
-from imagenet_cls.data.classes import join_names, resolve_labels
+from imagenet_cls.data.classes import resolve_labels
 from imagenet_cls.data.imagenet_labels import labels_beside, validation_labels, wnid_of
 from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, index_scan, list_folder, suffix_of
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.errors import DataError
-from imagenet_cls.text import format_value, shorten
+from imagenet_cls.text import format_value, join_names, shorten
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"

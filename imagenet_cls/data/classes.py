@@ -17,8 +17,8 @@ import numpy as np
 
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.errors import DataError
-from imagenet_cls.files import check_regular
-from imagenet_cls.text import format_value, printable, shorten
+from imagenet_cls.files import read_text
+from imagenet_cls.text import format_value, join_names
 
 NO_VALIDATION = "data.val=null data.val_fraction=0.1"
 IMAGENET_CLASSES = 1000
@@ -49,18 +49,6 @@ def read_classes(file: Path, key: str = "") -> list[str]:
     if repeated:
         raise DataError(f"{file}: {join_names(repeated)} is listed more than once.", remedy)
     return names
-
-
-def read_text(file: Path, remedy: str, length: int = -1) -> str:
-    """The text of a file, or its first `length` characters. Raises DataError with the remedy if it
-    can't be read.
-    """
-    try:
-        check_regular(file)
-        with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
-            return lines.read(length)
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}.", remedy) from None
 
 
 # ---- labels of lists, shards and Parquet files
@@ -398,9 +386,3 @@ def _imagenet_names() -> tuple[list[str], ...]:
     first_synonyms = [description.partition(",")[0] for description in info.label_descriptions()]
     numbers = [str(number) for number in range(IMAGENET_CLASSES)]
     return numbers, info.label_names(), ResNet18_Weights.DEFAULT.meta["categories"], first_synonyms
-
-
-def join_names(names: Sequence[str], count: int = 3) -> str:
-    """The first `count` names, each cut to 100 characters, and an ellipsis if there are more."""
-    listed = ", ".join(shorten(printable(name), 100) for name in names[:count])
-    return f"{listed}, ..." if len(names) > count else listed

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from imagenet_cls.data.archive_files import ByteRanges
-from imagenet_cls.data.classes import NO_VALIDATION, join_names
+from imagenet_cls.data.classes import NO_VALIDATION
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.errors import DataError
-from imagenet_cls.text import command_line, printable, shorten
+from imagenet_cls.text import command_line, join_names, printable, shorten
 
 HEIF_SUFFIXES = frozenset({b".heic", b".heif"})
 # In lower case. A fixed list, so that a dataset does not depend on the installed packages. Pillow's

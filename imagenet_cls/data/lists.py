@@ -14,64 +14,20 @@ from pathlib import Path
 
 import numpy as np
 
-from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.archives import find_archives
-from imagenet_cls.data.classes import (
-    chosen_classes,
-    join_names,
-    match_classes,
-    read_text,
-    resolve_labels,
-)
-from imagenet_cls.data.index import (
-    IMAGE_SUFFIXES,
-    ImageIndex,
-    check_level_on_disk,
-    class_folders,
-    suffix_of,
-)
+from imagenet_cls.data.classes import resolve_labels
+from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, suffix_of
 from imagenet_cls.errors import DataError
-from imagenet_cls.text import command_line, format_value
+from imagenet_cls.files import read_text
+from imagenet_cls.text import command_line, format_value, join_names
 
 # Names of columns in the header of a CSV file, in lower case.
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path", "name")
 LABEL_COLUMNS = ("label", "class", "class_name", "target", "category")
 BAD_IMAGES_FILE = "bad_images.txt"
 ALWAYS_EXCLUDABLE = 10  # images of a part, if these are at most a tenth of it
-REMEDY = "Set data.root, data.train and data.val to the lists."
+LIST_REMEDY = "Set data.root, data.train and data.val to the lists."
 
 _Row = tuple[int, str, str]  # line number (from 1), path, label
-
-
-def check_paths(data: DataConfig, *, allow_missing: bool = False) -> None:
-    """Raise DataError for missing folders and lists, classes a level deeper, and other classes in
-    validation.
-
-    allow_missing: the validation folder need not have all classes. Imports no torch.
-    """
-    root = Path(data.root).expanduser()
-    parts = [data.train] if data.val is None else [data.train, data.val]
-    if data.name == "folder":
-        chosen = chosen_classes(data)
-        folders = [part for part in parts if find_archives(root, part) is None]
-        found = {part: class_folders(root / part) for part in folders}
-        known = chosen or found.get(data.train)
-        if data.train in found:
-            check_level_on_disk(root / data.train, found[data.train])
-        for part, names in found.items():
-            if known is not None:
-                match_classes(
-                    names,
-                    known,
-                    root / part,
-                    allow_missing=allow_missing and part != data.train,
-                    allow_extra=chosen is not None,
-                )
-    elif data.name == "list":
-        for part in parts:
-            read_text(root / part, REMEDY, 1)
-    if data.exclude is not None:
-        read_bad_images(Path(data.exclude).expanduser())
 
 
 def index_list(
@@ -118,7 +74,7 @@ def _read_rows(file: Path) -> list[_Row]:
     """The rows of an annotation file, without blank lines. Raises DataError for a line that does
     not parse.
     """
-    text = read_text(file, REMEDY)
+    text = read_text(file, LIST_REMEDY)
     if file.suffix.lower() == ".csv":
         return _csv_rows(file, text)
     rows = []

@@ -9,11 +9,12 @@ import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives, is_archive
-from imagenet_cls.data.classes import chosen_classes, join_names
+from imagenet_cls.data.classes import chosen_classes
 from imagenet_cls.data.datasets import describe_part, index_part, open_files
 from imagenet_cls.data.index import SPLIT_NAMES, list_folder
 from imagenet_cls.data.sources import ImageSource, targets_of, with_classes
 from imagenet_cls.errors import DataError
+from imagenet_cls.text import join_names
 
 
 def locate_test_set(path: Path, data: DataConfig, list_root: str | None = None) -> DataConfig:

@@ -19,7 +19,7 @@ from PIL import Image
 from torch.nn import functional
 
 from imagenet_cls.config.schema import Config, DataConfig
-from imagenet_cls.data.classes import class_difference, classes_of_outputs, join_names
+from imagenet_cls.data.classes import class_difference, classes_of_outputs
 from imagenet_cls.data.datasets import has_training_part, open_datasets
 from imagenet_cls.data.decode import ChooseBox
 from imagenet_cls.data.sources import ImageSource, SubsetSource, targets_of, with_classes
@@ -49,7 +49,7 @@ from imagenet_cls.parallel.collectives import (
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.evaluation import evaluation_page, evaluation_statistics
 from imagenet_cls.report.page import to_jpeg
-from imagenet_cls.text import format_value
+from imagenet_cls.text import format_value, join_names
 
 _THUMBNAIL_PX = 160
 

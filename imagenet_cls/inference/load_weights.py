@@ -22,7 +22,7 @@ from imagenet_cls.checkpoint.format import (
 from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.load import removed_key_warnings
 from imagenet_cls.config.schema import Config, format_size
-from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order, join_names
+from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
 from imagenet_cls.engine.build import choose_num_classes
 from imagenet_cls.engine.initial_weights import (
     check_kind,
@@ -43,7 +43,7 @@ from imagenet_cls.models.weights import (
 )
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import Group
-from imagenet_cls.text import command_line, format_value
+from imagenet_cls.text import command_line, format_value, join_names
 
 # Keys that decide which images are evaluated and how they are prepared. Keys of speed and batches
 # do not change a result.

@@ -28,10 +28,10 @@ from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data import archives, index_cache
 from imagenet_cls.data.archive_files import Member, open_archive, tar_members, zip_members
 from imagenet_cls.data.archives import TRAIN_TAR, VAL_TAR
+from imagenet_cls.data.check import check_paths
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.imagenet_labels import DEVKIT, GROUND_TRUTH
 from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.lists import check_paths
 from imagenet_cls.data.sources import FolderSource, size_fingerprint
 from imagenet_cls.errors import DataError
 

@@ -1,0 +1,41 @@
+"""A check of the paths in the config's `data` section before torch is imported."""
+
+from pathlib import Path
+
+from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data.archives import find_archives
+from imagenet_cls.data.classes import chosen_classes, match_classes
+from imagenet_cls.data.index import check_level_on_disk, class_folders
+from imagenet_cls.data.lists import LIST_REMEDY, read_bad_images
+from imagenet_cls.files import read_text
+
+
+def check_paths(data: DataConfig, *, allow_missing: bool = False) -> None:
+    """Raise DataError for missing folders and lists, classes a level deeper, and other classes in
+    validation.
+
+    allow_missing: the validation folder need not have all classes.
+    """
+    root = Path(data.root).expanduser()
+    parts = [data.train] if data.val is None else [data.train, data.val]
+    if data.name == "folder":
+        chosen = chosen_classes(data)
+        folders = [part for part in parts if find_archives(root, part) is None]
+        found = {part: class_folders(root / part) for part in folders}
+        known = chosen or found.get(data.train)
+        if data.train in found:
+            check_level_on_disk(root / data.train, found[data.train])
+        for part, names in found.items():
+            if known is not None:
+                match_classes(
+                    names,
+                    known,
+                    root / part,
+                    allow_missing=allow_missing and part != data.train,
+                    allow_extra=chosen is not None,
+                )
+    elif data.name == "list":
+        for part in parts:
+            read_text(root / part, LIST_REMEDY, 1)
+    if data.exclude is not None:
+        read_bad_images(Path(data.exclude).expanduser())
