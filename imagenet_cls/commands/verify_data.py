@@ -227,13 +227,14 @@ def images_by_key(indexes: Sequence[ImageIndex], root: Path) -> dict[Key, Image]
 def image_problem(source: "FolderSource", i: int) -> str | None:
     """Read and decode image `i`: why it can't be used in training, or None."""
     from imagenet_cls.data.decode import decode_rgb
+    from imagenet_cls.data.sources import reason_of
 
     try:
         decode_rgb(source.read(i))
     except ArchiveChangedError:
         raise
-    except DataError as error:
-        return error.problem
+    except (OSError, DataError) as error:
+        return reason_of(error)
     except Exception as error:  # damaged files make decoders raise anything; training would end too
-        return getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line(error)}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return None

@@ -28,6 +28,7 @@ from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
 from imagenet_cls.files import check_regular, open_at_once
+from imagenet_cls.text import first_line
 
 _MAX_SIZES = 1000
 _MAX_ORIENTATIONS = 200
@@ -101,7 +102,7 @@ class FolderSource(ImageSource):
         except ArchiveChangedError:  # about the archive, and not about this image
             raise
         except (OSError, DataError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error.problem
+            reason = reason_of(error)
         raise DataError(f"{self.index.describe(i)}: {reason}.", self._remedy(i))
 
     def _remedy(self, i: int) -> str:
@@ -137,6 +138,11 @@ class FolderSource(ImageSource):
 
     def digest(self) -> str:
         return self.index.digest
+
+
+def reason_of(error: OSError | DataError) -> str:
+    """Why an image can't be read, without its name."""
+    return error.problem if isinstance(error, DataError) else error.strerror or first_line(error)
 
 
 def size_fingerprint(source: ImageSource) -> str | None:
