@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,14 +62,18 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a dataset. source: a text that differs for other data. shards: return the samples
-    of each shard.
+    """A part of a dataset.
+
+    fingerprint: a text that differs for other data. count: the number of images. shards: the
+    numbers of the images of each shard, or of the row groups of Parquet files. read: returns the
+    samples of such a number.
     """
 
     classes: Sequence[str]
-    source: str
+    fingerprint: str
     count: int
-    shards: Sequence[Callable[[], Iterator[Sample]]]
+    shards: Sequence[range]
+    read: Callable[[int], Sequence[Sample]]
 
 
 def pack_command(argv: Sequence[str]) -> None:
@@ -162,9 +167,8 @@ def open_parts(source: str, overrides: Sequence[str], per_shard: int) -> dict[st
     files = parquet_files(root)
     parts: dict[str, Part] = {}
     for name, prefixes in PARQUET_PARTS.items():
-        by_prefix = [[path for path in files if path.name.startswith(p)] for p in prefixes]
-        chosen = next(filter(None, by_prefix), None)
-        if chosen is not None:
+        chosen = with_first_prefix(files, prefixes)
+        if chosen:
             classes = parts["train"].classes if parts else None
             parts[name] = parquet_part(chosen, classes, per_shard)
             print(printable(f"{name}: {join_names([path.name for path in chosen])}"))
@@ -189,23 +193,30 @@ def parquet_files(root: Path) -> list[Path]:
     return found
 
 
+def with_first_prefix(files: Sequence[Path], prefixes: Sequence[str]) -> list[Path]:
+    """The files whose names start with the first prefix that any of them has."""
+    for prefix in prefixes:
+        found = [path for path in files if path.name.startswith(prefix)]
+        if found:
+            return found
+    return []
+
+
 def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
     """The parts of a dataset that `open_datasets` indexes."""
     from imagenet_cls.data.datasets import open_datasets  # imports torch, which --help should not
-    from imagenet_cls.data.sources import FolderSource, size_fingerprint
+    from imagenet_cls.data.sources import FolderSource, reason_of, size_fingerprint
 
     opened = open_datasets(data)
     parts = {}
 
-    def samples(source: FolderSource, start: int) -> Iterator[Sample]:
-        for i in range(start, min(start + per_shard, len(source))):
-            description = source.index.describe(i)
-            try:
-                content = source.read(i)
-            except (OSError, DataError) as error:
-                reason = error.strerror if isinstance(error, OSError) else error.problem
-                raise DataError(f"{description}: {reason}.", "Replace the file.") from None
-            yield source.name(i), content, int(source.index.targets[i]), description
+    def read_image(source: FolderSource, i: int) -> list[Sample]:
+        description = source.index.describe(i)
+        try:
+            content = source.read(i)
+        except (OSError, DataError) as error:
+            raise DataError(f"{description}: {reason_of(error)}.", "Replace the file.") from None
+        return [(source.name(i), content, int(source.index.targets[i]), description)]
 
     for name, source in (("train", opened.train), ("val", opened.val)):
         if not isinstance(source, FolderSource):
@@ -213,9 +224,11 @@ def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
                 f"data.name {data.name!r} is not made of image files.",
                 "Give a folder, an archive or a list.",
             )
-        shards = [partial(samples, source, start) for start in range(0, len(source), per_shard)]
-        content = f"{source.digest()} {size_fingerprint(source)}"
-        parts[name] = Part(source.classes, content, len(source), shards)
+        starts = range(0, len(source), per_shard)
+        shards = [range(start, min(start + per_shard, len(source))) for start in starts]
+        fingerprint = f"{source.digest()} {size_fingerprint(source)}"
+        read = partial(read_image, source)
+        parts[name] = Part(source.classes, fingerprint, len(source), shards, read)
     return parts
 
 
@@ -275,27 +288,29 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
         targets, classes = _targets_of_names(names, classes, files[0])
     else:
         targets, classes = _targets_of_labels(labels, classes, folder)
-    shards: list[list[RowGroup]] = []
+    starts = []
     num_rows = per_shard  # of the last shard
-    for group in groups:
+    for number, (_, _, rows) in enumerate(groups):
         if num_rows >= per_shard:
-            shards.append([])
+            starts.append(number)
             num_rows = 0
-        shards[-1].append(group)
-        num_rows += group[2]
+        num_rows += rows
+    shards = [range(start, end) for start, end in pairwise([*starts, len(groups)])]
 
-    def samples(shard: Sequence[RowGroup]) -> Iterator[Sample]:
-        for path, group, _ in shard:
-            with open_parquet(path) as file:
-                rows = file.read_row_group(group, columns=["image", "label"]).to_pylist()
-            for number, row in enumerate(rows):
-                description = f"{path}: row {number} of row group {group}"
-                name, content, target = _parquet_row(row, targets, description)
-                yield name or f"{path.stem}-{group}-{number}", content, target, description
+    def read_group(number: int) -> list[Sample]:
+        path, group, _ = groups[number]
+        with open_parquet(path) as file:
+            rows = file.read_row_group(group, columns=["image", "label"]).to_pylist()
+        samples = []
+        for i, row in enumerate(rows):
+            description = f"{path}: row {i} of row group {group}"
+            name, content, target = _parquet_row(row, targets, description)
+            samples.append((name or f"{path.stem}-{group}-{i}", content, target, description))
+        return samples
 
-    source = str([[path.name, path.stat().st_size] for path in files])
+    fingerprint = str([[path.name, path.stat().st_size] for path in files])
     count = sum(rows for _, _, rows in groups)
-    return Part(classes, source, count, [partial(samples, shard) for shard in shards])
+    return Part(classes, fingerprint, count, shards, read_group)
 
 
 def _targets_of_names(
@@ -395,7 +410,7 @@ def write_part(out: Path, name: str, part: Part, options: Options) -> None:
     folder = out / name
     partial_folder = out / f".{name}.partial"
     image_options = options.max_px, options.quality, options.images_per_shard
-    plan = json.dumps([part.source, list(part.classes), *image_options, SHARD_FORMAT])
+    plan = json.dumps([part.fingerprint, list(part.classes), *image_options, SHARD_FORMAT])
     for path in (folder, partial_folder):
         plan_file = path / PLAN_FILE
         if path.exists() and not plan_file.exists():
@@ -416,10 +431,11 @@ def write_part(out: Path, name: str, part: Part, options: Options) -> None:
         pack = partial(pack_sample, classes=part.classes, options=options)
         shards = list(zip(paths, part.shards, strict=True))
         with ThreadPoolExecutor(options.num_threads) as pool:
-            for path, samples in cli.track(shards, f"packing {name}"):
+            for path, shard in cli.track(shards, f"packing {name}"):
                 if not path.exists():
                     temporary = path.with_name(f"{TEMPORARY}{path.name}")
-                    write_shard(temporary, pool.map(pack, samples()))
+                    samples = chain.from_iterable(pool.map(part.read, shard))
+                    write_shard(temporary, pool.map(pack, samples))
                     temporary.replace(path)
         index = index_archives(out, partial_folder.name, paths)
         if len(index) != part.count or index.classes != tuple(part.classes):

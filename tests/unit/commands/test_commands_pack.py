@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,21 @@ def test_packed_folder_is_the_same_dataset(image_folder: Path, tmp_path: Path, c
     assert call(pack_command, image_folder, tmp_path / "out", "--images-per-shard", 16)[0] == 0
     assert shards_in(tmp_path / "out") == before
     assert call(pack_command, image_folder, tmp_path / "out")[0] == 2  # other options
+
+
+def test_images_are_read_in_the_threads_of_the_pool(
+    image_folder: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+    read = FolderSource.read
+
+    def read_and_record(source: FolderSource, i: int) -> bytes:
+        threads.add(threading.current_thread())
+        return read(source, i)
+
+    monkeypatch.setattr(FolderSource, "read", read_and_record)
+    assert call(pack_command, image_folder, tmp_path / "out", "--threads", 2)[0] == 0
+    assert threads and threading.main_thread() not in threads
 
 
 @pytest.mark.nightly
