@@ -83,9 +83,10 @@ def predict_command(argv: Sequence[str]) -> None:
     if len(errors) == 1:
         raise errors[0]
     if errors:
+        count = f"{len(errors)} of {len(paths)} images can't be read"
         raise DataError(
-            "\n".join(error.problem for error in errors[:2]),
-            f"{len(errors)} of {len(paths)} images can't be read.",
+            f"{count}: {errors[0].problem}\n{errors[1].problem}",
+            "Leave them out, or give other files.",
         )
 
 
