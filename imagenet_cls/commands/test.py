@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import (
@@ -95,8 +95,9 @@ def evaluation_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--weights",
         choices=("raw", "ema"),
-        help="evaluate only these. Without it: both of a run or checkpoint, and --out and --report "
-        "are of those that predict.py uses; of another file its average if it has one",
+        help="evaluate only these weights. By default both weights of a run or checkpoint are "
+        "evaluated, and --out and --report describe those that predict.py uses; of another file "
+        "the average is evaluated if it has one",
     )
     cli.add_allow_import(parser)
     add_rank_options(parser)
@@ -104,7 +105,10 @@ def evaluation_parser() -> argparse.ArgumentParser:
 
 
 def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
-    """Stage 1 of the checks, without torch."""
+    """Load the config, or that of the run or checkpoint which is given instead. Imports no torch.
+
+    Raises a UserError.
+    """
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     names = override_keys(overrides)
     is_null = any(re.fullmatch(r"\s*data\.val\s*=\s*(null|~|)\s*", text) for text in overrides)
@@ -128,12 +132,10 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
             f"Give one: {call}",
         )
     loaded = load_config(run / "config.yaml", overrides)
-    given = [
-        name
-        for override in overrides
-        for name in re.split(r"[\s,\[\]'\"]+", override.partition("=")[2])
-    ]
-    check_code_is_allowed(loaded, [*given, *arguments.allow_import], run)
+    given = list(arguments.allow_import)
+    for override in overrides:  # a value may be a list, such as imports=[my_module]
+        given += re.split(r"[\s,\[\]'\"]+", override.partition("=")[2])
+    check_code_is_allowed(loaded, given, run)
     return loaded
 
 
@@ -166,8 +168,8 @@ def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: P
 
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
-    """Raise a UserError for options that exclude each other, or paths that can't be used on the
-    first machine.
+    """Raise a UserError for options that exclude each other and, on the first machine, for paths
+    that can't be used.
     """
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     if (arguments.knn or arguments.linear_probe) and (arguments.out or arguments.report):
@@ -229,19 +231,19 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     from imagenet_cls.report.jsonl import describe_result
 
     check_agreement(loaded, group, training=False)
-    # The kernels that the run evaluated with.
+    # Use the kernels that the run used for its own evaluations.
     set_deterministic(loaded.config.train.deterministic, group.device)
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None
     weights = WeightsSource(checkpoint, arguments.weights, arguments.allow_import)
-    out, report = arguments.out, arguments.report
     test_set = None
     if arguments.data is not None:
         data = loaded.config.data
         list_root = data.root if "data.root" in override_keys(overrides) else None
         test_set = locate_test_set(arguments.data, data, list_root)
-    knn, probe = arguments.knn, arguments.linear_probe
+    knn = arguments.knn
+    probe = arguments.linear_probe
     if knn or probe:
         from imagenet_cls.inference.features import evaluate_features
 
@@ -250,6 +252,8 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
         if group.is_main:
             print("\n".join(map(printable, lines)))
         return
+    out = arguments.out
+    report = arguments.report
     run_on_main(group, lambda: check_output_path(out))
     run_on_main(group, lambda: check_report_folder(report))
     with explain_device_errors():
@@ -279,13 +283,12 @@ def write_predictions(file: IO[str], rows: Iterable[dict], as_csv: bool) -> None
     writer = csv.writer(file, lineterminator="\n")
     shown = printable if file.isatty() else str
     for number, row in enumerate(rows):
-        known = {"target": row["target"]} if "target" in row else {}
+        cells: dict[str, Any] = {"image": row["image"]}
+        if "target" in row:
+            cells["target"] = row["target"]
+        for rank, (name, probability) in enumerate(row["top"], 1):
+            cells[f"class_{rank}"] = shown(name)
+            cells[f"probability_{rank}"] = probability
         if number == 0:
-            columns = [
-                f"{column}_{k + 1}"
-                for k in range(len(row["top"]))
-                for column in ("class", "probability")
-            ]
-            writer.writerow(["image", *known, *columns])
-        ranked = (value for name, share in row["top"] for value in (shown(name), share))
-        writer.writerow([row["image"], *known.values(), *ranked])
+            writer.writerow(cells.keys())
+        writer.writerow(cells.values())
