@@ -1,21 +1,36 @@
-"""`metrics.jsonl`: one JSON object on each line.
+"""Reads and writes `metrics.jsonl`: a record on each line, as a JSON object.
 
 A resumed run first drops the records that it writes again.
 
-`step` counts optimizer steps from 1, skipped ones included; `epoch` counts from 0:
-
-    {"kind": "train", "step", "epoch", "loss", "top1_pct", "lr", "grad_norm"}  for every step; the
-                                                       last of each logging interval also has
-                                                       "images_per_sec", "data_wait_pct",
-                                                       "memory_mib"
-    {"kind": "eval", "step", "epoch", "weights": "raw" | "ema", "top1_pct", "top5_pct", "loss",
-     "balanced_accuracy_pct", "images", "seconds"}              with eval.real_labels also
-     "real_pct", "real_images"; with eval.classes=present
-                                       "classes", such as "200 of 1000"; with eval.metrics their
-                                       values; "left_out" where data.exclude leaves images out
-    {"kind": "event", "step", "message"}
-
-A step whose update was skipped has "skipped": true.
+All records:
+    kind                    "train", "eval" or "event"
+    step                    optimizer steps so far, skipped ones included
+Records of kind "train", one for every step:
+    epoch                   from 0
+    loss
+    top1_pct
+    lr
+    grad_norm
+    skipped                 true; only where the update was skipped
+    images_per_sec          only in the last step of each logging interval
+    data_wait_pct           likewise
+    memory_mib              likewise
+Records of kind "eval":
+    epoch
+    weights                 "raw" or "ema"
+    top1_pct
+    top5_pct
+    loss
+    balanced_accuracy_pct
+    images
+    seconds
+    real_pct                only with eval.real_labels
+    real_images             likewise
+    classes                 such as "200 of 1000"; only with eval.classes=present
+    left_out                only where data.exclude leaves images out
+    further fields          the values of eval.metrics
+Records of kind "event":
+    message
 
 NaN and infinity are the strings "NaN", "Infinity" and "-Infinity", which JSON lacks as numbers.
 """
