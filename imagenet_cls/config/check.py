@@ -36,7 +36,7 @@ def check_value(key: str, value: Any) -> None:
         raise ValueError(f"{shown} is not a finite number") from None
     if info.allowed is not None and (not items or any(item not in info.allowed for item in items)):
         raise ValueError(f"{shown} is out of range: {info.allowed}")
-    if isinstance(value, list) and info.count not in (None, len(items)):
+    if isinstance(value, list) and info.count is not None and len(value) != info.count:
         raise ValueError(f"{shown} is not a list of {info.count} numbers")
     if info.ascending and sorted(items) != items:
         raise ValueError(f"{shown} is not in ascending order")
@@ -106,8 +106,9 @@ def _data_rules(c: Config) -> Iterator[Problem]:
     if data.fold is not None and data.fold[0] >= data.fold[1]:
         shown = format_value(data.fold)
         yield Problem("data.fold", f"{shown} is not a fold and the number of folds, such as [0, 5]")
-    if isinstance(data.classes, list) and len(set(data.classes)) != max(len(data.classes), 1):
-        shown = format_value(data.classes)
+    classes = data.classes
+    if isinstance(classes, list) and (not classes or len(set(classes)) < len(classes)):
+        shown = format_value(classes)
         yield Problem("data.classes", f"{shown} lists no class, or one twice; list each class once")
     if data.group is not None:
         try:

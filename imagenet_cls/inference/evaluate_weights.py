@@ -151,11 +151,14 @@ def load_weights_and_images(
         images = with_classes(images, classes, "the images", allow_missing=True)
     known = trained.classes or images.classes
     if known != images.classes and not subset:
-        difference = class_difference(known, images.classes)
-        raise DataError(
+        problem = (
             f"The images have {len(images.classes)} classes ({join_names(images.classes)}), the "
             f"checkpoint was trained on {len(known)} ({join_names(known)})"
-            f"{difference and f': {difference}'}.",
+        )
+        if difference := class_difference(known, images.classes):
+            problem += f": {difference}"
+        raise DataError(
+            f"{problem}.",
             "Evaluate images of the classes that it was trained on. If only some of these have "
             "images, set eval.classes=present.",
         )

@@ -67,18 +67,18 @@ def download_weights(url: str) -> Path:
     compared with the SHA-256 digest. Other digits may be a date.
     """
     name = Path(urlsplit(url).path).name or "weights"
-    digest = re.search(r"-(?=\d*[a-f])([a-f0-9]{8,})\.", name)
     folder = Path(torch.hub.get_dir(), "checkpoints")
-    if digest is None:  # many files are called `checkpoint.pth`: a folder for each URL
+    digest = None
+    if found := re.search(r"-(?=\d*[a-f])([a-f0-9]{8,})\.", name):
+        digest = found[1]
+    else:  # many files are called `checkpoint.pth`: a folder for each URL
         folder /= hashlib.sha256(url.encode()).hexdigest()[:16]
     path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             print(f"downloading {url} to {path}", flush=True)
-            torch.hub.download_url_to_file(
-                url, str(path), digest and digest[1], progress=sys.stderr.isatty()
-            )
+            torch.hub.download_url_to_file(url, str(path), digest, progress=sys.stderr.isatty())
     except (OSError, HTTPException, ValueError) as error:  # ValueError: no valid URL
         with suppress(OSError):  # the folder holds other files, or can't be made
             folder.rmdir()

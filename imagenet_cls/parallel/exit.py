@@ -53,11 +53,9 @@ def print_error(text: object, code: int) -> None:
 
 def restart_advice() -> str:
     """What to do after a failure of the machine or of another rank."""
-    return (
-        "Resume with the same command and --resume."
-        if is_training_command()
-        else ("Run the same command again.")
-    )
+    if is_training_command():
+        return "Resume with the same command and --resume."
+    return "Run the same command again."
 
 
 def is_training_command() -> bool:

@@ -89,12 +89,11 @@ def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]]) -> 
     css = [' class="number"' if number_format else "" for _, number_format in columns]
 
     def cell(value: Any, number_format: str) -> str:
-        is_number = number_format and not isinstance(value, str)
-        return (
-            "–"
-            if value is None or value != value
-            else escape(format(value, number_format) if is_number else value)
-        )
+        if value is None or value != value:
+            return "–"
+        if number_format and not isinstance(value, str):
+            value = format(value, number_format)
+        return escape(value)
 
     lines = [
         "".join(f"<th{c}>{escape(title)}</th>" for c, (title, _) in zip(css, columns, strict=True))

@@ -93,8 +93,11 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
         for line, record in enumerate(metrics, start=1):
             also = ["data_wait_pct"] if "images_per_sec" in record else []
             for key in (*_NEEDED.get(record["kind"], ()), *also, *record):
-                value, is_text = record.get(key), key in TEXT_KEYS
-                is_valid = isinstance(value, str) if is_text else _is_number(value, key == "step")
+                value = record.get(key)
+                if key in TEXT_KEYS:
+                    is_valid = isinstance(value, str)
+                else:
+                    is_valid = _is_number(value, whole=key == "step")
                 if not is_valid:
                     reason = f"{key!r} is missing or invalid"
                     raise CheckpointError(
@@ -108,9 +111,10 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
         if file.exists():
             environment = json.loads(file.read_bytes())
             code = environment.get("code")
-            commit = code and code["commit"][:12] + (
-                ", with changes" if code["uncommitted_changes"] else ""
-            )
+            commit = None
+            if code:
+                note = ", with changes" if code["uncommitted_changes"] else ""
+                commit = f"{code['commit'][:12]}{note}"
             versions = {"commit": commit, **environment.get("versions", {})}
     for path in checkpoints.values():
         file = path / "state.json"
