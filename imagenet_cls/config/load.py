@@ -129,7 +129,8 @@ class _Builder:
     """
 
     def __init__(self, tree: Tree, check_ranges: bool = True):
-        self.tree, self.check_ranges = tree, check_ranges
+        self.tree = tree
+        self.check_ranges = check_ranges
         types = keys.value_types()
         self.values = {key: keys.default_of(key) for key in types}
         self.values |= {

@@ -57,7 +57,8 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str, name: Path | str):
         super().__init__(text)
         self.name = name
-        self.depth, self.values = 0, 0
+        self.depth = 0
+        self.values = 0
         self.problems: list[str] = []  # the rest of the text is read in spite of them
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -86,7 +87,8 @@ class _Loader(yaml.SafeLoader):
     def check_keys(self, keys: list[yaml.Node]) -> None:
         places: dict[str, str] = {}
         for key in keys:
-            place, name = place_of(key), key.value
+            place = place_of(key)
+            name = key.value
             if not isinstance(key, yaml.ScalarNode) or not name:
                 self.problems.append(f"{place}: a key must be plain text")
             elif name == "<<":

@@ -421,7 +421,8 @@ def _try_build(model: ModelConfig, channels: int) -> tuple[nn.Module | None, lis
     for name in (*RESERVED, "weights"):
         kwargs.pop(name, None)
     rejected: list[str] = []
-    built, failure = None, None
+    built = None
+    failure = None
     while built is None and failure is None:
         trial = ModelConfig(model.name, kwargs=kwargs)
         try:

@@ -120,7 +120,8 @@ class WideResNet(nn.Module):
         super().__init__()
         self.pretrained_cfg = {**CFG, "architecture": "wrn28_10_cifar", "num_classes": num_classes}
         self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
-        blocks, channels = [], 16
+        blocks = []
+        channels = 16
         for group in range(3):
             for block in range((depth - 4) // 6):
                 out = 16 * width * 2**group
@@ -147,7 +148,8 @@ class WideBlock(nn.Module):
 
     def __init__(self, channels: int, out: int, stride: int, drop_rate: float):
         super().__init__()
-        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(out)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.bn2 = nn.BatchNorm2d(out)
         self.conv1 = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
         self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
         self.drop = nn.Dropout(drop_rate)

@@ -244,7 +244,8 @@ def build_criterion(
     transformers", 2021, section 4). Of two outputs the first is compared with the targets, the
     second with the teacher (ibid.).
     """
-    alpha, temperature = distill.alpha, distill.temperature
+    alpha = distill.alpha
+    temperature = distill.temperature
 
     def criterion(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
         if isinstance(outputs, Tensor):

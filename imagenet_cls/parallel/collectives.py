@@ -71,7 +71,8 @@ def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int
     """Names of values that differ from rank 0's, with the ranks where they do; the same result on
     every rank.
     """
-    gathered, found = gather_on_all(values, group), {}
+    gathered = gather_on_all(values, group)
+    found = {}
     for name in sorted(set().union(*gathered)):
         ranks = [
             rank for rank, other in enumerate(gathered) if other.get(name) != gathered[0].get(name)

@@ -81,7 +81,8 @@ class StopSignalHandler:
             if self._pending is not None:
                 work, flag = self._pending
                 work.wait()
-                number, self._pending = int(flag.item()), None
+                number = int(flag.item())
+                self._pending = None
             if not number:
                 flag = torch.tensor([self.signal], dtype=torch.int32)
                 work = dist.all_reduce(

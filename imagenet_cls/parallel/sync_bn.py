@@ -107,7 +107,8 @@ class _Normalize(torch.autograd.Function):
         """Returns the output and, for the running statistics, all ranks' mean (C,) and unbiased
         variance (C,).
         """
-        channels, shape = input.shape[1], _per_channel(input)
+        channels = input.shape[1]
+        shape = _per_channel(input)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, [0, *range(2, input.ndim)], correction=0)
         count = mean.new_full((1,), input.numel() / channels)
@@ -138,7 +139,8 @@ class _Normalize(torch.autograd.Function):
         weight and bias.
         """
         input, weight, bias, mean, inverse_std, total = ctx.saved_tensors
-        shape, others = _per_channel(input), [0, *range(2, input.ndim)]
+        shape = _per_channel(input)
+        others = [0, *range(2, input.ndim)]
         grad = grad.to(mean.dtype)
         normalized = (input.to(mean.dtype) - mean.view(shape)) * inverse_std.view(shape)
         sums = torch.stack([grad.sum(others), (grad * normalized).sum(others)])

@@ -59,7 +59,8 @@ class Reporter:
         evaluated_step: int = 0,
     ):
         self._folder = folder if is_main else None
-        self._total_steps, self._total_epochs = total_steps, total_epochs
+        self._total_steps = total_steps
+        self._total_epochs = total_epochs
         self._console = Console() if is_main else Console(open(os.devnull, "w"))  # noqa: SIM115, PTH123
         self._metrics: MetricsFile | None = None
         self._writers: dict[str, Writer] = {}

@@ -157,7 +157,8 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     and evaluations, from the speed of each logging interval. images_per_sec: the median of the
     intervals; data_wait_pct: their mean.
     """
-    train, results = run.records("train"), run.records("eval")
+    train = run.records("train")
+    results = run.records("eval")
     best = max(results, key=itemgetter("top1_pct"), default={})
     last = next(
         (record for record in reversed(results) if record["weights"] == best["weights"]), {}
@@ -273,7 +274,8 @@ def runs_page(
 
 
 def _state(run: RunRecords, statistics: Mapping[str, Any]) -> str:
-    step, total = statistics["step"], statistics["total_steps"]
+    step = statistics["step"]
+    total = statistics["total_steps"]
     reached = f"step {step:,} of {total:,}" if total else f"step {step:,}, no checkpoint"
     if run.is_running:
         return f"running: {reached}"

@@ -166,7 +166,8 @@ class Mlflow(Writer):
             mlflow.log_params(changed_values(config))
             write_file(id_file, run.info.run_id)
         self.last_step = int(run.data.metrics.get("step", 0))
-        self._mlflow, self._run_id = mlflow, run.info.run_id
+        self._mlflow = mlflow
+        self._run_id = run.info.run_id
         self._thread = ThreadPoolExecutor(1)
         self._sent: list[Future[None]] = []
 
