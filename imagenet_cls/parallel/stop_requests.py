@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from imagenet_cls.parallel.exit import LAUNCHED_VARIABLE
+from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.signals import handle_stop_signals, set_parent_death_signal
 
