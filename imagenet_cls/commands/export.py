@@ -26,7 +26,8 @@ def export_command(argv: Sequence[str]) -> None:
         "--out",
         type=cli.path,
         metavar="FILE",
-        help="default: model.onnx or model.pt2, in this folder",
+        help="default: model.onnx or model.pt2, in the run folder, or for another CHECKPOINT in "
+        "the working directory",
     )
     parser.add_argument(
         "--preprocess",
@@ -44,8 +45,10 @@ def export_command(argv: Sequence[str]) -> None:
         help="version of ONNX's operators; default: torch's",
     )
     arguments = parser.parse_args(argv)
-    out = arguments.out or Path(f"model{SUFFIXES[arguments.format]}")
     suffix = SUFFIXES[arguments.format]
+    is_run = (arguments.checkpoint / "config.yaml").is_file()
+    folder = arguments.checkpoint if is_run else Path()
+    out = arguments.out or folder / f"model{suffix}"
     if out.suffix != suffix:
         raise UsageError(
             f"--out {out}: the file's name must end in {suffix}.",

@@ -349,6 +349,14 @@ def test_random_images_replace_missing_data(
     assert code == 0 and "7 random images (no " in out
 
 
+def test_export_of_a_run_is_written_into_its_folder(call: Callable, run: Path) -> None:
+    code, out, _ = call(export_command, run, "--format", "torch", *TRUST)
+    file = run / "model.pt2"
+    assert code == 0 and out.endswith(f"to {file}\n")
+    assert file.stat().st_size > 0
+    file.unlink()
+
+
 def test_missing_package_is_named(
     call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
