@@ -10,12 +10,13 @@ from imagenet_cls.lookup import did_you_mean
 # Function and description. The function's module has the name of the command, and is imported when
 # the command runs.
 COMMANDS = {
-    "train": ("train_command", "train from a config"),
+    "train": ("train_command", "train on a data set, or from a config"),
     "test": ("evaluate_command", "evaluate a checkpoint, foreign weights or published weights"),
     "predict": ("predict_command", "classify images with a checkpoint or an ONNX file"),
     "export": ("export_command", "write a model as ONNX or torch.export"),
     "report": ("report_command", "write a page about one run or several"),
     "publish": ("publish_command", "write a timm model as a folder for the Hugging Face Hub"),
+    "configs": ("configs_command", "list the shipped configs"),
     "print-config": ("print_config_command", "print a resolved config"),
     "plot-schedule": ("plot_schedule_command", "plot the learning rate of a config"),
     "show-batch": ("show_batch_command", "draw the training images as the model gets them"),
@@ -41,14 +42,12 @@ def main() -> None:
         del sys.argv[1]
         module = import_module(f"imagenet_cls.commands.{name.replace('-', '_')}")
         cli.main(getattr(module, COMMANDS[name][0]))
-    elif name in ("-h", "--help"):
+    elif name in ("", "-h", "--help"):
         print("usage: imagenet-cls COMMAND [--help] [arguments]\n\nCommands:")
         print("\n".join(f"  {command:<20} {text}" for command, (_, text) in COMMANDS.items()))
     elif name == "--version":
         print(__version__)
     else:
-        problem = (
-            f"no command {name!r}{did_you_mean(name, COMMANDS)}" if name else "no command given"
-        )
+        problem = f"no command {name!r}{did_you_mean(name, COMMANDS)}"
         print(f"imagenet-cls: {problem}\nSee imagenet-cls --help.", file=sys.stderr)
         sys.exit(2)

@@ -209,7 +209,13 @@ def test_console_script_shows_its_own_name_and_imports_no_torch_for_help() -> No
     assert done.stdout.startswith("usage: imagenet-cls train ")
 
 
-@pytest.mark.parametrize("words", [[], ["trian"], ["train", "--no-such-option"], ["test"]])
+def test_console_script_alone_lists_the_commands() -> None:
+    done = console_script()
+    assert done.returncode == 0
+    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("words", [["trian"], ["train", "--no-such-option"], ["test"]])
 def test_console_script_called_wrongly_exits_with_2(words: list[str]) -> None:
     done = console_script(*words)
     assert (done.returncode, done.stdout) == (2, "False\n")

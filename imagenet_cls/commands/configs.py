@@ -1,0 +1,44 @@
+"""`imagenet-cls configs`: list the shipped configs."""
+
+from collections.abc import Sequence
+
+from imagenet_cls.commands import cli
+from imagenet_cls.config.layers import CONFIGS, shipped_configs
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.schema import Config, format_size
+from imagenet_cls.errors import UsageError
+
+
+def configs_command(argv: Sequence[str]) -> None:
+    """Print a line for each shipped config: its name, claimed top-1, image size and source."""
+    parser = cli.build_parser(
+        "configs",
+        "List the shipped configs, with claimed top-1 accuracy, image size in training and "
+        "evaluation, and source.",
+    )
+    parser.add_argument(
+        "word", nargs="?", default="", metavar="WORD", help="only those whose line contains it"
+    )
+    arguments = cli.parse(parser, argv)
+    rows = []
+    for name, path in sorted(shipped_configs().items(), key=lambda item: item[1]):
+        place = str(path.parent.relative_to(CONFIGS))
+        row = [name, *describe_config(load_config(path).config)]
+        if arguments.word.lower() in " ".join([place, *row]).lower():
+            rows.append(row)
+    if not rows:
+        raise UsageError(
+            f"No shipped config has {arguments.word!r} in its name, folder or source.",
+            "Leave out WORD to list all.",
+        )
+    print(cli.format_columns([["config", "top-1", "size", "source"], *rows]))
+
+
+def describe_config(config: Config) -> list[str]:
+    """Claimed top-1, image size in training and evaluation, and source; "-" for what is unknown."""
+    claimed = config.expect.claimed_top1_pct
+    size = format_size(config.augment.size_px)
+    evaluated = format_size(config.eval.crop_px)
+    if evaluated != size:
+        size = f"{size}/{evaluated}"
+    return ["-" if claimed is None else f"{claimed:.2f}", size, config.expect.source or "-"]

@@ -1,0 +1,12 @@
+"""List the shipped configs. See --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.configs import configs_command
+
+if __name__ == "__main__":
+    cli.main(configs_command)
