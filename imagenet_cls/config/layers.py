@@ -46,7 +46,8 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
 class Layers:
     """The merged layers of a config.
 
-    errors: a line for each problem of a file or argument that can't be read. removed: the values
+    errors: a line for each problem of a file or argument that can't be read. replaced: a line for
+    each argument that a later one replaces. removed: the values
     that were dropped because a layer chose another model, optimizer or other component: for each
     key its value, and the key of that choice, such as `model.name`.
     """
@@ -55,6 +56,7 @@ class Layers:
         self.tree = Tree()
         self._reset("optimizer")
         self.errors: list[str] = []
+        self.replaced: list[str] = []
         self.removed: dict[str, tuple[Any, str]] = {}
         self._files: set[str] = set()
 
@@ -159,14 +161,20 @@ class Layers:
                 self.add_file(base, chain, place)
 
     def add_overrides(self, overrides: Sequence[str]) -> None:
-        """Add the `key.sub=value` arguments as one layer. They have no order, so a key may be given
-        only once.
+        """Add the `key.sub=value` arguments as one layer. Of equal keys the last one counts. A
+        section and one of its keys have no order, and are an error.
         """
         arguments = Tree()
-        for text in overrides:
+        given_keys = [text.partition("=")[0].strip() for text in overrides]
+        last = {key: number for number, key in enumerate(given_keys)}
+        for number, (key, text) in enumerate(zip(given_keys, overrides, strict=True)):
+            if number != last[key]:
+                later = shorten(overrides[last[key]], 100)
+                self.replaced.append(f"{shorten(text, 100)} has no effect: {later} replaces it")
+                continue
             place = f"command line {shorten(text, 100)!r}"
-            key, equals, value = text.partition("=")
-            names = key.strip().split(".")
+            _, equals, value = text.partition("=")
+            names = key.split(".")
             if not equals or not all(names):
                 self.errors.append(
                     f"{place}: is not of the form key=value, such as optimizer.lr=0.1"

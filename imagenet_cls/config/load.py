@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,14 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 @dataclass(frozen=True)
 class LoadedConfig:
     """A config. origins: where a layer sets a key or section, by dotted key: `x.yaml:12`. name: the
-    file's stem.
+    file's stem. notes: lines to print at the start, besides warnings.
     """
 
     config: Config
     origins: Mapping[str, str]
     name: str
     warnings: list[str]
+    notes: list[str] = field(default_factory=list)
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -62,6 +63,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     builder = _Builder(layers.tree)
     problems = take_removed_keys(layers.tree)
     config = builder.build()
+    if config.device.isdigit():
+        config = replace(config, device=f"cuda:{config.device}")
     problems += builder.problems
     problems += rule_problems(config, builder.invalid_keys)
     if problems:
@@ -69,7 +72,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     warnings: list[str] = []
     for found in (layers.removed_values(), unused_values(config)):
         warnings += format_problems(found, builder.origins)
-    return LoadedConfig(config, builder.origins, file.stem, warnings)
+    return LoadedConfig(config, builder.origins, file.stem, warnings, layers.replaced)
 
 
 def take_removed_keys(tree: Tree) -> list[Problem]:

@@ -123,8 +123,8 @@ for _kind, _pattern, _first in _IMPLICIT:
 
 
 def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
-    """`parse` for a file. shown: its path in messages. names: suggestions, besides the files beside
-    a missing one.
+    """`parse` for a file. shown: its path in messages. names: suggestions, besides the files and
+    folders beside a missing one.
     """
     try:
         status = path.stat()
@@ -142,7 +142,8 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
     except OSError as error:
         near = ""
         if isinstance(error, FileNotFoundError):
-            beside = sorted(file.name for file in path.parent.glob("*.y*ml"))
+            pattern = "*.y*ml" if path.suffix in (".yaml", ".yml") else "*"
+            beside = sorted(file.name for file in path.parent.glob(pattern))
             near = did_you_mean(path.name, [*beside, *names])
             near = near or "; give a config such as configs/resnet50.yaml"
         raise ConfigError([f"{shown}: {error.strerror or error}{near}"]) from None

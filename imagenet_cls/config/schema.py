@@ -119,7 +119,7 @@ def section(of: type, **info: Any) -> Any:
     return field(default_factory=of, metadata={"info": KeyInfo(**info)})
 
 
-DEVICE = (r"auto|cpu|mps|cuda(:\d+)?", "auto, cpu, mps, cuda, or cuda:1 for a certain one")
+DEVICE = (r"auto|cpu|mps|(cuda:)?\d+|cuda", "auto, cpu, mps, cuda, or cuda:1 (or 1) for one GPU")
 INIT_METHOD = (
     r"env://|tcp://(\[[\da-fA-F:]+\]|[^:/\s]+):[1-9]\d{0,4}|file:///\S.*",
     "env://, tcp://host:port or file:///path",

@@ -93,7 +93,7 @@ def test_overrides_replace_the_settings_of_a_short_run(config: str) -> None:
         (["--ranks", "1"], "--ranks 1"),
         (["parallel.sync_bn=true"], "parallel.sync_bn"),
         (["parallel={mode: dp}"], "parallel="),
-        (["seed=1", "seed=2"], "given twice"),
+        (["model.kwargs.a=1", "model.kwargs={a: 2}"], "given twice"),
         (["configs/demo.yaml", "configs/resnet50.yaml"], "configs/resnet50.yaml"),
     ],
 )

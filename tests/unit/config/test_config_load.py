@@ -178,11 +178,17 @@ def test_overrides_have_no_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["seed=1", "seed=2"], ["model.kwargs.a=1", "model.kwargs={a: {b: 1}}"]]
+    "words", [["model.kwargs={a: 1}", "model.kwargs.a=2"], ["model={name: a}", "model.name=b"]]
 )
-def test_key_given_twice_in_overrides_is_an_error(words: list[str]) -> None:
+def test_section_beside_its_key_in_overrides_is_an_error(words: list[str]) -> None:
     for order in (words, words[::-1]):
         assert f"is given twice: command line '{order[0]}'" in errors_of(LR, *order)[0]
+
+
+def test_last_of_equal_overrides_counts_and_the_others_are_not_read() -> None:
+    loaded = load(LR, "seed={", "seed=1", "seed =2", "seed=2")
+    assert loaded.config.seed == 2
+    assert [note.partition(" ")[0] for note in loaded.notes] == ["seed={", "seed=1", "seed"]
 
 
 def test_scalars_have_the_type_of_their_key() -> None:
