@@ -1,9 +1,10 @@
-"""`tools/train.py`: train from a config."""
+"""`tools/train.py`: train on a data set, or from a config."""
 
 import argparse
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from imagenet_cls.commands import cli
@@ -15,6 +16,7 @@ from imagenet_cls.commands.distributed import (
     ranks_to_start,
     start_ranks,
 )
+from imagenet_cls.commands.own_data import is_data, load_with_data
 from imagenet_cls.config.keys import sections, value_types
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import Kwargs
@@ -50,9 +52,10 @@ def train_command(argv: Sequence[str]) -> int:
 def train_parser() -> argparse.ArgumentParser:
     parser = cli.build_parser(
         "train",
-        "Train an image classifier from a config. Without one: the demo, on real handwritten "
-        "digits.",
-        "[CONFIG] [key=value ...] [options]",
+        "Train an image classifier on a data set (class folders, an archive or a list of images), "
+        "or from a config. Without either: the demo, on real handwritten digits. Beside a data "
+        "set, these short keys are allowed: model, epochs, size, lr.",
+        "[CONFIG | DATA] [key=value ...] [options]",
     )
     cli.add_config_arguments(parser)
     run = parser.add_argument_group("the run folder")
@@ -99,19 +102,34 @@ def train_parser() -> argparse.ArgumentParser:
         help="check everything, print the plan, try one batch; create no run folder",
     )
     add_rank_options(parser)
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="the same as device=DEVICE; 0 is the first GPU"
+    )
     parser.add_argument("--syncbn", action="store_true", help="the same as parallel.sync_bn=true")
     return parser
 
 
 def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
-    """Load and check the config, without importing torch. Replaces `--resume CKPT` in
-    `arguments`.
+    """Load and check the config, without importing torch. A data set in its place is listed, too.
+
+    Replaces `--resume CKPT` in `arguments`.
     """
     replace_resume_checkpoint(arguments)
-    overrides, configs = cli.split_overrides(arguments, ["one config"])
+    overrides, sources = cli.split_overrides(arguments, ["one config or data set"])
     if arguments.syncbn:
         overrides.append("parallel.sync_bn=true")
-    return load_config(configs[0] if configs else None, overrides)
+    if arguments.device is not None:
+        overrides.append(f"device={arguments.device}")
+    if not sources:
+        return load_config(None, overrides)
+    source = sources[0]
+    if is_data(source):
+        return load_with_data(source, overrides)
+    loaded = load_config(source, overrides)
+    if Path(source).is_dir():
+        note = f"{source} is a config here. For the folder of that name, write ./{source}"
+        loaded = replace(loaded, notes=[*loaded.notes, note])
+    return loaded
 
 
 def replace_resume_checkpoint(arguments: argparse.Namespace) -> None:

@@ -209,6 +209,11 @@ def open_reporter(
     ) as reporter:
         reporter.table(startup_table(parts, work_dir, progress))
         config_warnings = [f"warning: {line}" for line in loaded.warnings]
-        for message in [*config_warnings, *parts.messages, *start_warnings(parts, progress)]:
+        for message in [
+            *loaded.notes,
+            *config_warnings,
+            *parts.messages,
+            *start_warnings(parts, progress),
+        ]:
             reporter.message(message)
         yield reporter

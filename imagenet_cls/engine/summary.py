@@ -182,6 +182,8 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
             f"the model has {parts.num_classes} outputs (model.num_classes), the data "
             f"{len(parts.data.classes)} classes"
         )
+    if len(parts.data.classes) == 1:
+        warnings.append("the data has one class: there is nothing to tell apart")
     starts_from_scratch = not config.model.pretrained and config.model.checkpoint is None
     if starts_from_scratch and (config.model.head_only or config.model.freeze):
         warnings.append(

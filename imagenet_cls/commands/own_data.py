@@ -1,0 +1,160 @@
+"""Train on a data set that is given in place of a config: `tools/train.py photos`.
+
+The config is `configs/finetune/own_dataset.yaml` with that data set.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imagenet_cls.config.layers import CONFIGS, shipped_configs
+from imagenet_cls.config.load import LoadedConfig, load_config
+from imagenet_cls.data.archives import find_archives, is_archive
+from imagenet_cls.data.index import list_folder
+from imagenet_cls.errors import UsageError
+from imagenet_cls.text import join_names
+
+if TYPE_CHECKING:
+    from imagenet_cls.data.datasets import DataSets
+
+OWN_DATASET = CONFIGS / "finetune" / "own_dataset.yaml"
+# Keys of the config for the short keys that are allowed beside a data set, and in Python.
+SHORT_KEYS = {
+    "model": ("model.name",),
+    "epochs": ("train.epochs",),
+    "size": ("augment.size_px", "eval.crop_px"),
+    "lr": ("optimizer.lr",),
+}
+_TRAIN_NAMES = ("train", "training")
+_VAL_NAMES = ("val", "valid", "validation", "test")
+_LARGEST_BATCH = 64
+_SMALLEST_BATCH = 8
+_MIN_STEPS_PER_EPOCH = 10
+
+
+def is_data(source: str) -> bool:
+    """Whether an argument of `train` is a data set: an existing path that is no config."""
+    path = Path(source).expanduser()
+    return not is_config(source) and path.exists()
+
+
+def is_config(source: str) -> bool:
+    """Whether an argument is a config: a .yaml file, or the name of a shipped one."""
+    return Path(source).suffix in (".yaml", ".yml") or source in shipped_configs()
+
+
+def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
+    """The config of a training on a data set. overrides: also of `SHORT_KEYS`.
+
+    Lists the images, since the batch size follows from their number. Raises ConfigError, DataError
+    or UsageError.
+    """
+    path = Path(source).expanduser()
+    overrides = expand_short_keys(overrides, pretrained=True)
+    found = _without(data_overrides(path), overrides)
+    loaded = load_config(OWN_DATASET, [*found, *overrides])
+    if loaded.config.data.name not in ("folder", "list"):
+        raise UsageError(
+            f"data.name={loaded.config.data.name} beside {source}: that data set is not a path.",
+            "Give a config in place of the path, such as configs/finetune/own_dataset.yaml.",
+        )
+    from imagenet_cls.data.datasets import open_datasets  # imports torch
+
+    data = open_datasets(loaded.config.data)
+    assert data.train is not None
+    batch = batch_size_for(len(data.train))
+    chosen = _without([f"train.global_batch_size={batch}"], overrides)
+    loaded = load_config(OWN_DATASET, [*chosen, *found, *overrides])
+    note = describe_data(source, loaded, data)
+    return replace(loaded, name=path.resolve().stem, notes=[note, *loaded.notes])
+
+
+def expand_short_keys(overrides: Sequence[str], pretrained: bool) -> list[str]:
+    """Replace `SHORT_KEYS` by the keys of the config.
+
+    pretrained: the config's `model.pretrained`, which `model=` keeps: a new `model.name` resets it.
+    """
+    given = {_key_of(override) for override in overrides}
+    expanded = []
+    for override in overrides:
+        key = _key_of(override)
+        value = override.partition("=")[2]
+        expanded += [f"{name}={value}" for name in SHORT_KEYS.get(key, (key,))]
+        if key == "model" and "model.pretrained" not in given:
+            expanded.append(f"model.pretrained={str(pretrained).lower()}")
+    return expanded
+
+
+def data_overrides(path: Path) -> list[str]:
+    """The keys of the section `data` for a folder, an archive or a list of images."""
+    if path.is_dir():
+        train, val = _find_splits(path)
+        keys = [f"data.root={path}", f"data.train={train or '.'}"]
+        if val is not None:
+            keys += [f"data.val={val}", "data.val_fraction=null"]
+        return keys
+    if is_archive(path.name):
+        return [f"data.root={path}", "data.train=."]
+    # Another `data.name` resets the section.
+    split = ["data.val=null", "data.val_fraction=0.2"]
+    return ["data.name=list", f"data.root={path.parent}", f"data.train={path.name}", *split]
+
+
+def _find_splits(folder: Path) -> tuple[str | None, str | None]:
+    """The names of the training and the validation set in a folder; None for what is missing."""
+    content = list_folder(os.fsencode(folder))
+    names = [os.fsdecode(name) for name in [*content.folders, *content.others]]
+    by_stem = {name.lower(): name for name in names}
+    for name in names:
+        if is_archive(name):
+            by_stem.setdefault(Path(name).stem.lower(), name)
+    train = next((by_stem[name] for name in _TRAIN_NAMES if name in by_stem), None)
+    val = next((by_stem[name] for name in _VAL_NAMES if name in by_stem), None)
+    if train is None:
+        return None, None  # a class may be called `test`
+    return train, val
+
+
+def batch_size_for(num_images: int) -> int:
+    """A power of two from 8 to 64 with at least ten steps in an epoch, if there are enough images;
+    never more than the images.
+    """
+    batch = _LARGEST_BATCH
+    while batch > _SMALLEST_BATCH and num_images < _MIN_STEPS_PER_EPOCH * batch:
+        batch //= 2
+    return max(1, min(batch, num_images))
+
+
+def describe_data(source: str, loaded: LoadedConfig, data: "DataSets") -> str:
+    """One line: the form of the data set, its classes, the held-out images, the batch size."""
+    config = loaded.config.data
+    form = "class folders"
+    if config.name == "list":
+        form = "a list of images"
+    elif find_archives(Path(config.root), config.train):
+        form = "an archive"
+    if config.val is not None:
+        held_out = f"evaluated on {config.val}"
+    elif config.fold is not None:
+        held_out = f"evaluated on fold {config.fold}"
+    else:
+        held_out = f"{config.val_fraction:.0%} held out for evaluation"
+    classes = f"{len(data.classes)} classes"
+    if len(data.classes) == 1:
+        classes = "1 class"
+    return (
+        f"{source}: {form}, {classes} ({join_names(data.classes)}), {held_out}, "
+        f"batch size {loaded.config.train.global_batch_size}"
+    )
+
+
+def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
+    """The overrides whose keys `others` do not set."""
+    keys = {_key_of(text) for text in others}
+    return [text for text in overrides if _key_of(text) not in keys]
+
+
+def _key_of(override: str) -> str:
+    return override.partition("=")[0].strip()
