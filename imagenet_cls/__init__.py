@@ -1,7 +1,8 @@
 """Train ImageNet classifiers from config files, on any number of devices and machines.
 
-`Predictor`, `load_model` and `read_metrics` are imported when they are used, and torch with them:
-see docs/api.md.
+`train` and `evaluate` run the commands of the same names, `TrainedRun` reads a run folder,
+`Predictor` and `load_model` use its weights, and `read_metrics` its metrics: see docs/api.md. They
+are imported when they are used, and torch with them.
 """
 
 import sys
@@ -11,18 +12,40 @@ from typing import TYPE_CHECKING, Any
 from imagenet_cls.versions import __version__
 
 if TYPE_CHECKING:
+    from imagenet_cls.commands.python_api import TrainedRun, evaluate, train
     from imagenet_cls.inference.predictor import Predictor, load_model
     from imagenet_cls.report.jsonl import read_metrics
 
-__all__ = ["Predictor", "__version__", "load_model", "read_metrics"]
+# The module of each public name. This is all of the public API.
+_MODULES = {
+    "Predictor": "inference.predictor",
+    "TrainedRun": "commands.python_api",
+    "evaluate": "commands.python_api",
+    "load_model": "inference.predictor",
+    "read_metrics": "report.jsonl",
+    "train": "commands.python_api",
+}
+
+__all__ = [
+    "Predictor",
+    "TrainedRun",
+    "__version__",
+    "evaluate",
+    "load_model",
+    "read_metrics",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if sys.platform == "win32":
         raise ImportError(
             "imagenet_cls does not run on Windows; use WSL (Windows Subsystem for Linux)"
         )
-    module = "report.jsonl" if name == "read_metrics" else "inference.predictor"
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -22,6 +22,7 @@ LIBRARIES = (
     "tensorboard",
     "safetensors",
     "rich",
+    "tqdm",
     "matplotlib",
     "sklearn",
     "numpy",

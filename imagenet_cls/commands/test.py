@@ -76,6 +76,12 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "mistakes",
     )
     parser.add_argument(
+        "--results",
+        type=cli.path,
+        metavar="FILE",
+        help="write the results as JSON, by `raw` and `ema`",
+    )
+    parser.add_argument(
         "--knn",
         type=cli.positive,
         metavar="K",
@@ -180,6 +186,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         if len(paths) > 1:
             check_exists(Path(paths[1]))
         check_output_path(arguments.out)
+        check_output_path(arguments.results)
         check_report_folder(arguments.report)
         if "data.val" in override_keys(overrides):
             check_images(arguments.data, loaded.config.data)
@@ -264,6 +271,8 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     print("\n".join(map(printable, evaluation.messages)))
     for name, metrics in evaluation.metrics.items():
         print(f"{name}: " + "  ".join(describe_result(metrics, digits=3)))
+    if arguments.results is not None:
+        write_output(arguments.results, json.dumps(evaluation.metrics, indent=1).encode())
     if out is not None:
         text = io.StringIO(newline="")
         write_predictions(text, prediction_rows(evaluation), out.suffix == ".csv")

@@ -164,6 +164,20 @@ class Predictor:
                 "Use another checkpoint.",
             ) from error
 
+    def __call__(
+        self, images: AnyImage | Sequence[AnyImage], top: int = 5
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """`predict` as a list for a list or a folder of images; for a single image its row."""
+        if isinstance(images, str | Path):
+            rows = list(self.predict(find_images([str(images)]), top))
+            return rows if Path(images).is_dir() else rows[0]
+        if isinstance(images, Image.Image | np.ndarray | Tensor):
+            return next(self.predict([images], top))
+        return list(self.predict(images, top))
+
+    def __repr__(self) -> str:
+        return f"Predictor({str(self.path)!r}, {self.weights} weights, {self.num_classes} classes)"
+
     def predict(
         self, images: Sequence[AnyImage], top: int = 5, with_logits: bool = False
     ) -> Iterator[dict[str, Any]]:

@@ -41,6 +41,16 @@ def plot_run(metrics: Sequence[Record], folder: Path) -> None:
             draw_curve(axes, key, [("", metrics)])
 
 
+def draw_run(metrics: Sequence[Record]) -> "Figure":
+    """Loss, top-1 and learning rate of a run over its steps, side by side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((15, 4), layout="constrained")
+    for axes, key in zip(figure.subplots(1, 3), ("loss", "top1_pct", "lr"), strict=True):
+        draw_curve(axes, key, [("", metrics)])
+    return figure
+
+
 def draw_curve(axes: "Axes", key: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> None:
     """Draw a field of `CURVES` over the steps of runs: means of neighboring training steps, the
     evaluations, and where a run was resumed.

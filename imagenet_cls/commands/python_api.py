@@ -1,0 +1,266 @@
+"""The Python API of training and evaluation: `train` and `evaluate` run a command in a child
+process, and `TrainedRun` reads a run folder.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from imagenet_cls.checkpoint.progress import best_weights
+from imagenet_cls.checkpoint.select import state_of_newest
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.distributed import child_command
+from imagenet_cls.commands.own_data import expand_short_keys, is_data
+from imagenet_cls.commands.report import report_command
+from imagenet_cls.commands.train import load_for_training, run_options, train_parser
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.reader import dump_inline
+from imagenet_cls.errors import (
+    CheckpointError,
+    DataError,
+    NonFiniteError,
+    ResourceError,
+    UsageError,
+    UserError,
+)
+from imagenet_cls.inference.predictor import Predictor
+from imagenet_cls.parallel.signals import set_parent_death_signal
+from imagenet_cls.report.jsonl import Record, read_metrics
+from imagenet_cls.report.plots import draw_run
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+_ERRORS = (UsageError, DataError, CheckpointError, ResourceError, NonFiniteError)
+_STEP = re.compile(r"\bstep (\d+)/(\d+)")
+_PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
+
+
+class TrainedRun:
+    """A run, finished or not.
+
+    folder: the run folder, such as `work_dirs/photos`. Raises UsageError if it holds no run.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not (self.folder / "metrics.jsonl").is_file():
+            raise UsageError(
+                f"{self.folder}: not a run folder (it has no metrics.jsonl).",
+                "Give a folder like work_dirs/demo.",
+            )
+
+    @property
+    def metrics(self) -> list[Record]:
+        """The records of `metrics.jsonl`, see docs/api.md."""
+        return read_metrics(self.folder)
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The evaluation whose weights `predictor()` loads: a record of `metrics`.
+
+        Raises CheckpointError if the run has none yet.
+        """
+        state = state_of_newest(self.folder)
+        assert state is not None  # of a folder
+        best = state["progress"]["best"]
+        if not best:
+            raise CheckpointError(f"{self.folder}: no evaluation yet.", "Train for an epoch.")
+        weights = best_weights(best)
+        for record in self.metrics:
+            is_eval = record["kind"] == "eval" and record["weights"] == weights
+            if is_eval and record["step"] == best[weights]["step"]:
+                return record
+        raise CheckpointError(
+            f"{self.folder}: metrics.jsonl lacks the best evaluation.", "Restore the file."
+        )
+
+    def dataframe(self) -> "pandas.DataFrame":
+        """`metrics` as a table of pandas, which has to be installed."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise UsageError(
+                "A dataframe needs pandas.", "Install it: pip install pandas"
+            ) from error
+        return pandas.DataFrame(self.metrics)
+
+    def plot(self) -> "Figure":
+        """Loss, top-1 and learning rate over the steps. A notebook shows the returned figure."""
+        return draw_run(self.metrics)
+
+    def report(self) -> Path:
+        """Write the page of `tools/report.py` into the run folder. Returns its path."""
+        report_command([str(self.folder)])
+        return self.folder / "report.html"
+
+    def predictor(self, **options: Any) -> Predictor:
+        """A `Predictor` with the best weights of the run. options: those of `Predictor`."""
+        return Predictor(self.folder, **options)
+
+    def __repr__(self) -> str:
+        return f"TrainedRun({str(self.folder)!r})"
+
+
+def train(
+    source: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    model: str | None = None,
+    epochs: int | None = None,
+    size: int | None = None,
+    lr: float | None = None,
+    gpus: int | None = None,
+    work_dir: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> TrainedRun:
+    """Train on a data set, or from a config, in a child process. Returns the run.
+
+    source: a folder of class folders, an archive or a list of images; or a config, such as
+    `"configs/resnet50.yaml"`; None for the demo. overrides: values by key, such as
+    `{"train.batch_size": 32}`. model, epochs, size, lr: short for `model.name`, `train.epochs`,
+    `augment.size_px` and `eval.crop_px`, and `optimizer.lr`. gpus: ranks to start on this machine.
+    work_dir: the run folder, by default `work_dirs/<name>`. resume, overwrite: as the options of
+    `tools/train.py`; without either, a folder that holds a run is an error.
+
+    Prints the lines of the run, and shows a progress bar. An interrupt saves, and then raises
+    KeyboardInterrupt. Raises the errors of the run as a UserError.
+    """
+    short = {"model": model, "epochs": epochs, "size": size, "lr": lr}
+    values = {key: value for key, value in short.items() if value is not None}
+    arguments = _override_arguments({**(overrides or {}), **values})
+    if source is not None:
+        source = str(source)
+    if source is None or not is_data(source):
+        base = load_config(source).config
+        arguments = expand_short_keys(arguments, base.model.pretrained)
+    argv = [] if source is None else [source]
+    argv += arguments
+    if gpus is not None:
+        argv += ["--gpus", str(gpus)]
+    if work_dir is not None:
+        argv += ["--work-dir", str(work_dir)]
+    if resume:
+        argv.append("--resume")
+    if overwrite:
+        argv.append("--overwrite")
+    parsed = cli.parse(train_parser(), argv)
+    folder = run_options(parsed, load_for_training(parsed)).work_dir
+    run_command("train", argv)
+    return TrainedRun(folder)
+
+
+def evaluate(
+    weights: str | Path,
+    data: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    gpus: int | None = None,
+    allow_import: Sequence[str] = (),
+) -> dict[str, dict[str, float]]:
+    """Evaluate a run folder or a checkpoint in a child process.
+
+    data: a separate test set, see docs/your_data.md; None for the validation images of the run.
+    gpus: ranks to start on this machine. allow_import: as for `Predictor`.
+    Returns the results of the raw weights and of the EMA by name (`raw`, `ema`), such as
+    `{"raw": {"top1_pct": 97.2, ...}}`. Raises the errors of the command as a UserError.
+    """
+    argv = [str(weights), *_override_arguments(overrides or {})]
+    for name in allow_import:
+        argv += ["--allow-import", name]
+    if data is not None:
+        argv += ["--data", str(data)]
+    if gpus is not None:
+        argv += ["--gpus", str(gpus)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.json"
+        run_command("test", [*argv, "--results", str(file)])
+        results: dict[str, dict[str, float]] = json.loads(file.read_text())
+        return results
+
+
+def _override_arguments(values: Mapping[str, Any]) -> list[str]:
+    """`key=value` for each value. Raises UsageError for an object, such as a class."""
+    for key, value in values.items():
+        if not isinstance(value, _PLAIN):
+            raise UsageError(
+                f"{key}: {value!r} can't be passed to another process.",
+                "Put it into a module in the working directory, and give 'my_module:Name'.",
+            )
+    return [f"{key}={dump_inline(value)}" for key, value in values.items()]
+
+
+def run_command(name: str, argv: Sequence[str]) -> None:
+    """Run a command in a child process and print its output. Raises its error, or RuntimeError for
+    a bug. An interrupt is passed on to the process, and raised when that has ended.
+    """
+    process = subprocess.Popen(
+        [*child_command(name), *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="backslashreplace",
+        process_group=0,  # Ctrl-C in a terminal reaches it once, from here
+        preexec_fn=partial(set_parent_death_signal, signal.SIGTERM),
+    )
+    assert process.stdout is not None and process.stderr is not None
+    errors: list[str] = []
+    # A full pipe would block the process.
+    reader = Thread(target=errors.extend, args=(process.stderr,), daemon=True)
+    reader.start()
+    interrupt = None
+    try:
+        _show_output(process.stdout)
+    except KeyboardInterrupt as error:
+        process.send_signal(signal.SIGINT)
+        interrupt = error
+    code = process.wait()
+    reader.join()
+    text = "".join(errors).strip()
+    if code != 0 and interrupt is None:
+        raise _error_of(code, text)
+    if text:
+        print(text, file=sys.stderr)
+    if interrupt is not None:
+        raise interrupt
+
+
+def _show_output(lines: Iterable[str]) -> None:
+    """Print each line. Lines of steps move a progress bar instead."""
+    bar = None
+    for line in lines:
+        step = _STEP.search(line)
+        if step is None or not line.startswith("epoch"):
+            tqdm.write(line, end="")
+            continue
+        if bar is None:
+            bar = tqdm(total=int(step[2]), unit="step", leave=False)
+        bar.set_postfix_str(line[step.end() :].strip(), refresh=False)
+        bar.update(int(step[1]) - bar.n)
+    if bar is not None:
+        bar.close()
+
+
+def _error_of(code: int, text: str) -> Exception:
+    """The error of a command with this exit code. text: its stderr, the problem and the remedy."""
+    problem, _, remedy = text.rpartition("\n")
+    if code == 1 or not problem:
+        return RuntimeError(text or f"The command ended with exit code {code}.")
+    for kind in _ERRORS:
+        if kind.exit_code == code:
+            return kind(problem, remedy)
+    error = UserError(problem, remedy)
+    error.exit_code = code
+    return error

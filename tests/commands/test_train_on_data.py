@@ -1,0 +1,190 @@
+"""`train` with a data set in place of a config, and the Python API that does the same."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import REPOSITORY, environment
+from PIL import Image
+
+import imagenet_cls
+from imagenet_cls.commands.own_data import batch_size_for, expand_short_keys, load_with_data
+from imagenet_cls.commands.train import train_command
+from imagenet_cls.errors import DataError, UserError
+
+SMALL = {
+    "model.name": "helpers:plain",
+    "model.pretrained": False,
+    "augment.size_px": 16,
+    "eval.crop_px": 16,
+    "train.epochs": 1,
+    "data.num_workers": 0,
+    "optimizer.layer_decay": None,
+    "log.tensorboard": False,
+}
+ARGUMENTS = [f"{key}={'null' if value is None else value}" for key, value in SMALL.items()]
+
+
+def write_photos(folder: Path, classes: str = "abc", images: int = 10) -> Path:
+    """Class folders of small JPEG files of random noise."""
+    pixels = np.random.default_rng(0)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for number in range(images):
+            image = Image.fromarray(pixels.integers(0, 256, (20, 20, 3), np.uint8))
+            image.save(folder / name / f"{number}.jpg")
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder `photos` in the working directory: 30 images of three classes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    return write_photos(tmp_path / "photos")
+
+
+@pytest.mark.parametrize(
+    ("images", "batch"), [(1, 1), (5, 5), (24, 8), (160, 16), (320, 32), (639, 32), (640, 64)]
+)
+def test_batch_size_leaves_ten_steps_for_an_epoch(images: int, batch: int) -> None:
+    assert batch_size_for(images) == batch
+
+
+def test_short_keys_stand_for_keys_of_the_config() -> None:
+    keys = expand_short_keys(["size=64", "epochs=2", "lr=0.1", "seed=1"], pretrained=True)
+    expected = ["augment.size_px=64", "eval.crop_px=64", "train.epochs=2", "optimizer.lr=0.1"]
+    assert keys == [*expected, "seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "pretrained"),
+    [([], "true"), (["model.pretrained=false"], "false")],
+)
+def test_short_model_keeps_pretrained_unless_it_is_given(given: list[str], pretrained: str) -> None:
+    keys = expand_short_keys(["model=resnet18", *given], pretrained=True)
+    assert keys == ["model.name=resnet18", f"model.pretrained={pretrained}"]
+
+
+def test_class_folders_are_split(photos: Path) -> None:
+    config = load_with_data("photos", []).config
+    assert (config.data.train, config.data.val, config.data.val_fraction) == (".", None, 0.2)
+    assert config.train.global_batch_size == 8
+
+
+def test_folders_train_and_val_are_the_splits(photos: Path) -> None:
+    write_photos(Path("sets/training"))
+    write_photos(Path("sets/valid"))
+    config = load_with_data("sets", ["train.global_batch_size=5"]).config
+    assert (config.data.train, config.data.val) == ("training", "valid")
+    assert config.train.global_batch_size == 5
+
+
+def test_archive_and_list_are_data(photos: Path) -> None:
+    files = sorted(photos.rglob("*.jpg"))
+    with zipfile.ZipFile("photos.zip", "w") as archive:
+        for file in files:
+            archive.write(file, file.relative_to(photos))
+    lines = [f"photos/{file.relative_to(photos)} {file.parent.name}\n" for file in files]
+    Path("photos.txt").write_text("".join(lines))
+    for source in ("photos.zip", "photos.txt"):
+        loaded = load_with_data(source, [])
+        assert loaded.name == "photos"
+        assert "3 classes (a, b, c)" in loaded.notes[0]
+
+
+def test_data_without_images_is_a_data_error(photos: Path) -> None:
+    Path("empty").mkdir()
+    with pytest.raises(DataError):
+        load_with_data("empty", [])
+
+
+def test_folder_is_trained_into_a_run_folder_of_its_name(
+    call: Callable[..., tuple[int, str, str]], photos: Path
+) -> None:
+    code, out, _ = call(train_command, "photos", *ARGUMENTS, "seed=1", "seed=2")
+    assert code == 0
+    assert "class folders, 3 classes (a, b, c), 20% held out" in out
+    assert "seed=1 has no effect" in out
+    assert Path("work_dirs/photos/checkpoints").is_dir()
+
+
+def test_mistyped_folder_is_named(call: Callable[..., tuple[int, str, str]], photos: Path) -> None:
+    code, _, err = call(train_command, "phtos")
+    assert code == 2
+    assert "'photos'" in err
+
+
+def test_config_wins_over_a_folder_of_its_name(
+    call: Callable[..., tuple[int, str, str]], photos: Path
+) -> None:
+    photos.rename("demo")
+    code, out, _ = call(train_command, "demo", "--dry-run", "data.root=digits")
+    assert code == 0
+    assert "./demo" in out and "10 classes" in out
+    code, out, _ = call(train_command, "./demo", "--dry-run", *ARGUMENTS)
+    assert code == 0
+    assert "3 classes (a, b, c)" in out
+
+
+def test_one_class_is_a_warning(call: Callable[..., tuple[int, str, str]], photos: Path) -> None:
+    write_photos(Path("one"), classes="a", images=20)
+    code, out, _ = call(train_command, "one", "--dry-run", *ARGUMENTS)
+    assert code == 0
+    assert "warning: the data has one class" in out
+
+
+def test_python_api_trains_evaluates_and_predicts(photos: Path) -> None:
+    run = imagenet_cls.train("photos", SMALL, epochs=2, work_dir="runs/a")
+    assert run.folder == Path("runs/a")
+    assert {record["epoch"] for record in run.metrics if record["kind"] == "eval"} == {0, 1}
+    assert run.best["top1_pct"] == max(
+        record["top1_pct"] for record in run.metrics if record["kind"] == "eval"
+    )
+    assert len(run.plot().axes) == 3
+    image = photos / "a" / "1.jpg"
+    predictor = run.predictor(allow_import=["helpers:plain"])
+    row = predictor(image)
+    assert isinstance(row, dict) and row["image"] == str(image)
+    assert [row["image"] for row in predictor([image, Image.open(image)])] == [str(image), 1]
+    assert len(predictor(photos)) == 30
+    results = imagenet_cls.evaluate(run.folder, data=photos, allow_import=["helpers:plain"])
+    assert results["raw"]["images"] == 30
+    with pytest.raises(UserError, match="already holds a run"):
+        imagenet_cls.train("photos", SMALL, epochs=2, work_dir="runs/a")
+
+
+def test_python_api_raises_the_errors_of_a_run(photos: Path) -> None:
+    (photos / "a" / "0.jpg").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"0\.jpg"):
+        imagenet_cls.train("photos", {**SMALL, "data.val_fraction": 0.1}, work_dir="runs/b")
+    with pytest.raises(UserError, match="can't be passed"):
+        imagenet_cls.train("photos", model=UserError)
+
+
+@pytest.mark.nightly
+def test_interrupted_training_of_the_python_api_saves(photos: Path) -> None:
+    slow = {**SMALL, "model.name": "helpers:noisy", "model.kwargs": {"pause_sec": 0.2}}
+    program = f"import imagenet_cls; imagenet_cls.train('photos', {slow!r}, epochs=50)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{os.environ['PYTHONPATH']}"},
+    )
+    while not list(Path("work_dirs/photos").glob("checkpoints/step-*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in err
+    assert "Stopped by SIGINT" in err
