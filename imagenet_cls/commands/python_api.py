@@ -1,5 +1,6 @@
-"""The Python API of training and evaluation: `train` and `evaluate` run a command in a child
-process, and `TrainedRun` reads a run folder.
+"""The Python API of training and evaluation.
+
+`train` and `evaluate` run a command in a child process. `TrainedRun` reads a run folder.
 """
 
 import json
