@@ -105,6 +105,10 @@ class RunFolder:
         self._progress: Progress | None = None  # of the run, once it has started
         self._resumed = False
 
+    def holds_run(self) -> bool:
+        """Whether a run has written into the folder. Raises OSError."""
+        return any((self.path / name).exists() for name in _WRITTEN)
+
     def check_usable(self, config: Config, options: RunOptions) -> None:
         """Raise UsageError where the folder can't be used with these options. Writes nothing."""
         if options.resume and options.overwrite:
@@ -123,13 +127,13 @@ class RunFolder:
                     f"mounted?).",
                     "Restore it, or move it away.",
                 )
-            holds_run = any((self.path / name).exists() for name in _WRITTEN)
+            holds_run = self.holds_run()
         except OSError as error:
             raise UsageError(
                 f"{self.path} can't be the run folder: {error.strerror}.",
                 "Give another one with --work-dir.",
             ) from error
-        if holds_run and not options.resume and not options.overwrite:
+        if holds_run and not (options.resume or options.overwrite or options.dry_run):
             done = list_checkpoints(self.checkpoints)
             got = f"saved up to step {step_of(done[0])}" if done else "no checkpoint yet"
             raise UsageError(

@@ -19,7 +19,12 @@ from imagenet_cls.engine.plan import describe_batch_sizes
 from imagenet_cls.engine.profiler import StepProfiler
 from imagenet_cls.engine.run import Run
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
-from imagenet_cls.engine.state import disk_space_warning, open_saver, restore
+from imagenet_cls.engine.state import (
+    compare_with_existing_run,
+    disk_space_warning,
+    open_saver,
+    restore,
+)
 from imagenet_cls.engine.summary import final_message, start_warnings, startup_table
 from imagenet_cls.engine.train import forward_backward, train
 from imagenet_cls.errors import UserError
@@ -42,7 +47,8 @@ def run_training(loaded: LoadedConfig, options: RunOptions, group: Group) -> Non
     with explain_device_errors(describe_batch_sizes(loaded.config, devices)):
         folder, options, resumes = open_run_folder(loaded.config, options, group)
         if options.dry_run:
-            parts = build(loaded.config, group, load_initial_weights=not resumes)
+            load_weights = not resumes and not loaded.config.model.pretrained
+            parts = build(loaded.config, group, load_initial_weights=load_weights)
             dry_run(loaded, options, folder, parts)
             return
         stop_signals = StopSignalHandler(group)
@@ -165,11 +171,21 @@ def log_error(folder: RunFolder, group: Group) -> Iterator[None]:
 def dry_run(
     loaded: LoadedConfig, options: RunOptions, folder: RunFolder, parts: TrainingParts
 ) -> None:
-    """Do everything that a run does up to the gradient of its next step. Writes nothing."""
+    """Do everything that a run does up to the gradient of its next step. Writes nothing, and
+    downloads no published weights.
+    """
     plan = parts.plan
     with closing(parts.train_loader):
         progress, messages = restore(parts, folder, options)
         with open_reporter(loaded, parts, None, progress) as reporter:
+            model = parts.config.model
+            if model.pretrained and progress.step == 0:
+                messages.append(
+                    f"dry run: the published weights of {model.name} (model.pretrained) were not "
+                    "loaded or downloaded, and the loss is that of random weights"
+                )
+            if parts.group.is_main and not options.resume and folder.holds_run():
+                messages.append(compare_with_existing_run(parts, folder))
             for message in messages:
                 reporter.message(message)
             set_training(parts.model, parts.config.model)

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from imagenet_cls.checkpoint.optimizer_state import (
 )
 from imagenet_cls.checkpoint.progress import Progress, read_progress
 from imagenet_cls.checkpoint.saver import CheckpointSaver
-from imagenet_cls.checkpoint.select import load_newest, newest_intact
+from imagenet_cls.checkpoint.select import load_newest, newest_intact, state_of_newest
 from imagenet_cls.config.check import ineffective_keys
 from imagenet_cls.config.keys import keys_without_recipe
 from imagenet_cls.config.load import comparable_values, removed_key_warnings
@@ -295,6 +296,22 @@ def check_resumable(
             "bitwise identical"
         )
     return lines
+
+
+def compare_with_existing_run(parts: TrainingParts, folder: RunFolder) -> str:
+    """What `--resume` would say about the run in the folder. For a dry run, on rank 0."""
+    state = None
+    with suppress(CheckpointError):
+        state = state_of_newest(folder.path)
+    if state is None:
+        return f"{folder.path} already holds a run, which has no checkpoint yet"
+    step = state["progress"]["step"]
+    try:
+        lines = check_resumable(state, parts, ())
+    except CheckpointError as error:
+        lines = [f"--resume would be an error: {error.problem}"]
+    lines = lines or ["nothing that --resume compares has changed"]
+    return "\n".join([f"{folder.path} already holds a run, saved up to step {step}", *lines])
 
 
 def changed_arguments(state: dict[str, Any], now: OptimizerConfig) -> list[str]:

@@ -482,6 +482,30 @@ def test_predict_imports_the_modules_that_the_checkpoint_names(
 # ---- ways to start
 
 
+def test_dry_run_beside_a_run_says_what_resume_would_compare(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    words = arguments(digits, tmp_path / "run", train__max_steps=1)
+    assert call(train_command, *words)[0] == 0
+    before = contents(tmp_path)
+    code, out, _ = call(train_command, *words, "--dry-run")
+    assert code == 0 and "already holds a run, saved up to step 1" in out
+    assert "nothing that --resume compares has changed" in out
+    code, out, _ = call(train_command, *words, "seed=7", "--dry-run")
+    assert code == 0 and "seed: 0 -> 7" in out
+    assert contents(tmp_path) == before
+
+
+def test_dry_run_downloads_no_published_weights(
+    digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    changes = {"model.name": "resnet10t", "model.pretrained": "true"}
+    words = [*arguments(digits, tmp_path / "run", **changes), "--dry-run"]
+    code, out, _ = call(train_command, *words)
+    assert code == 0 and "were not loaded or downloaded" in out
+
+
 def test_dry_run_creates_no_run_folder(digits: Path, tmp_path: Path, call: Callable) -> None:
     before = contents(digits)
     code, out, err = call(train_command, *arguments(digits, tmp_path / "run", "noisy"), "--dry-run")
