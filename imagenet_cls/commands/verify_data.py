@@ -128,7 +128,7 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
 
 def find_bad_images(images: Mapping[Key, Image], num_threads: int) -> list[tuple[str, str]]:
     """Path and reason of each bad image, in the order of the keys. Prints them, too."""
-    # decode_rgb suppresses them, but not in several threads at once
+    # decode_rgb uses warnings.catch_warnings, which is not thread-safe
     warnings.simplefilter("ignore")
     keys = sorted(images)
     bad = []

@@ -6,7 +6,6 @@ Annotation files (`path label` lines, or CSV), and the list of bad images that
 
 import csv
 import io
-import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -139,25 +138,15 @@ def _columns(header: Sequence[str], where: str) -> tuple[int, int]:
     return path_column, label_column
 
 
-def read_bad_images(path: Path) -> dict[str, str]:
-    """Reason of each bad image, by its path: relative to the dataset's root, with `/` between
-    folders, or absolute.
+def read_bad_images(path: Path) -> set[str]:
+    """The paths of bad images: relative to the dataset's root, with `/` between folders, or
+    absolute.
 
-    One image per line: path, tab, reason. Also reads the `verified_images.json` of earlier
-    versions. Raises DataError.
+    A line has a path, perhaps followed by a tab and the reason. Raises DataError.
     """
     verify = f"{command_line('verify-data')} DATA_ROOT --out {path}"
-    remedy = f"Correct data.exclude, or make the list: {verify}"
-    text = read_text(path, remedy)
-    if text.startswith("{"):
-        try:
-            return {image["path"]: image["reason"] for image in json.loads(text)["bad"]}
-        except (ValueError, TypeError, KeyError):
-            raise DataError(
-                f"{path} (data.exclude): not a list that verify-data wrote.", remedy
-            ) from None
-    rows = [line.partition("\t") for line in text.split("\n") if line.strip()]
-    return {name: reason or "listed" for name, _, reason in rows}
+    text = read_text(path, f"Correct data.exclude, or make the list: {verify}")
+    return {line.partition("\t")[0] for line in text.split("\n") if line.strip()}
 
 
 def exclude_images(
@@ -176,6 +165,7 @@ def exclude_images(
     if not rows:
         return index, None
     count = len(index)
+    # More bad images have a cause, such as a broken disk or the list of another dataset.
     most = min(max(count // 100, ALWAYS_EXCLUDABLE), count // 10)
     if len(rows) > most:
         verify = f"{command_line('verify-data')} DATA --out {shlex.quote(str(path))}"
@@ -198,7 +188,8 @@ def _bad_rows(index: ImageIndex, root: Path, path: Path) -> list[int]:
         return os.path.normpath(os.path.join(folder, name))  # noqa: PTH118
 
     paths = {absolute(data_root, os.fsencode(name)) for name in read_bad_images(path)}
-    # Compared first, since normpath takes seconds for ImageNet.
+    # File names are compared first: normpath of all paths of ImageNet takes seconds.
     file_names = {path.rpartition(b"/")[2] for path in paths}
-    rows = [i for i, n in enumerate(index.names.tolist()) if n.rpartition(b"/")[2] in file_names]
+    names = index.names.tolist()
+    rows = [i for i, name in enumerate(names) if name.rpartition(b"/")[2] in file_names]
     return [i for i in rows if absolute(index_root, index.names[i]) in paths]
