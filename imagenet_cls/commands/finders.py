@@ -58,8 +58,8 @@ class Trial:
 
 
 class _TimedRun:
-    """Trains on one random batch again and again; takes the time of the steps after the first
-    `warmup` ones.
+    """An `engine.train.TrainingRun` that trains on one random batch again and again, and takes the
+    time of the steps after the first `warmup` ones.
     """
 
     def __init__(self, parts: TrainingParts, warmup: int):
@@ -92,7 +92,8 @@ def trial_config(config: Config) -> Config:
     Opens the data to count the classes where `model.num_classes` is not set. Raises DataError.
     """
     num_classes = config.model.num_classes or len(open_datasets(config.data, ("train",)).classes)
-    data, loss = config.data, config.loss
+    data = config.data
+    loss = config.loss
     kwargs = {"val_images": 1, "num_classes": num_classes}
     teacher = replace(config.distill.teacher, pretrained=False, checkpoint=None)
     return replace(
@@ -182,9 +183,11 @@ def try_micro_batch(config: Config, group: Group, images: int, accumulation: int
         torch.cuda.empty_cache()
     if config.train.compile:
         torch.compiler.reset()  # there is a limit to how often a model is compiled again
-    warmup, steps = (1, 2) if group.device.type == "cpu" else (3, 10)
+    is_cpu = group.device.type == "cpu"
+    warmup = 1 if is_cpu else 3
+    steps = 2 if is_cpu else 10
     if config.train.sam_rho is not None:
-        # as many steps with SAM as without
+        # The same share of steps with SAM as in a run.
         steps = ceil_div(steps, config.train.sam_every_steps) * config.train.sam_every_steps
     batch = images * accumulation
     kwargs = config.data.kwargs | {"train_images": batch * (warmup + steps)}
@@ -249,7 +252,9 @@ class _RangeEnd(Exception):
 
 
 class _LrRangeRun:
-    """Records the loss of each step. Raises _RangeEnd once it is not finite or has diverged."""
+    """An `engine.train.TrainingRun` that records the loss of each step. Raises _RangeEnd once it is
+    not finite or has diverged.
+    """
 
     SMOOTHING = 0.9
     DIVERGED = 4.0  # times the lowest
@@ -270,7 +275,8 @@ class _LrRangeRun:
         pass
 
     def after_step(self, result: StepResult) -> None:
-        found, lr = self.found, result.lr
+        found = self.found
+        lr = result.lr
         loss = float(result.loss_and_top1[0])
         if not math.isfinite(loss):
             found.end = f"at lr {lr:.3g}, where the loss is not finite"
@@ -300,10 +306,10 @@ def lr_range(
     Networks", section 3.3), from the config's initial weights, with a rate that grows
     geometrically. report: called after each step.
     """
-    length = replace(config.train, epochs=max(config.train.epochs, steps), max_steps=steps)
-    config = replace(
-        config, train=length, schedule=ScheduleConfig(name="constant"), ema=EmaConfig()
-    )
+    epochs = max(config.train.epochs, steps)
+    train_config = replace(config.train, epochs=epochs, max_steps=steps)
+    schedule = ScheduleConfig(name="constant")
+    config = replace(config, train=train_config, schedule=schedule, ema=EmaConfig())
     parts = build(config, group)
     per_epoch = parts.plan.steps_per_epoch
 
@@ -311,7 +317,12 @@ def lr_range(
         return low * (high / low) ** (t / (steps - 1))
 
     parts.schedule = Schedule(
-        config.schedule, rate, Horizon(high, steps, per_epoch), 0, 0, per_epoch
+        settings=config.schedule,
+        curve=rate,
+        horizon=Horizon(high, steps, per_epoch),
+        start=0,
+        warmup=0,
+        steps_per_epoch=per_epoch,
     )
     run = _LrRangeRun(parts, report)
     with closing(parts.train_loader), suppress(_RangeEnd):
