@@ -192,8 +192,8 @@ class Task:
     def train(
         self, name: str, *overrides: str | Path, config: str = "small.yaml", **options: Any
     ) -> Path:
-        """Train; return the run folder. overrides: and options of the command. options: of
-        `run`.
+        """Train and return the run folder. overrides: may include options of the command. options:
+        arguments of `run`.
         """
         run_folder = self.folder / "runs" / name
         device = f"device={'cuda' if self.gpus else 'cpu'}"
@@ -202,7 +202,7 @@ class Task:
         return run_folder
 
     def train_once(self, name: str, *overrides: str, **env: str) -> Path:
-        """As `train`, but a run that an earlier check has finished is not repeated."""
+        """`train`, unless an earlier check has finished this run."""
         run_folder = self.folder / "runs" / name
         done = run_folder.with_suffix(".done")
         if not done.exists():
@@ -228,11 +228,13 @@ class Check:
 def check_gpu_command(argv: Sequence[str]) -> int:
     """Run the checks; print and write the table. Returns the exit code."""
     arguments = cli.parse(check_gpu_parser(), argv)
+    names = arguments.only
+    if not names:
+        names = [name for name, check in CHECKS.items() if check.quick or not arguments.quick]
     checks = {
         name: check
         for name, check in CHECKS.items()
-        if name not in arguments.skip
-        and (name in arguments.only if arguments.only else check.quick or not arguments.quick)
+        if name in names and name not in arguments.skip
     }
     # Both signals become exceptions, so that `Task.run` kills its process.
     handle_interrupts(signal.default_int_handler)
@@ -276,8 +278,8 @@ def run_checks(checks: Mapping[str, Check], out: Path, quick: bool = False) -> l
         out.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(logs, ignore_errors=True)
         logs.mkdir()
-    with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as path:
+        folder = Path(path)
         (folder / "small.yaml").write_text(SMALL_CONFIG)
         (folder / "resnet50.yaml").write_text(RESNET50_CONFIG)
         started = time.monotonic()
@@ -393,10 +395,11 @@ def describe_machine(task: Task) -> str:
     if drivers:
         machine["driver"] = drivers[0]
     machine["cpus"] = os.cpu_count()
-    *python, _, _, _ = child_command("train")  # without `-m imagenet_cls train`
+    python = child_command("train")[:-3]  # without `-m imagenet_cls train`
     program = "from imagenet_cls.commands.check_gpu import print_gpus; print_gpus()"
-    # If that fails, there is no value `gpus`, and the other checks use the CPU.
-    machine |= json.loads(task.run([*python, "-c", program]).splitlines()[-1])
+    # If this process fails, there is no value `gpus`, and the other checks use the CPU.
+    output = task.run([*python, "-c", program])
+    machine.update(json.loads(output.splitlines()[-1]))
     if drivers and not machine["gpus"] and "CUDA_VISIBLE_DEVICES" not in os.environ:
         raise CheckFailed(f"nvidia-smi lists {len(drivers)} GPUs, and torch sees none")
     gpus = [f"{gpu['name']} ({gpu['gib']} GiB, sm_{gpu['sm']})" for gpu in machine["gpus"]]
@@ -435,7 +438,8 @@ def write_images(folder: Path, count: int, width: int, height: int) -> list[str]
     """Write `count` JPEG files, and an eighth of that for validation; return the overrides for
     them.
 
-    Colors that change smoothly, with noise: with 500 x 375 pixels about as large as ImageNet's.
+    Their colors change smoothly, with noise. Files of 500 x 375 pixels are about as large as
+    ImageNet's.
     """
     import numpy as np
     from PIL import Image
@@ -458,7 +462,7 @@ def write_images(folder: Path, count: int, width: int, height: int) -> list[str]
 
 
 def small_images(task: Task) -> list[str]:
-    """Overrides for 640 JPEG files of 80 x 64 pixels, which all checks share."""
+    """Write 640 JPEG files of 80 x 64 pixels; return the overrides for them."""
     folder = task.folder / "small"
     shutil.rmtree(folder, ignore_errors=True)
     overrides = write_images(folder, 640, 80, 64)
@@ -466,7 +470,7 @@ def small_images(task: Task) -> list[str]:
 
 
 def sanitizer(task: Task) -> str:
-    """A race: data that one stream writes while another reads it.
+    """Fail if TORCH_CUDA_SANITIZER reports a data race in 10 steps.
 
     Without workers: the sanitizer asks CUDA for the stream of each operator, which a forked process
     can't do.
@@ -485,7 +489,9 @@ def sanitizer(task: Task) -> str:
 
 
 def precision(task: Task, name: str) -> str:
-    """Losses and gradient norms of all steps, close to those in fp32."""
+    """Fail unless losses and gradient norms of 10 steps are close to those in fp32 without TF32; in
+    fp16 only losses.
+    """
     exact = read_steps(task.train_once("eager-1", NVIDIA_TF32_OVERRIDE="0"))
     if name == "fp32":
         return f"10 steps, loss {exact[0]['loss']:.4f} to {exact[-1]['loss']:.4f}"
@@ -497,7 +503,7 @@ def precision(task: Task, name: str) -> str:
 
 
 def compiled(task: Task, mode: str, micro_batches: int) -> str:
-    """Losses and gradient norms of all steps, close to those without train.compile."""
+    """Fail unless losses and gradient norms are close to those without `train.compile`."""
     if not (task.gpus or shutil.which("g++") or shutil.which("clang++")):
         raise CheckSkipped("needs a C++ compiler on a CPU")
     micro_batch = f"train.micro_batch_size={32 // micro_batches}"
@@ -509,8 +515,8 @@ def compiled(task: Task, mode: str, micro_batches: int) -> str:
 
 
 def data_parallel(task: Task) -> str:
-    """DataParallel on two GPUs, against one device with two micro-batches: the same images in each
-    forward pass.
+    """Fail unless losses and gradient norms of DataParallel on two GPUs are close to those of one
+    device with two micro-batches, whose forward passes have the same images.
     """
     images = small_images(task)
     one = task.train("one-device-2", *images, "train.micro_batch_size=16")
@@ -519,7 +525,9 @@ def data_parallel(task: Task) -> str:
 
 
 def ddp(task: Task) -> str:
-    """DDP on two ranks with SyncBN, against one device: on GPUs over nccl, on a CPU over gloo."""
+    """Fail unless losses and gradient norms of DDP with SyncBN on two ranks are close to those of
+    one device. The ranks use nccl on GPUs, and gloo on a CPU.
+    """
     if task.gpus == 1:
         raise CheckSkipped("needs 2 GPUs")
     task.command("check-dist", "--gpus", "2", *([] if task.gpus else ["device=cpu"]))
@@ -529,21 +537,26 @@ def ddp(task: Task) -> str:
     return compare_steps(read_steps(run), read_steps(one), TOLERANCE)
 
 
+def reproducible_steps(task: Task) -> int:
+    """The number of steps of `reproducible_run`, enough to kill it before it ends."""
+    return 300 if task.gpus else 60
+
+
 def reproducible_run(task: Task) -> list[str]:
-    """The settings of a run whose bits are compared, long enough to be killed."""
+    """The overrides of a run whose bits are compared."""
     return [
         *small_images(task),
         "train.deterministic=true",
         "train.precision=bf16",
         "ema.decay=0.9",
         "checkpoint.every_steps=10",
-        f"train.max_steps={300 if task.gpus else 60}",
+        f"train.max_steps={reproducible_steps(task)}",
         "eval.every_epochs=100",
     ]
 
 
 def deterministic(task: Task) -> str:
-    """Two runs with the same bits."""
+    """Fail unless two deterministic runs are bitwise identical."""
     settings = reproducible_run(task)
     first = digest(task.train_once("undisturbed", *settings))
     second = digest(task.train("again", *settings))
@@ -555,13 +568,13 @@ def deterministic(task: Task) -> str:
 
 
 def resume(task: Task) -> str:
-    """A run that is killed and resumed, with the bits of an undisturbed one."""
+    """Fail unless a run that is killed and resumed ends in the bits of an undisturbed one."""
     settings = reproducible_run(task)
     expected = digest(task.train_once("undisturbed", *settings))
     checkpoints = task.folder / "runs" / "killed" / "checkpoints"
     run = task.train("killed", *settings, kill_when=lambda: any(checkpoints.glob("step-*")))
     saved = int(newest_checkpoint(run).name.removeprefix("step-"))
-    if f"train.max_steps={saved}" in settings:
+    if saved == reproducible_steps(task):
         raise CheckFailed("the run ended before it could be killed")
     found = digest(task.train("killed", *settings, "--resume"))
     if found != expected:
@@ -572,9 +585,7 @@ def resume(task: Task) -> str:
 
 
 def find_batch(task: Task) -> str:
-    """Micro-batches of ResNet-50 up to the one that does not fit; on a CPU two of the small
-    model.
-    """
+    """Find the largest micro-batch of ResNet-50; on a CPU of the small model, up to two images."""
     if task.gpus:
         output = task.command("find-batch", task.folder / "resnet50.yaml", "device=cuda")
     else:
@@ -584,7 +595,7 @@ def find_batch(task: Task) -> str:
 
 
 def speed(task: Task, from_files: bool) -> str:
-    """Training of ResNet-50 at 224 px in bf16."""
+    """Measure the training of ResNet-50 at 224 px in bf16, on synthetic images or JPEG files."""
     batch = 256 if min(gpu["gib"] for gpu in task.machine["gpus"]) >= 30 else 64
     overrides = [f"train.global_batch_size={batch}", f"eval.batch_size={batch}"]
     if from_files:
