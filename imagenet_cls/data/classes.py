@@ -128,12 +128,6 @@ def _classes_named_by(
         names = sorted(labels)
         return {name: i for i, name in enumerate(names)}, tuple(names)
     targets = {label: int(label) for label in short}
-    for label, number in sorted(targets.items()):
-        if label != str(number) and str(number) in targets:
-            raise DataError(
-                f"{path}: {format_value(label)} and {format_value(str(number))} are both labels.",
-                "Write each number in one way.",
-            )
     highest = max(0, max(targets.values()))
     long = [label for label in labels if label not in targets]
     if long or set(targets.values()) != set(range(highest + 1)):
