@@ -1,9 +1,7 @@
 """Which images of a part are held out for validation, and which are trained on.
 
-Decided by hashes of their names.
-
-A hash depends on the name alone, so the choice is the same on every machine, and added files move
-few others.
+Hashes of their names decide. A hash depends on the name alone, so the choice is the same on every
+machine, and added files move few others.
 """
 
 import os
@@ -49,8 +47,8 @@ def name_hashes(names: Names) -> np.ndarray:
 
 
 def fold_mask(names: Names, fold: Sequence[int]) -> np.ndarray:
-    """Which images are of fold i of k, where fold is [i, k]: bool (N,). Those whose hash modulo k
-    is i.
+    """Which images are of fold i of k, where fold is [i, k]: bool (N,). The hash of their names
+    modulo k is i.
     """
     number, folds = fold
     mask: np.ndarray = name_hashes(names) % np.uint64(folds) == np.uint64(number)
@@ -62,9 +60,9 @@ def held_out_mask(
 ) -> np.ndarray:
     """Which images are held out for validation: bool (N,).
 
-    Of each class with n images, those round(n * fraction) (half to even) with the smallest hash of
-    their name; at least one, and not all, where the class has two or more images. A single image
-    stays in training.
+    Of a class with n images these are round(n * fraction) (half to even), with the smallest hashes
+    of their names; at least one, and not all, where the class has two or more images. A single
+    image stays in training.
 
     groups: the group of each image. Then groups are held out instead of images, until the number of
     their images is nearest to the fraction; class by class if no group has images of several
@@ -101,7 +99,7 @@ def _smallest_hashes(
 def fraction_rows(names: Names, targets: np.ndarray, fraction: float) -> np.ndarray:
     """The share of each class to train on, at least one image: int64 rows, ascending.
 
-    The images with the smallest hashes, so that a smaller share is part of a larger one.
+    It has the images with the smallest hashes, so that a smaller share is part of a larger one.
     """
     by_class = _by_class(name_hashes(names), targets)
     return np.sort(

@@ -93,9 +93,8 @@ def open_test_set(
 ) -> ImageSource:
     """The validation part of `folder` or `list`, whatever the training part is.
 
-    classes: the classes of the weights to evaluate, to which the images are matched. None: the
-    images'.
-    allow_missing: the images need not have all classes. Raises DataError.
+    classes: those of the weights to evaluate, to which the images are matched; None to keep the
+    classes of the images. allow_missing: the images need not have all classes. Raises DataError.
     """
     assert data.val is not None
     path = Path(data.root).expanduser() / data.val
