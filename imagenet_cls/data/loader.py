@@ -5,6 +5,7 @@ Their bits are the same for any number of worker processes.
 
 import atexit
 import itertools
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -415,9 +416,10 @@ def check_shared_memory(held: Sequence[tuple[int, int]], local_ranks: int) -> No
     needed = local_ranks * sum(images * image_bytes for images, image_bytes in held)
     usage = shutil.disk_usage(SHARED_MEMORY)
     if needed > usage.free:
+        size_mib = math.ceil((usage.used + needed) / 2**20)
         raise ResourceError(
             f"{SHARED_MEMORY} has {usage.free / 2**20:,.0f} MiB free, and the batches that "
             f"data workers hold ready need {needed / 2**20:,.0f} MiB.",
             f"{_USE_FEWER.capitalize()}, or enlarge {SHARED_MEMORY} "
-            f"(docker run --shm-size={(usage.used + needed >> 20) + 1}m).",
+            f"(docker run --shm-size={size_mib}m).",
         )
