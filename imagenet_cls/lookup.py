@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from imagenet_cls.errors import Problem
 from imagenet_cls.text import format_value
@@ -160,10 +160,14 @@ def kwargs_problems(
     ]
 
 
-def number_problem(value: Any, allowed: Any, whole: bool = False) -> str | None:
-    """Why `value` is no number of the range `allowed` (`config.schema.Range`); None if it is.
-    whole: integers only.
-    """
+class Numbers(Protocol):
+    """Allowed numbers, which its text describes: a `config.schema.Range`."""
+
+    def __contains__(self, number: float, /) -> bool: ...
+
+
+def number_problem(value: Any, allowed: Numbers, whole: bool = False) -> str | None:
+    """Why `value` is none of the allowed numbers; None if it is one. whole: integers only."""
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if is_number and value in allowed:
         return None
