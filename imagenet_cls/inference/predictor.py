@@ -34,7 +34,7 @@ from imagenet_cls.inference.load_weights import TrainedModels, load_checkpoint
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.text import first_line, format_value
+from imagenet_cls.text import first_line
 
 AnyImage = str | Path | Image.Image | np.ndarray | Tensor
 """A file, a Pillow image, a uint8 array (H, W, 3), or a uint8 tensor (3, H, W)."""
@@ -314,12 +314,6 @@ class OnnxPredictor(Predictor):
             )
             self._set_up(trained, values["weights"], model, torch.device("cpu"))
             self.graph_preprocess = values["preprocess"]
-            if self.graph_preprocess not in ("none", "normalize"):
-                raise CheckpointError(
-                    f"{file}: The preprocessing in its graph is "
-                    f"{format_value(self.graph_preprocess)}, which is no longer supported.",
-                    "Export it again: tools/export.py RUN --format onnx --preprocess normalize",
-                )
 
     def _compute(self, model: nn.Module, images: Sequence[AnyImage]) -> Tensor:
         with invalid_content_errors(self.path):  # onnxruntime finds some only in a run
