@@ -112,7 +112,7 @@ def train_in_folder(
         if config.log.plots:
             reporter.plot()
         if group.is_main:  # other ranks may not see the run folder
-            reporter.message(final_message(progress, work_dir, run.meter))
+            reporter.message(final_message(progress, parts.plan, work_dir, run.meter))
 
 
 def open_run_folder(

@@ -1,5 +1,6 @@
 """What a run prints at its start and at its end."""
 
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 
 from imagenet_cls.checkpoint.format import checkpoint_path
-from imagenet_cls.checkpoint.progress import Progress, best_metric
+from imagenet_cls.checkpoint.progress import Progress, best_metric, best_weights
 from imagenet_cls.config.schema import EmaConfig, MixConfig
 from imagenet_cls.data.index import describe_unread
 from imagenet_cls.data.samplers import samples_per_epoch
@@ -19,6 +20,7 @@ from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.overlap import initial_weights_warning, same_parts_warning
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
+from imagenet_cls.text import command_line
 
 # An epoch that leaves out a larger share of the images is worth a warning.
 _MAX_LEFT_OUT = 0.1
@@ -211,19 +213,29 @@ def _batch_norm_batch(parts: TrainingParts) -> str:
     return f"{images} images{' over all ranks' if is_synced else ''}"
 
 
-def final_message(progress: Progress, work_dir: Path, meter: Meter) -> str:
-    """A line for duration and speed, one for the raw weights and one for the EMA: the last and the
-    best result.
+def final_message(progress: Progress, plan: Plan, work_dir: Path, meter: Meter) -> str:
+    """Duration and speed, the best results, the checkpoint and the weights that predict.py uses,
+    and the next commands.
     """
     lines = ["done", f"trained {meter.describe_total()}"]
-    for name, best in progress.best.items():
-        path = checkpoint_path(work_dir / "checkpoints", best["step"])
-        saved = str(path) if path.exists() else f"{path}, which is missing"
-        metric = best_metric(best)
-        title, form = _METRIC_FORMATS[metric]
-        last, top = form.format(progress.latest[name][metric]), form.format(best[metric])
-        lines.append(
-            f"{name} weights: {title} {last} at the end, best {top} at step "
-            f"{best['step']} in {saved}"
-        )
+    if progress.best:
+        used = best_weights(progress.best)
+        for name, best in progress.best.items():
+            title, form = _METRIC_FORMATS[best_metric(best)]
+            value = form.format(best[best_metric(best)])
+            epoch = (best["step"] - 1) // plan.steps_per_epoch + 1
+            note = ", used by predict.py" if name == used else ""
+            lines.append(f"best {title} ({name} weights{note}): {value} in epoch {epoch}")
+        path = checkpoint_path(work_dir / "checkpoints", progress.best[used]["step"])
+        lines.append(f"checkpoint: {path}{'' if path.exists() else ', which is missing'}")
+    if (work_dir / "plots").exists():
+        lines.append(f"curves: {work_dir / 'plots'}")
+    run = shlex.quote(str(work_dir))
+    report = shlex.quote(f"reports/{work_dir.name}")
+    lines += [
+        "next:",
+        f"  {command_line('test')} {run} --report {report}",
+        f"  {command_line('report')} {run}",
+        f"  {command_line('predict')} {run} IMAGES",
+    ]
     return "\n".join(lines)

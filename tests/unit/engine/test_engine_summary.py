@@ -1,7 +1,9 @@
 """The last lines of a run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from imagenet_cls.checkpoint.format import checkpoint_path
@@ -12,17 +14,40 @@ from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 
 
-def test_last_lines_name_the_best_checkpoints_and_say_which_is_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_last_lines_name_the_best_results_and_the_next_commands(
+    tmp_path: Path, is_saved: bool
+) -> None:
+    run = tmp_path / "my run"
     progress = Progress(
         step=20,
         best={"raw": {"step": 10, "top1_pct": 90.0}, "ema": {"step": 20, "top1_pct": 91.5}},
-        latest={"raw": {"top1_pct": 85.25}, "ema": {"top1_pct": 91.5}},
     )
-    kept, deleted = (checkpoint_path(tmp_path / "checkpoints", step) for step in (20, 10))
-    kept.mkdir(parents=True)
+    (run / "plots").mkdir(parents=True)
+    checkpoint = checkpoint_path(run / "checkpoints", 20)
+    if is_saved:
+        checkpoint.mkdir(parents=True)
     meter = Meter(Group(RankInfo(), torch.device("cpu")), global_batch=8)
-    done, trained, raw, ema = final_message(progress, tmp_path, meter).splitlines()
-    assert done == "done" and meter.describe_total() in trained
-    assert "85.25 %" in raw and "90.00 % at step 10" in raw and str(deleted) in raw
-    assert "91.50 % at step 20" in ema and str(kept) in ema
-    assert ["missing" in line for line in (raw, ema)] == [True, False]
+    plan = SimpleNamespace(steps_per_epoch=5)
+    assert final_message(progress, plan, run, meter).splitlines() == [
+        "done",
+        f"trained {meter.describe_total()}",
+        "best top-1 (raw weights): 90.00 % in epoch 2",
+        "best top-1 (ema weights, used by predict.py): 91.50 % in epoch 4",
+        f"checkpoint: {checkpoint}{'' if is_saved else ', which is missing'}",
+        f"curves: {run / 'plots'}",
+        "next:",
+        f"  python tools/test.py '{run}' --report 'reports/my run'",
+        f"  python tools/report.py '{run}'",
+        f"  python tools/predict.py '{run}' IMAGES",
+    ]
+
+
+def test_last_lines_of_a_run_without_finite_results_and_plots(tmp_path: Path) -> None:
+    meter = Meter(Group(RankInfo(), torch.device("cpu")), global_batch=8)
+    message = final_message(Progress(), SimpleNamespace(steps_per_epoch=5), tmp_path, meter)
+    assert [line.partition(" ")[0] for line in message.splitlines()[:3]] == [
+        "done",
+        "trained",
+        "next:",
+    ]
