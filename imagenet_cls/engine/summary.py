@@ -109,18 +109,20 @@ def describe_images(source: ImageSource) -> str:
     known.
     """
     targets, classes = targets_of(source), source.classes
+    images = f"{len(source)} images"
+    if source.left_out:
+        images += f" ({source.left_out} left out)"
     if targets is None:
-        return f"{len(source)} images"
+        return images
     counts = np.bincount(targets[targets >= 0], minlength=len(classes))[: len(classes)]
     smallest, largest = counts.argmin(), counts.argmax()
     if counts[smallest] == counts[largest]:
-        sizes = f"{counts[0]} in each"
+        sizes = str(counts[0])
     else:
         sizes = (
-            f"from {counts[smallest]} (class {classes[smallest]}) "
-            f"to {counts[largest]} (class {classes[largest]})"
+            f"{counts[smallest]} ({classes[smallest]}) to {counts[largest]} ({classes[largest]})"
         )
-    return f"{len(source)} images in {_count(len(classes), 'class')}, {sizes}"
+    return f"{images}, {sizes} per class"
 
 
 def _unread_files(parts: TrainingParts) -> Counter[bytes]:
@@ -142,9 +144,9 @@ def describe_decoder(source: ImageSource) -> str:
     if not isinstance(source, FolderSource):
         return ""
     if source.turbojpeg is not None:
-        return f"regions, by {source.turbojpeg.path}"
+        return f"regions, by {Path(source.turbojpeg.path).name}"
     if find_turbojpeg() is None:
-        return "whole images; faster with libjpeg-turbo 3: pip install turbojpeg"
+        return "whole images; faster with libjpeg-turbo: pip install turbojpeg"
     return "whole images"
 
 

@@ -72,7 +72,7 @@ def test_balanced_run_resumes_and_starts_with_the_class_sizes(
         "data__repeats": 2,
     }
     train_here(words(imbalanced, tmp_path / "whole", **changes))
-    assert "from 7 (class 8) to 146 (class 3)" in capsys.readouterr().out
+    assert "7 (8) to 146 (3) per class" in capsys.readouterr().out
     parts = words(imbalanced, tmp_path / "parts", **changes)
     train_here([*parts, "train.max_steps=13"])
     train_here([*parts, "--resume"])

@@ -1,17 +1,31 @@
-"""The last lines of a run."""
+"""The start-up table, and the last lines of a run."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import arguments
 
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import Progress
+from imagenet_cls.commands.train import train_command
+from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.summary import final_message
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
+
+
+def test_startup_table_fits_80_columns_and_names_the_decoder_without_its_folder(
+    digits: Path, call: Callable
+) -> None:
+    words = arguments(digits, "work_dirs/demo", ema__decay=0.98, data__num_workers="auto")
+    code, out, _ = call(train_command, *words, "--dry-run")
+    decoder = find_turbojpeg()
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    assert decoder is None or f"regions, by {Path(decoder.path).name}\n" in out
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
