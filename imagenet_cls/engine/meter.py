@@ -40,6 +40,8 @@ class Meter:
         # This rank's losses in the steps of the last `flush`: (steps,)
         self.own_losses: Tensor | None = None
         self.results: list[StepResult] = []  # since the last `flush`
+        # Of the last `flush`, and of earlier ones in the same epoch.
+        self.epoch_records: list[dict[str, Any]] = []
         self.created_at = time.perf_counter()
         self.total_steps = 0
         self.total_seconds = 0.0
@@ -87,6 +89,9 @@ class Meter:
             if skipped:
                 record["skipped"] = True
             records.append(record)
+        if self.epoch_records and self.epoch_records[0]["epoch"] != records[0]["epoch"]:
+            self.epoch_records = []
+        self.epoch_records += records
         seconds = time.perf_counter() - self.started_at
         self.last_interval = (len(records), seconds)
         self.total_steps += len(records)
@@ -98,6 +103,19 @@ class Meter:
         }
         self.restart_clock()
         return records
+
+    def describe_epoch(self, steps: int) -> str:
+        """`  train loss 0.5123, 85.2 %`: mean loss and top-1 of the steps of the last epoch that
+        this process has made, with their number if that is not `steps`, as after a resume; ""
+        without any.
+        """
+        made = len(self.epoch_records)
+        if made == 0:
+            return ""
+        loss = sum(record["loss"] for record in self.epoch_records) / made
+        top1_pct = sum(record["top1_pct"] for record in self.epoch_records) / made
+        text = f"  train loss {loss:.4f}, {top1_pct:.1f} %"
+        return text if made == steps else f"{text} in {made} steps"
 
     def describe_total(self) -> str:
         """`66 steps in 0:01:23, 512 img/s` of this process: the duration includes evaluations, the

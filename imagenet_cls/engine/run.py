@@ -25,6 +25,7 @@ from imagenet_cls.engine.loaders import Batch, DataWaitCheck
 from imagenet_cls.engine.meter import Meter, StepResult
 from imagenet_cls.engine.plan import Due, ceil_div, due_after
 from imagenet_cls.engine.profiler import StepProfiler
+from imagenet_cls.engine.summary import epoch_lines
 from imagenet_cls.errors import Stopped
 from imagenet_cls.guards.hang import HangLog
 from imagenet_cls.guards.nonfinite import NonFiniteGuard, check_finite_weights
@@ -217,13 +218,12 @@ class Run:
             parts.evaluation.labels,
             parts.metrics,
         )
-        epoch = (progress.step - 1) // parts.plan.steps_per_epoch
-        improved = False
-        for name, result in results.items():
-            self.reporter.eval_result(
-                {"kind": "eval", "step": progress.step, "epoch": epoch, "weights": name, **result}
-            )
-            improved |= self.record_result(name, result)
+        epoch, last_step = divmod(progress.step - 1, parts.plan.steps_per_epoch)
+        place = {"kind": "eval", "step": progress.step, "epoch": epoch}
+        records = [place | {"weights": name} | result for name, result in results.items()]
+        improved = [self.record_result(name, result) for name, result in results.items()]
+        training = self.meter.describe_epoch(steps=last_step + 1)
+        self.reporter.eval_results(records, epoch_lines(parts, progress, records, training))
         progress.evaluated_step = progress.step
         # The plateau schedule and early stopping do not count an evaluation that is due only
         # because the run ends: `max_steps`, or epochs that are no multiple of `eval.every_epochs`.
@@ -240,7 +240,7 @@ class Run:
                 f"{'ema' if 'ema' in models else 'raw'} weights in "
                 f"{early_stop.patience_evals} evaluations (train.early_stop)",
             )
-        return improved
+        return any(improved)
 
     def record_result(self, name: str, result: dict[str, Any]) -> bool:
         """Record the result of one kind of weights. Returns whether it is the best so far."""

@@ -1,7 +1,8 @@
-"""What a run prints at its start and at its end."""
+"""What a run prints at its start, after an evaluation, and at its end."""
 
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,12 @@ from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.overlap import initial_weights_warning, same_parts_warning
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
+from imagenet_cls.report.jsonl import Record, describe_result
 from imagenet_cls.text import command_line
 
 # An epoch that leaves out a larger share of the images is worth a warning.
 _MAX_LEFT_OUT = 0.1
+_MIN_CLASSES_FOR_TOP5 = 10
 _METRIC_FORMATS = {
     "top1_pct": ("top-1", "{:.2f} %"),
     "top5_pct": ("top-5", "{:.2f} %"),
@@ -74,6 +77,8 @@ def startup_table(
         "teacher": config.distill.teacher.name,
         "EMA": _describe_ema(config.ema),
         "seed": str(config.seed),
+        "epoch lines": "train loss and top-1, val top-1/top-5; "
+        f"*: best {config.checkpoint.best} so far",
         "run folder": "none: a dry run creates none" if work_dir is None else str(work_dir),
         "resumes at": f"step {progress.step}" if progress.step else "",
     }
@@ -213,6 +218,33 @@ def _batch_norm_batch(parts: TrainingParts) -> str:
     is_synced = parts.config.parallel.sync_bn and parts.plan.world_size > 1
     images = " or ".join(map(str, batch_norm_images(parts.config, parts.plan)))
     return f"{images} images{' over all ranks' if is_synced else ''}"
+
+
+def epoch_lines(
+    parts: TrainingParts, progress: Progress, records: Sequence[Record], training: str
+) -> str:
+    """The results of an evaluation in one line, with `*` at the best of the run so far. If
+    `eval.metrics` are set, a line with all other values follows for each kind of weights.
+
+    records: of kind "eval", one for each kind of weights. training: of `Meter.describe_epoch`.
+    """
+    best = progress.best
+    marked = best_weights(best) if best else None
+    columns = [f"epoch {records[0]['epoch'] + 1}/{parts.plan.epochs}{training}"]
+    lines = []
+    for record in records:
+        name = record["weights"]
+        title = {"raw": "val", "ema": "EMA"}[name]
+        column = f"{title} {record['top1_pct']:.2f}"
+        if parts.num_classes >= _MIN_CLASSES_FOR_TOP5:
+            column += f"/{record['top5_pct']:.2f}"
+        column += " %"
+        if name == marked and best[name]["step"] == record["step"]:
+            column += " *"
+        columns.append(column)
+        if parts.config.eval.metrics:
+            lines.append("  ".join([f"  {title}", *describe_result(record, digits=2)[2:]]))
+    return "\n".join(["  ".join(columns), *lines])
 
 
 def final_message(progress: Progress, plan: Plan, work_dir: Path, meter: Meter) -> str:

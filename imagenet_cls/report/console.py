@@ -1,9 +1,9 @@
 """What a run prints on stdout, and the log files that receive the messages of libraries.
 
-On a terminal there is a progress bar, elsewhere there are plain lines. The run continues if stdout
-fails or nobody reads it. The bar is drawn when a record arrives and not by a thread, so that no
-lock is held when DataLoader forks its workers. The cursor is never hidden, so that even SIGKILL
-leaves a usable terminal.
+On a terminal there are a progress bar, which disappears at the end, and colors, unless NO_COLOR is
+set; elsewhere there are plain lines. The run continues if stdout fails or nobody reads it. The bar
+is drawn when a record arrives and not by a thread, so that no lock is held when DataLoader forks
+its workers. The cursor is never hidden, so that even SIGKILL leaves a usable terminal.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
+from rich.highlighter import RegexHighlighter
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from imagenet_cls.files import explain_write_errors
-from imagenet_cls.report.jsonl import Record, describe_result
+from imagenet_cls.report.jsonl import Record
 from imagenet_cls.text import printable
 
 WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
@@ -87,6 +87,14 @@ class BackgroundStream:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
+class Highlighter(RegexHighlighter):
+    """Colors warnings, and the best result so far in the line of an epoch. A group has the name of
+    its color.
+    """
+
+    highlights = (r"(?m)^(?P<yellow>warning: .*)", r"(?P<green>\S+ % \*)")
+
+
 class Console:
     """The lines and the progress bar of a run, on stdout by default."""
 
@@ -95,10 +103,11 @@ class Console:
         with contextlib.suppress(OSError):  # not a file: in a test or a notebook
             if isinstance(self._stream, io.TextIOWrapper) and self._stream.fileno() >= 0:
                 self._stream = cast(TextIO, BackgroundStream(self._stream))
-        self._is_terminal = self._stream.isatty() and os.environ.get("TERM") not in (
-            "dumb",
-            "unknown",
-        )
+        self._terminal: RichConsole | None = None
+        if self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+            self._terminal = RichConsole(
+                file=self._stream, markup=False, emoji=False, highlighter=Highlighter()
+            )
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._pace_from: tuple[int, float] | None = None  # step and time of the first train record
@@ -113,31 +122,29 @@ class Console:
     def message(self, text: str) -> None:
         """Print a message, above the bar if there is one. Control characters in it are escaped."""
         text = "\n".join(map(printable, text.split("\n")))
-        if self._bar is not None:
-            self._bar.console.print(text, soft_wrap=True)
+        if self._terminal is not None:
+            self._terminal.print(text, soft_wrap=True)
         else:
             self._stream.write(f"{text}\n")
 
     def show_step(self, record: Record, total_steps: int, total_epochs: int) -> None:
-        """Show the last step of a logging interval. record: of kind "train", see `jsonl`."""
+        """Show the last step of a logging interval. record: of kind "train", see `jsonl`. A line
+        has the fields that fit into 80 columns for a long run; the bar, those that fit beside it.
+        """
         step = record["step"]
         epoch = f"epoch {record['epoch'] + 1}/{total_epochs}"
-        numbers = [
-            f"loss {record['loss']:.4f}",
-            f"top-1 {record['top1_pct']:.1f} %",
-            f"lr {_format_lr(record['lr'])}",
-        ]
+        numbers = [f"loss {record['loss']:.4f}", f"top-1 {record['top1_pct']:.1f} %"]
         if "images_per_sec" in record:
-            numbers += [
-                f"{record['images_per_sec']:.0f} img/s",
-                f"waiting for data {record['data_wait_pct']:.0f} %",
-            ]
+            numbers.append(f"{record['images_per_sec']:.0f} img/s")
         eta = f"eta {self._eta(step, total_steps)}"
-        if self._is_terminal:
-            text = " ".join([f"{step}/{total_steps}", eta, *numbers])
-            self._draw("train", epoch, step, total_steps, text)
-        else:
-            self.message("  ".join([epoch, f"step {step}/{total_steps}", *numbers, eta]))
+        if self._terminal is None:
+            self.message("  ".join([epoch, f"step {step}", *numbers, eta]))
+            return
+        fields = [f"{step}/{total_steps}", eta, *numbers, f"lr {_format_lr(record['lr'])}"]
+        if "data_wait_pct" in record:
+            fields.append(f"waiting for data {record['data_wait_pct']:.0f} %")
+        # as wide as "evaluating", whose bar is below it
+        self._draw("train", f"{epoch:10}", step, total_steps, fields)
 
     def eval_progress(self, images_done: int, images_total: int) -> None:
         """Show how far an evaluation is, without a terminal every ten seconds. images_done: 0 in
@@ -145,52 +152,48 @@ class Console:
         """
         numbers = f"{images_done}/{images_total} images"
         now = time.monotonic()
-        if self._is_terminal:
-            self._draw("eval", "evaluating", images_done, images_total, numbers)
+        if self._terminal is not None:
+            self._draw("eval", "evaluating", images_done, images_total, [numbers])
         elif images_done == 0:
             self._eval_line_at = now
         elif now - self._eval_line_at >= _EVAL_LINE_SEC:
             self._eval_line_at = now
             self.message(f"evaluating  {numbers}")
 
-    def eval_result(self, record: Record, total_epochs: int) -> None:
-        """Print a result. record: of kind "eval"."""
-        if self._bar is not None and "eval" in self._tasks:
-            self._bar.remove_task(self._tasks.pop("eval"))
-        first, *others = describe_result(record, digits=2)
-        parts = [
-            f"epoch {record['epoch'] + 1}/{total_epochs}",
-            f"{record['weights']} weights: {first}",
-            *others,
-        ]
-        self.message("  ".join(parts))
+    def eval_result(self, text: str) -> None:
+        """Print the result of an evaluation in place of the bars."""
+        self._remove_bars()
+        self.message(text)
 
     def close(self) -> None:
-        """Leave the bar with the cursor below it, and wait for the last text. May be called
-        again.
-        """
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        """Remove the bars, and wait for the last text. May be called again."""
+        self._remove_bars()
         if isinstance(self._stream, BackgroundStream):
             self._stream.wait()
 
-    def _draw(self, task: str, description: str, done: int, total: int, numbers: str) -> None:
-        """Draw the bar of a task ("train" or "eval"). The end of `numbers` is cut off where the
+    def _remove_bars(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _draw(self, task: str, description: str, done: int, total: int, fields: list[str]) -> None:
+        """Draw the bar of a task ("train" or "eval"). The last fields are left out where the
         terminal is narrow.
         """
+        assert self._terminal is not None
         if self._bar is None:
-            self._bar = _open_bar(self._stream)
+            self._bar = _open_bar(self._terminal)
             self._tasks = {}
         if task not in self._tasks:
             self._tasks[task] = self._bar.add_task(description, total=total, numbers="")
-        console = self._bar.console
-        width = console.width - len(description) - _bar_width(console) - 2
+        width = self._terminal.width - len(description) - _bar_width(self._terminal) - 2
+        while fields and len(" ".join(fields)) > width:
+            fields.pop()
         self._bar.update(
             self._tasks[task],
             description=description,
             completed=done,
-            numbers=numbers[:width],
+            numbers=" ".join(fields),
             refresh=True,
         )
 
@@ -203,17 +206,19 @@ class Console:
             self._pace_from = (step, now)
             return "-"
         sec_per_step = (now - self._pace_from[1]) / (step - self._pace_from[0])
-        return str(timedelta(seconds=round(sec_per_step * (total_steps - step))))
+        minutes, seconds = divmod(round(sec_per_step * (total_steps - step)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}"
 
 
-def _open_bar(stream: TextIO) -> Progress:
-    console = RichConsole(file=stream, markup=False, emoji=False, highlight=False)
+def _open_bar(console: RichConsole) -> Progress:
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=_bar_width(console)),
         TextColumn("{task.fields[numbers]}", markup=False),
         console=console,
         auto_refresh=False,
+        transient=True,
         redirect_stdout=False,  # a worker that prints would take the bar's lock in a forked process
         redirect_stderr=False,
     )

@@ -107,10 +107,12 @@ class Reporter:
         """Show the progress of an evaluation; images_done is 0 in the first call."""
         self._console.eval_progress(images_done, images_total)
 
-    def eval_result(self, record: Record) -> None:
-        """Report the result of an evaluation: a record of kind "eval"."""
-        self._record([record])
-        self._console.eval_result(record, self._total_epochs)
+    def eval_results(self, records: Sequence[Record], text: str) -> None:
+        """Report an evaluation: a record of kind "eval" for each kind of weights. text: what is
+        printed.
+        """
+        self._record(records)
+        self._console.eval_result(text)
 
     def plot(self) -> None:
         """Draw `plots/*.png` from all records of the run."""

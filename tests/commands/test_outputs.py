@@ -586,6 +586,22 @@ def test_resume_from_another_run_ends_in_the_same_bits(
     assert contents(small) == before
 
 
+def test_line_of_a_resumed_epoch_says_how_many_steps_its_means_are_of(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    """Resumed in the middle of the first epoch of 11 steps; of the second, all are of this run."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    train_here(arguments(digits, first, checkpoint__every_steps=7, checkpoint__keep_last=9))
+    checkpoint = first / "checkpoints" / "step-0000007"
+    code, out, _ = call(train_command, *arguments(digits, second), "--resume", checkpoint)
+    expected = losses(first)
+    assert code == 0
+    assert re.findall(r"^epoch ./2  train loss (\S+), \S+ %(.*?)  val ", out, re.M) == [
+        (f"{sum(expected[7:11]) / 4:.4f}", " in 4 steps"),
+        (f"{sum(expected[11:]) / 11:.4f}", ""),
+    ]
+
+
 def test_mnist_config_trains_on_torchvision_files(tmp_path: Path) -> None:
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)

@@ -11,6 +11,7 @@ from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 
 ALONE = Group(RankInfo(), torch.device("cpu"))
+NOT_SKIPPED = torch.tensor(False)
 
 
 def add(m: Meter, step: int, loss: float = 1.0, skipped: bool = False) -> None:
@@ -61,6 +62,21 @@ def test_speed_is_without_evaluations_and_the_duration_is_that_of_the_process() 
     m.started_at -= 200.0 / 3
     m.flush()
     assert re.fullmatch(r"5 steps in 0:10:0\d, (29|30) img/s", m.describe_total())
+
+
+def test_means_of_an_epoch_are_of_its_steps_in_this_process() -> None:
+    m = Meter(ALONE, global_batch=8)
+    assert m.describe_epoch(steps=4) == ""  # resumed before an evaluation
+    add(m, 3, loss=0.8)
+    m.flush()
+    add(m, 4, loss=0.4)
+    m.flush()
+    assert m.describe_epoch(steps=4) == "  train loss 0.6000, 30.0 % in 2 steps"
+    for step in (5, 6, 7, 8):
+        m.add(StepResult(step, 1, 0.1, torch.tensor([step / 8, 0.5]), torch.ones(()), NOT_SKIPPED))
+        m.flush()
+    assert m.describe_epoch(steps=4) == "  train loss 0.8125, 50.0 %"
+    assert m.flush() == [] and m.describe_epoch(steps=4) == "  train loss 0.8125, 50.0 %"
 
 
 def test_a_norm_that_is_nan_is_recorded() -> None:

@@ -1,4 +1,4 @@
-"""The start-up table, and the last lines of a run."""
+"""The start-up table, the line of an epoch, and the last lines of a run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +11,64 @@ from helpers import arguments
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.commands.train import train_command
+from imagenet_cls.config.schema import Config, EvalConfig
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.meter import Meter
-from imagenet_cls.engine.summary import final_message
+from imagenet_cls.engine.summary import epoch_lines, final_message
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
+
+TRAINING = "  train loss 2.0412, 75.2 %"
+EVALUATION = {"kind": "eval", "step": 20, "epoch": 3, "top1_pct": 97.213, "top5_pct": 99.9}
+EVALUATION |= {"loss": 0.1, "balanced_accuracy_pct": 90.0, "images": 359, "seconds": 0.5}
+RAW = {**EVALUATION, "weights": "raw"}
+EMA = {**EVALUATION, "weights": "ema", "top1_pct": 96.94}
+
+
+def run_parts(classes: int, epochs: int = 8, metrics: tuple[str, ...] = ()) -> SimpleNamespace:
+    """As much of `TrainingParts` as `epoch_lines` reads."""
+    config = Config(eval=EvalConfig(metrics=list(metrics)))
+    plan = SimpleNamespace(epochs=epochs, steps_per_epoch=5)
+    return SimpleNamespace(num_classes=classes, plan=plan, config=config)
+
+
+def best(raw: float, ema: float | None = None, step: int = 20) -> Progress:
+    values = {"raw": raw} | ({} if ema is None else {"ema": ema})
+    return Progress(best={name: {"step": step, "top1_pct": v} for name, v in values.items()})
+
+
+def test_epoch_has_one_line_with_both_weights_and_a_mark_at_the_best() -> None:
+    progress = best(97.213, 96.94)
+    assert epoch_lines(run_parts(5), progress, [RAW, EMA], TRAINING) == (
+        "epoch 4/8  train loss 2.0412, 75.2 %  val 97.21 % *  EMA 96.94 %"
+    )
+    assert epoch_lines(run_parts(12), progress, [RAW, EMA], TRAINING) == (
+        "epoch 4/8  train loss 2.0412, 75.2 %  val 97.21/99.90 % *  EMA 96.94/99.90 %"
+    )
+    # a better EMA; no training in this process; the best was before; no finite result so far
+    assert epoch_lines(run_parts(5), best(97.2, 98.0), [RAW, EMA], "").endswith("96.94 % *")
+    assert epoch_lines(run_parts(5), best(97.2), [RAW], "") == "epoch 4/8  val 97.21 % *"
+    for without in (best(97.2, step=15), Progress()):
+        assert epoch_lines(run_parts(5), without, [RAW], "") == "epoch 4/8  val 97.21 %"
+
+
+def test_line_of_an_epoch_fits_80_columns() -> None:
+    parts = run_parts(1000, epochs=300)
+    records = [{**record, "epoch": 299} for record in (RAW, EMA)]
+    line = epoch_lines(parts, best(97.213, 96.94), records, TRAINING)
+    assert line.startswith("epoch 300/300  train loss 2.0412") and len(line) <= 80
+
+
+def test_other_values_of_an_evaluation_are_shown_with_metrics_of_the_config_only() -> None:
+    parts = run_parts(5, metrics=("helpers:mean_target",))
+    records = [{**record, "mean_target": 0.25} for record in (RAW, EMA)]
+    first, *others = epoch_lines(parts, best(97.2), records, "").splitlines()
+    assert first == "epoch 4/8  val 97.21 % *  EMA 96.94 %"
+    assert others == [
+        f"  {title}  loss 0.1000  balanced accuracy 90.00 %  mean_target 0.2500  over 359 images "
+        "in 0.5 s"
+        for title in ("val", "EMA")
+    ]
 
 
 def test_startup_table_fits_80_columns_and_names_the_decoder_without_its_folder(

@@ -31,15 +31,7 @@ RECORD = {
     "grad_norm": 1.0,
 }
 RECORD |= {"images_per_sec": 4210.4, "data_wait_pct": 3.2, "memory_mib": 1.0}
-EVAL = {
-    "kind": "eval",
-    "step": 120,
-    "epoch": 2,
-    "weights": "ema",
-    "top1_pct": 97.214,
-    "top5_pct": 99.9,
-}
-EVAL |= {"loss": 0.0931, "images": 359, "seconds": 0.41}
+EPOCH_LINE = "epoch 3/8  train loss 0.5123, 85.2 %  val 97.21 % *  EMA 96.94 %"
 
 
 class Terminal(io.StringIO):
@@ -58,20 +50,31 @@ def test_lines_in_a_pipe_or_a_dumb_terminal_are_plain(monkeypatch, stream_type):
     console.message("\x1b[31mred")
     console.show_step({**RECORD, "step": 60, "lr": 1e-5}, total_steps=180, total_epochs=8)
     console.show_step(RECORD, total_steps=180, total_epochs=8)
-    console.eval_result(EVAL, total_epochs=8)
+    console.eval_result(EPOCH_LINE)
+    console.message("warning: [red]a warning")
     console.close()
     assert stream.getvalue().splitlines() == [
         "device      cpu",
         "parameters  11.7 M",
         "[bold] :smile: stays as it is",
         "\\x1b[31mred",
-        "epoch 3/8  step 60/180  loss 0.0412  top-1 98.4 %  lr 1.00e-05  4210 img/s  waiting for "
-        "data 3 %  eta -",
-        "epoch 3/8  step 120/180  loss 0.0412  top-1 98.4 %  lr 0.0500  4210 img/s  waiting for "
-        "data 3 %  eta 0:00:30",
-        "epoch 3/8  ema weights: top-1 97.21 %  top-5 99.90 %  loss 0.0931  over 359 images in "
-        "0.4 s",
+        "epoch 3/8  step 60  loss 0.0412  top-1 98.4 %  4210 img/s  eta -",
+        "epoch 3/8  step 120  loss 0.0412  top-1 98.4 %  4210 img/s  eta 0:00:30",
+        EPOCH_LINE,
+        "warning: [red]a warning",
     ]
+
+
+def test_step_line_of_a_long_run_fits_80_columns(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", iter([0.0, 3600.0]).__next__)
+    stream = io.StringIO()
+    console = Console(stream)
+    record = {**RECORD, "epoch": 89, "loss": 6.9, "images_per_sec": 12345.6}
+    for step in (350_000, 360_000):
+        console.show_step({**record, "step": step}, total_steps=650_000, total_epochs=100)
+    lines = stream.getvalue().splitlines()
+    assert lines[1].endswith("  12346 img/s  eta 29:00:00")
+    assert max(map(len, lines)) <= 80
 
 
 def test_eval_progress_in_a_pipe_prints_every_ten_seconds(monkeypatch):
@@ -154,10 +157,9 @@ try:
     console.message("above the bar")
     for done in (0, 180, 359):
         console.eval_progress(done, 359)
-    result = dict(epoch=2, weights="raw", top1_pct=97.2, top5_pct=99.9, loss=0.1)
-    result |= dict(images=359, seconds=0.4)
-    console.eval_result(result, 8)
-    for step in range(6, 10000 if sys.argv[1] == "wait" else 6):
+    console.eval_result("epoch 3/8  val 97.20 % *  EMA 96.94 %")
+    console.message("warning: one\\nno warning: two \\x1b[31m")
+    for step in range(6, 10000 if sys.argv[1] == "wait" else 7):
         console.show_step(record | {"step": step}, 176, 8)
         time.sleep(0.01)
 except KeyboardInterrupt:
@@ -169,7 +171,7 @@ console.close()
 """
 
 
-def on_terminal(mode: str, stop_with: int | None = None) -> tuple[str, int, bool]:
+def on_terminal(mode: str, stop_with: int | None = None, **variables: str) -> tuple[str, int, bool]:
     """Returns what the script shows on a pseudo-terminal, its exit status, whether the settings are
     as before.
     """
@@ -186,7 +188,7 @@ def on_terminal(mode: str, stop_with: int | None = None) -> tuple[str, int, bool
         stdout=slave,
         stderr=slave,
         stdin=slave,
-        env={**environment, "TERM": "xterm", "PYTHONUTF8": "1"},
+        env={**environment, "TERM": "xterm", "PYTHONUTF8": "1", **variables},
     )
     shown = b""
     deadline = time.monotonic() + 240
@@ -211,11 +213,69 @@ def test_terminal_shows_a_bar_with_numbers_in_80_columns():
     assert "hello [bold]terminal[/bold]" in text and "━" in text
     # at the beginning of a line, after the bar was erased
     assert re.search(r"[\r\n]above the bar\r\n", text), text[-800:]
-    numbers = r"epoch 3/8 \S+ +5/176 eta \d:\d\d:\d\d loss 0\.0412 top-1 98\.4 % lr 0\.0500 4210"
-    assert re.search(numbers, text), text[-800:]
+    # as many whole fields as fit
+    numbers = (
+        r" +5/176 eta \d:\d\d:\d\d loss 0\.0412 top-1 98\.4 % 4210 img/s( lr 0\.0500)? *[\r\n]"
+    )
+    assert re.search(rf"epoch 3/8 +\S+{numbers}", text), text[-800:]
+    drawn = re.split(r"[\r\n]|\x1b\[[0-9]*[A-Z]", re.sub(r"\x1b\[[0-9;]*m", "", shown))
+    assert max(map(len, drawn)) <= 80
     assert re.search(r"evaluating \S+ +180/359 images", text)
-    assert "epoch 3/8  raw weights: top-1 97.20 %" in text
-    assert text.rstrip().endswith("\r\nthe end")
+    assert "epoch 3/8  val 97.20 % *  EMA 96.94 %\r\n" in text
+    assert text.rstrip().endswith("the end")
+
+
+def test_wide_terminal_shows_all_fields(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = Terminal()
+    console = Console(stream)
+    console.show_step(RECORD, total_steps=180, total_epochs=8)
+    assert "lr 0.0500 waiting for data 3 %" in stream.getvalue()
+    console.close()
+
+
+def screen(shown: str) -> list[str]:
+    """The lines that remain on a terminal after what is shown: a line feed, a carriage return, and
+    the sequences of rich for "cursor up" and "erase line".
+    """
+    lines = [""]
+    row = 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", shown):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part[0] not in "\r\x1b":
+            lines[row] += part
+    return [line for line in lines if line.strip()]
+
+
+def test_bar_disappears_after_each_evaluation_and_lines_remain():
+    shown, _, _ = on_terminal("end")
+    before, _, after = shown.partition("warning: one")
+    assert screen(before)[-1] == "epoch 3/8  val 97.20 % *  EMA 96.94 %"
+    assert "evaluating" in before and "evaluating" not in after and "6/176" in after
+    assert screen(shown) == [
+        "hello [bold]terminal[/bold]",
+        "above the bar",
+        "epoch 3/8  val 97.20 % *  EMA 96.94 %",
+        "warning: one",
+        "no warning: two \\x1b[31m",
+        "the end",
+    ]
+
+
+def test_terminal_colors_the_best_result_and_warnings_unless_no_color_is_set():
+    shown, _, _ = on_terminal("end")
+    assert "epoch 3/8  val \x1b[32m97.20 % *\x1b[0m  EMA 96.94 %\r\n" in shown
+    assert "\x1b[33mwarning: one\x1b[0m\r\nno warning: two \\x1b[31m\r\n" in shown
+    plain, _, _ = on_terminal("end", NO_COLOR="1")
+    assert "epoch 3/8  val 97.20 % *  EMA 96.94 %\r\n" in plain
+    assert re.findall(r"\x1b\[[0-9;]*m", plain) == []
 
 
 @pytest.mark.parametrize(

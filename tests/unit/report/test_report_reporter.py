@@ -75,8 +75,8 @@ def report_all(reporter: Reporter) -> None:
     reporter.sync()
     reporter.report_steps(train_records(4, 6))
     reporter.eval_progress(0, 360)
-    reporter.eval_result(EVAL)
-    reporter.eval_result({**EVAL, "weights": "ema", "top1_pct": 98.5})
+    ema = {**EVAL, "weights": "ema", "top1_pct": 98.5}
+    reporter.eval_results([EVAL, ema], "the line of the epoch")
     reporter.event(6, "stopped")
     reporter.plot()
 
@@ -94,8 +94,9 @@ def test_main_rank_writes_every_output(tmp_path, capsys):
     printed = capsys.readouterr()
     assert printed.err == ""
     assert (
-        printed.out.count("step 3/10")
-        == printed.out.count("step 6/10")
+        printed.out.count("step 3  ")
+        == printed.out.count("step 6  ")
+        == printed.out.count("the line of the epoch\n")
         == printed.out.count("stopped")
         == 1
     )
@@ -166,11 +167,11 @@ def test_history_after_resume_has_each_step_once(tmp_path, resume_step):
 def test_tensorboard_after_resume_before_an_evaluation_shows_it_once(tmp_path):
     with make_reporter(tmp_path, writers=["tensorboard"]) as reporter:
         reporter.report_steps(train_records(1, 6))
-        reporter.eval_result(EVAL)
+        reporter.eval_results([EVAL], "")
         reporter.report_steps(train_records(7, 8))
     wait_for_the_next_second()
     with make_reporter(tmp_path, 6, writers=["tensorboard"], evaluated_step=0) as reporter:
-        reporter.eval_result(EVAL)
+        reporter.eval_results([EVAL], "")
         reporter.report_steps(train_records(7, 10))
     events = read_events(tmp_path)
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 11))
@@ -214,7 +215,7 @@ def test_append_only_writer_has_each_step_once_and_complete(tmp_path):
         raise Stopped("Stopped.", "Resume.", 15)
     assert sorted(rows_of(tmp_path)) == [1, 2, 3, 4, 5]
     killed = make_reporter(tmp_path, 6, writers=["tracker:AppendOnly"])
-    killed.eval_result(EVAL)
+    killed.eval_results([EVAL], "")
     killed.report_steps(train_records(7, 9, loss=2.0))
     kept = rows_of(tmp_path)
     assert sorted(kept) == [1, 2, 3, 4, 5, 6, 7, 8] and kept[6]["val/top1_pct"] == 97.5
