@@ -19,7 +19,7 @@ CEILINGS = {
     "data": 30_600,
     "engine": 21_500,
     "guards": 4_700,
-    "inference": 11_200,
+    "inference": 11_400,
     "models": 10_200,
     "optim": 6_600,
     "parallel": 10_700,
