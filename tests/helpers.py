@@ -252,6 +252,11 @@ def losses(work_dir: Path) -> list[float]:
     return [record["loss"] for record in steps]
 
 
+def before_classes(out: str) -> list[str]:
+    """The lines that test.py prints before its table of the classes."""
+    return out.partition("class (")[0].splitlines()
+
+
 def evaluations(work_dir: Path) -> list[dict[str, Any]]:
     """The records of all evaluations, in order: one for each kind of weights."""
     records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]

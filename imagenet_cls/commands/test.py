@@ -229,6 +229,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     from imagenet_cls.engine.precision import set_deterministic
     from imagenet_cls.guards.device import explain_device_errors
     from imagenet_cls.inference.evaluate_weights import (
+        class_table,
         evaluate_weights,
         prediction_rows,
         write_report,
@@ -271,6 +272,8 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     print("\n".join(map(printable, evaluation.messages)))
     for name, metrics in evaluation.metrics.items():
         print(f"{name}: " + "  ".join(describe_result(metrics, digits=3)))
+    for line in class_table(evaluation):
+        print(line)
     if arguments.results is not None:
         write_output(arguments.results, json.dumps(evaluation.metrics, indent=1).encode())
     if out is not None:

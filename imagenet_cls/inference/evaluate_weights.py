@@ -49,9 +49,10 @@ from imagenet_cls.parallel.collectives import (
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.evaluation import evaluation_page, evaluation_statistics
 from imagenet_cls.report.page import to_jpeg
-from imagenet_cls.text import format_value, join_names
+from imagenet_cls.text import format_value, join_names, printable
 
 _THUMBNAIL_PX = 160
+_MAX_CLASSES_IN_TABLE = 50
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,9 @@ def evaluate_weights(
     """Evaluate weights on the validation images of the config, or on a separate test set. A
     collective.
 
-    test_set: of `locate_test_set`. record: keep what `prediction_rows` and `write_report` need.
-    Raises CheckpointError if outputs are NaN or infinite.
+    test_set: of `locate_test_set`. record: keep what `prediction_rows` and `write_report` need; up
+    to 50 outputs this is kept in any case, for `class_table`. Raises CheckpointError if outputs are
+    NaN or infinite.
     """
     trained, images = load_weights_and_images(config, weights, group, test_set)
     data_messages = run_on_main(
@@ -101,6 +103,7 @@ def evaluate_weights(
     ]
     chosen = trained.select()
     names = list(trained.models)
+    record |= trained.num_classes <= _MAX_CLASSES_IN_TABLE
     labels = evaluation_labels(config.eval, images, images.classes)
     measured = MeasuredSource(images)
     evaluation = Evaluation(
@@ -359,6 +362,29 @@ def image_dtype(top: int) -> np.dtype:
     numbers = [(name, np.int64) for name in ("index", "target", "height", "width")]
     ranked = [("top", np.int64, (top,)), ("probabilities", np.float64, (top,))]
     return np.dtype([*numbers, ("loss", np.float64), *ranked])
+
+
+def class_table(evaluation: WeightsEvaluation) -> list[str]:
+    """Lines with the images, accuracy (recall) and precision of each class that has images; none
+    for more than 50 classes.
+    """
+    rows = evaluation.rows
+    names = [printable(name) for name in evaluation.images.classes]
+    if rows is None or len(names) > _MAX_CLASSES_IN_TABLE:
+        return []
+    title = f"class ({evaluation.weights})"
+    width = max(map(len, [title, *names]))
+    lines = [f"{title:<{width}}  images   accuracy  precision"]
+    for index, name in enumerate(names):
+        is_target = rows["target"] == index
+        is_predicted = rows["top"][:, 0] == index
+        images = is_target.sum()
+        hits = (is_target & is_predicted).sum()
+        if images > 0:
+            precision = f"{100 * hits / is_predicted.sum():.2f} %" if is_predicted.any() else "-"
+            accuracy = f"{100 * hits / images:.2f} %"
+            lines.append(f"{name:<{width}}  {images:6}  {accuracy:>9}  {precision:>9}")
+    return lines
 
 
 def prediction_rows(evaluation: WeightsEvaluation) -> Iterator[dict[str, Any]]:

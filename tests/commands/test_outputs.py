@@ -13,7 +13,18 @@ from unittest import mock
 import pytest
 import timm
 import torch
-from helpers import DEMO, arguments, evaluations, losses, newest, train_here
+from helpers import (
+    DEMO,
+    REPOSITORY,
+    arguments,
+    before_classes,
+    evaluations,
+    losses,
+    newest,
+    plain,
+    run,
+    train_here,
+)
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -303,7 +314,7 @@ def test_evaluation_of_a_checkpoint_equals_that_of_the_run(
     ):
         code, out, err = call(evaluate_command, *argv, checkpoint)
         assert (code, err) == (0, "")
-        images, origin, *lines = out.splitlines()
+        images, origin, *lines = before_classes(out)
         assert images.startswith("359 images of 10 classes, held out of ")
         assert origin.endswith(f"step {step}") and [line.partition(":")[0] for line in lines] == [
             "raw",
@@ -313,6 +324,51 @@ def test_evaluation_of_a_checkpoint_equals_that_of_the_run(
             record = at[step, line.partition(":")[0]]
             assert f"top-1 {record['top1_pct']:.3f} %  top-5 {record['top5_pct']:.3f} %" in line
             assert f"loss {record['loss']:.4f}  " in line and "over 359 images" in line
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_table_of_classes_counts_each_image_once(small: Path, tmp_path: Path, ranks: int) -> None:
+    """Of the weights that predict.py uses, against a count of the rows that are written."""
+    out = tmp_path / "rows.csv"
+    options = ["--launcher", "spawn", "--gpus", str(ranks)]
+    command = [
+        sys.executable,
+        REPOSITORY / "tools" / "test.py",
+        small,
+        *ALLOW,
+        "--out",
+        out,
+        *options,
+    ]
+    result = run(command)
+    assert result.returncode == 0, result.stderr
+    with out.open() as file:
+        pairs = [(row["target"], row["class_1"]) for row in csv.DictReader(file)]
+    best = max(evaluations(small), key=lambda record: record["top1_pct"])["weights"]
+    header, *lines = result.stdout.partition("class (")[2].splitlines()[:11]
+    assert header.split() == [f"{best})", "images", "accuracy", "precision"]
+    expected = []
+    for name in sorted({target for target, _ in pairs}):
+        predictions = [predicted for target, predicted in pairs if target == name]
+        targets = [target for target, predicted in pairs if predicted == name]
+        hits = predictions.count(name)
+        recall = f"{100 * hits / len(predictions):.2f} %"
+        precision = f"{100 * hits / len(targets):.2f} %" if targets else "-"
+        expected.append(f"{name} {len(predictions)} {recall} {precision}")
+    assert len(expected) == 10 and [" ".join(line.split()) for line in lines] == expected
+    assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(("classes", "has_table"), [(50, True), (51, False)])
+def test_table_of_classes_is_for_at_most_50_classes(
+    call: Callable, tmp_path: Path, classes: int, has_table: bool
+) -> None:
+    torch.save(plain(classes).state_dict(), tmp_path / "a.pth")
+    images = f"data.kwargs={{num_classes: {classes}, val_images: 64, size_px: 16}}"
+    words = [DEMO, tmp_path / "a.pth", "model.name=helpers:plain", "data.name=synthetic", images]
+    words += ["augment.size_px=16", "eval.crop_px=16", "--out", tmp_path / "rows.csv"]
+    code, out, err = call(evaluate_command, *words)
+    assert (code, err) == (0, "") and ("class (" in out) == has_table
 
 
 def test_run_folder_in_place_of_a_config_is_answered_with_its_config(
@@ -355,7 +411,7 @@ def test_evaluation_that_differs_from_the_runs_is_reported(
     """
 
     def notes(out: str) -> list[str]:
-        return [line for line in out.splitlines()[2:] if not line.startswith(("raw: ", "ema: "))]
+        return [line for line in before_classes(out)[2:] if line[:5] not in ("raw: ", "ema: ")]
 
     bare = [DEMO, f"data.root={digits}", "data.num_workers=0", *ALLOW, small]
     code, out, err = call(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import REPOSITORY, arguments, evaluations, plain, run, train_here
+from helpers import REPOSITORY, arguments, before_classes, evaluations, plain, run, train_here
 from PIL import Image
 from timm.data import ImageNetInfo
 
@@ -173,7 +173,8 @@ def test_run_records_the_classes_that_are_present(
     words = ["data.train=absent", "--allow-import", "helpers:plain"]
     again = call(evaluate_command, trained, *words)[1]
     # not the seconds
-    assert again.splitlines()[-1].partition(" in ")[0] == out.splitlines()[-1].partition(" in ")[0]
+    results = [before_classes(text)[-1].partition(" in ")[0] for text in (again, out)]
+    assert results[0] == results[1]
     code, _, err = call(evaluate_command, trained, *words, "eval.classes=all")
     assert code == 3 and "eval.classes=present" in err
 
@@ -375,7 +376,7 @@ def test_real_labels_and_present_classes_on_two_ranks(imagenet: Path, real_label
     ]
     tool = [sys.executable, str(REPOSITORY / "tools" / "test.py"), *words]
     results = [run([*tool, "--gpus", str(ranks)]) for ranks in (1, 2, 3)]
-    lines = [result.stdout.splitlines()[-1].partition("  over")[0] for result in results]
+    lines = [before_classes(result.stdout)[-1].partition("  over")[0] for result in results]
     assert lines[0] == lines[1] == lines[2] and "ReaL" in lines[0] and "5 of 1000" in lines[0], (
         results
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import DEMO, arguments, evaluations, newest, plain, train_here
+from helpers import DEMO, arguments, before_classes, evaluations, newest, plain, train_here
 from PIL import Image
 from safetensors.torch import load_file
 from timm.data import ImageNetInfo
@@ -52,7 +52,7 @@ def test_both_kinds_of_weights_in_a_file_can_be_evaluated(
 
     def result(file: str, *options: str) -> tuple[int, str]:
         code, out, _ = call(evaluate_command, run_folder / "config.yaml", tmp_path / file, *options)
-        return code, out.splitlines()[-1].partition(" %")[0] + " %" if out else ""
+        return code, before_classes(out)[-1].partition(" %")[0] + " %" if out else ""
 
     raw, ema = ((0, f"{kind}: {top1[kind]}") for kind in ("raw", "ema"))
     assert result("both.pth") == result("both.pth", "--weights", "ema") == result("ema.pth") == ema

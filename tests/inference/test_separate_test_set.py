@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import arguments, evaluations, train_here
+from helpers import arguments, before_classes, evaluations, train_here
 
 from imagenet_cls.commands.test import evaluate_command
 
@@ -74,7 +74,7 @@ def in_data(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accuracy(out: str) -> str:
-    return out.splitlines()[-1].partition("  over ")[0]
+    return before_classes(out)[-1].partition("  over ")[0]
 
 
 @pytest.mark.parametrize(
