@@ -22,7 +22,7 @@ fail() {  # fail CODE LINE...
 }
 
 case "${1:-}" in
-    "") extras="[turbo]" ;;
+    "") extras="[turbo,report]" ;;
     test | dev) extras="[$1]" ;;
     *) fail 2 "error: unknown extra '$1'" "usage: bash scripts/setup.sh [test|dev]" ;;
 esac
@@ -35,12 +35,12 @@ is_usable() { "$@" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/n
 
 has_uv() { uv --version >/dev/null 2>&1; }
 
-is_installed() {  # dev includes test, which includes turbo
+is_installed() {  # dev includes test, which includes the others
     [ -f "$stamp" ] && is_usable "$venv_python" || return 1
     local key
     key="$(recipe)"
     case "$extras" in
-        "[turbo]") grep -q "^$key" "$stamp" ;;
+        "[turbo,report]") grep -q "^$key" "$stamp" ;;
         "[test]") grep -qxF -e "$key[test]" -e "$key[dev]" "$stamp" ;;
         *) grep -qxF -e "$key$extras" "$stamp" ;;
     esac

@@ -171,6 +171,16 @@ def add_allow_import(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_link_js(parser: argparse.ArgumentParser) -> None:
+    """Add --link-js, for the commands that write a page."""
+    parser.add_argument(
+        "--link-js",
+        action="store_true",
+        help="write plotly.min.js (5 MB) beside the page, and link to it, instead of a copy in "
+        "the page",
+    )
+
+
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CHECKPOINT, --weights and --allow-import, for `inference.predictor.Predictor`."""
     parser.add_argument(

@@ -34,6 +34,7 @@ def report_command(argv: Sequence[str]) -> None:
         metavar="FILE.html",
         help="the page, which is replaced if it exists; default: report.html",
     )
+    cli.add_link_js(parser)
     arguments = cli.parse(parser, argv)
     runs, out = list(dict.fromkeys(arguments.runs)), arguments.out
     if out.suffix.lower() != ".html" or out.is_dir():
@@ -48,8 +49,10 @@ def report_command(argv: Sequence[str]) -> None:
                 f"{run}: not a run folder (it has no metrics.jsonl).",
                 "Give a folder like work_dirs/demo.",
             )
+    from imagenet_cls.report.render import PLOTLY_FILE, check_packages, plotly_script
     from imagenet_cls.report.runs import read_run, runs_page
 
+    check_packages()
     configs: dict[Path, Config] = {}
     notes = []
     for run in runs:
@@ -68,8 +71,10 @@ def report_command(argv: Sequence[str]) -> None:
     for run in runs:
         checkpoints = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
         records.append(read_run(run, checkpoints))
-    page = runs_page(records, batches, differences, notes, out.parent)
+    page = runs_page(records, batches, differences, notes, out.parent, arguments.link_js)
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.link_js:
+        write_output(out.with_name(PLOTLY_FILE), plotly_script())
     write_output(out, page)
     print(f"wrote {out}")

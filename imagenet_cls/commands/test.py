@@ -75,6 +75,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
         help="write report.html, report.json and confusion.csv: classes, confusion, calibration, "
         "mistakes",
     )
+    cli.add_link_js(parser)
     parser.add_argument(
         "--results",
         type=cli.path,
@@ -182,6 +183,10 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         raise UsageError(
             "--knn and --linear-probe have no --out and no --report.", "Leave these out."
         )
+    if arguments.link_js and not arguments.report:
+        raise UsageError(
+            "--link-js is an option of --report.", "Add --report DIR, or leave it out."
+        )
     if arguments.node_rank == 0:
         if len(paths) > 1:
             check_exists(Path(paths[1]))
@@ -213,6 +218,9 @@ def check_report_folder(folder: Path | None) -> None:
     """
     if folder is None:
         return
+    from imagenet_cls.report.render import check_packages
+
+    check_packages()
     if folder.is_file() or (folder / "report.html").exists():
         remedy = "Name another folder with --report, or move that one away."
         raise UsageError(f"{folder} is a file, or already has a report.", remedy)
@@ -283,7 +291,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
         write_output(out, text.getvalue().encode("utf-8", "surrogateescape"))
         print(f"wrote {len(evaluation.images)} predictions to {out}")
     if report is not None:
-        write_report(evaluation, report)
+        write_report(evaluation, report, arguments.link_js)
         print(f"wrote {report / 'report.html'}")
 
 

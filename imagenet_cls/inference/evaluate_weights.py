@@ -48,7 +48,7 @@ from imagenet_cls.parallel.collectives import (
 )
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.evaluation import evaluation_page, evaluation_statistics
-from imagenet_cls.report.page import to_jpeg
+from imagenet_cls.report.render import PLOTLY_FILE, plotly_script, to_jpeg
 from imagenet_cls.text import format_value, join_names, printable
 
 _THUMBNAIL_PX = 160
@@ -406,8 +406,10 @@ def prediction_rows(evaluation: WeightsEvaluation) -> Iterator[dict[str, Any]]:
         }
 
 
-def write_report(evaluation: WeightsEvaluation, folder: Path) -> None:
-    """Write report.json, report.html and confusion.csv. Raises ResourceError."""
+def write_report(evaluation: WeightsEvaluation, folder: Path, link_js: bool = False) -> None:
+    """Write report.json, report.html and confusion.csv; with link_js also Plotly's script, to which
+    the page links. Raises ResourceError.
+    """
     images = evaluation.images
     rows = evaluation.rows
     assert rows is not None
@@ -440,8 +442,10 @@ def write_report(evaluation: WeightsEvaluation, folder: Path) -> None:
         writer.writerow([name, *counts])
     # JSON has no NaN and infinity
     finite = json.loads(json.dumps(statistics), parse_constant=lambda _: None)
-    page = evaluation_page(statistics, confusion, thumbnails)
+    page = evaluation_page(statistics, confusion, thumbnails, link_js)
     with explain_write_errors(folder, "Name another folder with --report."):
         write_file(folder / "confusion.csv", table.getvalue())
         write_file(folder / "report.json", json.dumps(finite, indent=1) + "\n")
+        if link_js:
+            write_file(folder / PLOTLY_FILE, plotly_script())
         write_file(folder / "report.html", page)

@@ -4,26 +4,21 @@ Statistics of classes, confusion, calibration and image sizes, and a page of the
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from imagenet_cls.report.figures import confusion_figure
 from imagenet_cls.report.jsonl import user_metrics
-from imagenet_cls.report.page import Html, gallery, heading, image, page, plot, table
-from imagenet_cls.text import shorten, utf8_text
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from imagenet_cls.report.render import render
+from imagenet_cls.text import utf8_text
 
 Statistics = dict[str, Any]
 
 _CALIBRATION_BINS = 15  # as in Guo et al., "On calibration of modern neural networks", 2017
 _SIZE_BINS = 5
 _MAX_PAIRS, _MAX_EXAMPLES = 20, 12
-_MAX_CELLS = 50  # of a side of the confusion matrix's picture
-_MAX_NUMBERS = 20  # classes, up to which the cells of the confusion matrix show numbers
 _PERCENT, _COUNT = ".2f", ",d"
 _WEIGHTS = {"raw": "raw", "ema": "EMA"}
 _DETAILS = (
@@ -34,28 +29,6 @@ _DETAILS = (
     ("negative log-likelihood", "nll", ".4f"),
     ("expected calibration error", "ece", ".4f"),
     ("mean confidence", "mean_confidence", ".4f"),
-)
-# Columns of tables: title, key, format.
-_CONFUSED = (
-    ("true", "target", ""),
-    ("predicted", "prediction", ""),
-    ("images", "images", _COUNT),
-    ("share %", "share_pct", _PERCENT),
-)
-_CALIBRATION = (
-    ("above", "low", ".3f"),
-    ("up to", "high", ".3f"),
-    ("images", "images", _COUNT),
-    ("confidence", "confidence", ".4f"),
-    ("accuracy %", "accuracy_pct", _PERCENT),
-)
-_CLASSES = (
-    ("class", "name", ""),
-    ("precision %", "precision_pct", _PERCENT),
-    ("recall %", "recall_pct", _PERCENT),
-    ("F1 %", "f1_pct", _PERCENT),
-    ("images", "images", _COUNT),
-    ("predicted", "predicted", _COUNT),
 )
 
 
@@ -90,6 +63,9 @@ def evaluation_statistics(
         target, prediction, labels=range(count), zero_division=np.nan
     )
     predicted = confusion.sum(axis=0)
+    wrong = confusion.copy()
+    np.fill_diagonal(wrong, 0)
+    mistaken = wrong.argmax(axis=1)
     calibration = calibration_bins(confidence, correct)
 
     def examples(order: np.ndarray) -> list[Statistics]:
@@ -126,6 +102,8 @@ def evaluation_statistics(
                 "f1_pct": f,
                 "images": int(images[k]),
                 "predicted": int(predicted[k]),
+                "mistaken_for": labels[mistaken[k]] if wrong[k].any() else None,
+                "mistaken_images": int(wrong[k, mistaken[k]]),
             }
             for k, (p, r, f) in enumerate(
                 (100 * np.stack([precision, recall, f1], axis=1)).tolist()
@@ -199,148 +177,64 @@ def confused_pairs(confusion: np.ndarray, labels: Sequence[str]) -> list[Statist
 
 
 def evaluation_page(
-    statistics: Mapping[str, Any], confusion: np.ndarray, thumbnails: Mapping[int, bytes]
+    statistics: Mapping[str, Any],
+    confusion: np.ndarray,
+    thumbnails: Mapping[int, bytes],
+    link_js: bool = False,
 ) -> bytes:
     """The page of an evaluation. statistics: also `model`, `weights`, `messages`, `settings`, and
     `metrics` by weights.
 
-    thumbnails: JPEG files of `mistakes` and `hits`, by index.
+    thumbnails: JPEG files of `mistakes` and `hits`, by index. link_js: see `render`.
     """
     classes = statistics["classes"]
     by_f1 = sorted(
         classes, key=lambda row: math.inf if math.isnan(row["f1_pct"]) else row["f1_pct"]
     )
-    block = -(-len(classes) // _MAX_CELLS)
-    starts = np.arange(0, len(classes), block)
-    sums = np.add.reduceat(np.add.reduceat(confusion, starts, axis=0), starts, axis=1)
-    reduced = f"A cell sums up {block} by {block} neighboring classes. " if block > 1 else ""
     results = statistics["metrics"]
     result = results.get(statistics["weights"], {})
-    columns = [
-        ("top-1 %", "top1_pct", ".3f"),
-        ("top-5 %", "top5_pct", ".3f"),
-        ("loss", "loss", ".4f"),
-        ("images", "images", _COUNT),
-    ]
-    if "real_pct" in result:
-        columns += [
-            ("ReaL %", "real_pct", ".3f"),
-            ("images with ReaL labels", "real_images", _COUNT),
-        ]
-    own = dict.fromkeys(name for row in results.values() for name in user_metrics(row))
-    columns += [(name, name, ".4f") for name in own]
     messages = [*statistics["messages"]]
     if "classes" in result:
         messages.append(
             f"Masked: the outputs of all but {result['classes']} classes are ignored "
             "(eval.classes=present)."
         )
-
-    def examples(rows: Sequence[Statistics]) -> Html:
-        return gallery(
-            (
-                image(thumbnails[row["index"]]),
-                [
-                    f"{row['prediction']} ({row['confidence']:.4f})",
-                    f"true: {row['target']}",
-                    row["image"],
-                ],
-            )
-            for row in rows
-        )
-
-    parts = [
-        heading("Result", *messages),
-        table(
-            [("weights", ""), *((title, number_format) for title, _, number_format in columns)],
-            [[name, *(row.get(key) for _, key, _ in columns)] for name, row in results.items()],
-        ),
-        heading(
-            "Details", f"The sections below show the {_WEIGHTS[statistics['weights']]} weights."
-        ),
-        table(
-            [("", ""), ("value", "s")],
-            [[title, format(statistics[key], style)] for title, key, style in _DETAILS],
-        ),
-        heading(
-            "Confusion",
-            f"{reduced}Rows: true classes. Color: share of the true class. Counts: confusion.csv.",
-        ),
-        plot(7, 6, partial(_draw_confusion, sums, [row["name"] for row in classes])),
-        heading(
-            "Most confused",
-            "The most frequent mistakes, and their share of the images of the true class.",
-        ),
-        _table(_CONFUSED, statistics["confused"]),
-        heading(
-            "Calibration",
-            f"{_CALIBRATION_BINS} bins of equal width by confidence, the probability of the "
-            "predicted class. A calibrated model is on the diagonal.",
-        ),
-        plot(5, 3.6, partial(_draw_calibration, statistics["calibration"])),
-        _table(_CALIBRATION, statistics["calibration"]),
+    columns = _result_columns(results)
+    figures = [
+        confusion_figure(confusion, [row["name"] for row in classes]),
+        {"title": "Reliability diagram", "bins": statistics["calibration"]},
+        {"title": "Confidences", "bins": statistics["calibration"]},
     ]
-    for key, title, style in (
-        ("by_short_side_px", "short side, px", ",.0f"),
-        ("by_aspect_ratio", "width / height", ".3f"),
-    ):
-        if statistics[key]:
-            bins = [
-                (f"{title}: from", "low", style),
-                ("to", "high", style),
-                ("images", "images", _COUNT),
-                ("top-1 %", "top1_pct", _PERCENT),
-            ]
-            parts += [heading(f"Accuracy by {title}"), _table(bins, statistics[key])]
-    for key, title in (
-        ("mistakes", "Most confident mistakes"),
-        ("hits", "Least confident correct predictions"),
-    ):
-        if statistics[key]:
-            parts += [
-                heading(title, "Predicted class and confidence, true class, image."),
-                examples(statistics[key]),
-            ]
-    parts += [
-        heading("Classes", "Lowest F1 first."),
-        _table(_CLASSES, by_f1),
-        heading("Settings"),
-        table([("key", ""), ("value", "")], statistics["settings"].items()),
-    ]
-    return page(f"Evaluation of {statistics['model']}", parts)
-
-
-def _table(columns: Sequence[tuple[str, str, str]], rows: Iterable[Statistics]) -> Html:
-    """A table of dictionaries. columns: title, key, format."""
-    return table(
-        [(title, number_format) for title, _, number_format in columns],
-        [[row[key] for _, key, _ in columns] for row in rows],
+    return render(
+        "evaluation.html",
+        figures,
+        link_js,
+        title=f"Evaluation of {statistics['model']}",
+        result=result,
+        messages=messages,
+        columns=[("weights", ""), *((title, style) for title, _, style in columns)],
+        results=[[name, *(row.get(key) for _, key, _ in columns)] for name, row in results.items()],
+        weights=_WEIGHTS[statistics["weights"]],
+        details=[[title, format(statistics[key], style)] for title, key, style in _DETAILS],
+        num_bins=_CALIBRATION_BINS,
+        classes=by_f1,
+        statistics=statistics,
+        thumbnails=thumbnails,
     )
 
 
-def _draw_confusion(counts: np.ndarray, labels: Sequence[str], figure: "Figure") -> None:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    axes = figure.subplots()
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    blues = LinearSegmentedColormap.from_list("", ["#2f7fd000", "#2f7fd0ff"])  # transparent to blue
-    axes.imshow(shares, cmap=blues, vmin=0, vmax=1, interpolation="none")
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
-    short = [shorten(label, 20) for label in labels] if len(counts) == len(labels) else []
-    axes.set_xticks(
-        range(len(short)), short, rotation=90 if max(map(len, short), default=0) > 2 else 0
-    )
-    axes.set_yticks(range(len(short)), short)
-    for k, m in np.argwhere(counts) if len(counts) <= _MAX_NUMBERS else ():
-        axes.text(m, k, str(counts[k, m]), ha="center", va="center")
-
-
-def _draw_calibration(rows: Sequence[Statistics], figure: "Figure") -> None:
-    axes = figure.subplots()
-    axes.plot([0, 1], [0, 100], color="gray", linestyle="--", linewidth=0.8)
-    middles = [(row["low"] + row["high"]) / 2 for row in rows]
-    accuracy = [row["accuracy_pct"] for row in rows]
-    axes.bar(middles, accuracy, 0.9 / _CALIBRATION_BINS, color="#2f7fd0", alpha=0.6)
-    axes.plot([row["confidence"] for row in rows], accuracy, "o", color="#d9822b", clip_on=False)
-    axes.set(xlim=(0, 1), ylim=(0, 100), xlabel="confidence", ylabel="accuracy (%)")
+def _result_columns(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """The columns of the results of weights: title, key, format."""
+    columns = [
+        ("top-1 %", "top1_pct", ".3f"),
+        ("top-5 %", "top5_pct", ".3f"),
+        ("loss", "loss", ".4f"),
+        ("images", "images", _COUNT),
+    ]
+    if any("real_pct" in row for row in results.values()):
+        columns += [
+            ("ReaL %", "real_pct", ".3f"),
+            ("images with ReaL labels", "real_images", _COUNT),
+        ]
+    own = dict.fromkeys(name for row in results.values() for name in user_metrics(row))
+    return [*columns, *((name, name, ".4f") for name in own)]

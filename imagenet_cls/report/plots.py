@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
 _MAX_LABEL = 24  # characters of a line
 _MAX_POINTS = 300  # of a curve; each is a mean
-# Fields of the records that are drawn over the steps of a run, and the labels of their axes.
-CURVES = {
-    "loss": "loss",
-    "top1_pct": "top-1 on validation images (%)",
-    "lr": "learning rate",
-    "images_per_sec": "images per second",
-    "data_wait_pct": "waiting for data (%)",
+# Fields of the records that are drawn over the steps of a run, by the name of their file, with the
+# labels of their axes.
+_CURVES = {
+    "loss": ("loss", "loss"),
+    "lr": ("lr", "learning rate"),
+    "top1": ("top1_pct", "top-1 on validation images (%)"),
 }
 
 
@@ -36,68 +35,51 @@ def plot_run(metrics: Sequence[Record], folder: Path) -> None:
     """Draw `loss.png`, `lr.png` and `top1.png` of a run into `folder`. Existing files are replaced.
     Raises OSError.
     """
-    for name, key in (("loss", "loss"), ("lr", "lr"), ("top1", "top1_pct")):
+    for name, (key, label) in _CURVES.items():
         with _plot(folder / f"{name}.png") as axes:
-            draw_curve(axes, key, [("", metrics)])
+            _draw_curve(axes, key, metrics)
+            _finish(axes, "step", label)
 
 
 def draw_run(metrics: Sequence[Record]) -> "Figure":
-    """Loss, top-1 and learning rate of a run over its steps, side by side."""
+    """Loss, learning rate and top-1 of a run over its steps, side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure((15, 4), layout="constrained")
-    for axes, key in zip(figure.subplots(1, 3), ("loss", "top1_pct", "lr"), strict=True):
-        draw_curve(axes, key, [("", metrics)])
+    for axes, (key, label) in zip(figure.subplots(1, 3), _CURVES.values(), strict=True):
+        _draw_curve(axes, key, metrics)
+        _finish(axes, "step", label)
     return figure
 
 
-def draw_curve(axes: "Axes", key: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> None:
-    """Draw a field of `CURVES` over the steps of runs: means of neighboring training steps, the
-    evaluations, and where a run was resumed.
-
-    runs: the beginning of the labels of each run, and its records, see `jsonl`. Values that are not
-    finite leave gaps.
+def _draw_curve(axes: "Axes", key: str, metrics: Sequence[Record]) -> None:
+    """Draw a field of the records over the steps: means of neighboring training steps, the
+    evaluations, and where the run was resumed. Values that are not finite leave gaps.
     """
-    for number, (label, metrics) in enumerate(runs):
-        color = f"C{number}"
-        training = [record for record in metrics if record["kind"] == "train" and key in record]
-        if training and key != "top1_pct":
-            steps, values = _mean_points(*_columns(training, key))
-            axes.plot(steps, values, color=color, label=f"{label}training")
-        for weights, style in (("raw", "o-"), ("ema", "s--")):
-            results = [
-                record
-                for record in metrics
-                if record["kind"] == "eval" and record["weights"] == weights and key in record
-            ]
-            if results:
-                steps, values = _columns(results, key)
-                axes.plot(
-                    steps,
-                    values,
-                    style,
-                    color=color,
-                    markersize=4,
-                    linewidth=1,
-                    label=f"{label}{weights} weights",
-                )
-        resumed = {
-            record["step"]
-            for record in metrics
-            if record["kind"] == "event" and record["message"].startswith("resumed from ")
-        }
-        line_label: str | None = f"{label}resumed"
-        for step in sorted(resumed):
-            axes.axvline(step, color=color, linestyle=":", linewidth=0.8, label=line_label)
-            line_label = None  # one entry in the legend
-    _finish(axes, "step", CURVES[key])
+    training = [record for record in metrics if record["kind"] == "train" and key in record]
+    if training and key != "top1_pct":
+        steps, values = mean_points(*columns(training, key), _MAX_POINTS)
+        axes.plot(steps, values, color="C0", label="training")
+    results = [record for record in metrics if record["kind"] == "eval" and key in record]
+    for weights, style in (("raw", "o-"), ("ema", "s--")):
+        own = [record for record in results if record["weights"] == weights]
+        if own:
+            steps, values = columns(own, key)
+            label = f"{weights} weights"
+            axes.plot(steps, values, style, color="C0", markersize=4, linewidth=1, label=label)
+    events = [record for record in metrics if record["kind"] == "event"]
+    resumed = {event["step"] for event in events if event["message"].startswith("resumed from ")}
+    line_label: str | None = "resumed"
+    for step in sorted(resumed):
+        axes.axvline(step, color="C0", linestyle=":", linewidth=0.8, label=line_label)
+        line_label = None  # one entry in the legend
 
 
-def _mean_points(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most `_MAX_POINTS` points of a curve: means of neighboring values, each at the last of
-    their steps.
+def mean_points(steps: np.ndarray, values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most `most` points of a curve: means of neighboring values, each at the last of their
+    steps.
     """
-    size = math.ceil(len(steps) / _MAX_POINTS)
+    size = math.ceil(len(steps) / most)
     cuts = range(size, len(steps), size)
     last_steps = [part[-1] for part in np.split(steps, cuts)]
     means = [part.mean() for part in np.split(values, cuts)]
@@ -197,7 +179,7 @@ def _finish(axes: "Axes", x_label: str, y_label: str) -> None:
         axes.legend()
 
 
-def _columns(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
+def columns(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
     """The steps and values of records. Values that are not finite are NaN, which leaves a gap."""
     steps = np.array([record["step"] for record in records])
     values = np.array([record[key] for record in records], dtype=np.float64)

@@ -4,15 +4,16 @@ import io
 import json
 import math
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -20,18 +21,16 @@ from PIL import Image
 
 from imagenet_cls.errors import CheckpointError, explain_content_errors
 from imagenet_cls.files import is_locked
+from imagenet_cls.report.figures import curve_figures
 from imagenet_cls.report.jsonl import TEXT_KEYS, Record, read_metrics, user_metrics
-from imagenet_cls.report.page import Html, escape, heading, image, page, plot, table, to_jpeg
-from imagenet_cls.report.plots import CURVES, draw_curve
+from imagenet_cls.report.render import DURATION, render, to_jpeg
 from imagenet_cls.text import utf8_text
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # of TensorBoard's file that are searched for the first batch, which is among the first
 _MAX_EVENTS = 100
 _BATCH_PX = 1000
-_MAX_LABEL = 40  # characters of a run's path in a legend
+_MAX_BATCHES = 4  # runs, of which the page shows the first batch
+_MAX_COLUMNS = 6  # differing keys that are columns of the table of runs
 _MAX_STEP, _MAX_NUMBER = 2**53, 1e300
 _NEEDED = {
     "train": ("loss", "lr"),
@@ -41,13 +40,12 @@ _NEEDED = {
 
 # Columns of the results: title, key of `run_statistics`, format.
 _RESULTS = (
-    ("best top-1 %", "best_top1_pct", ".2f"),
     ("at step", "best_step", ",d"),
     ("weights", "best_weights", ""),
     ("last top-1 %", "last_top1_pct", ".2f"),
     ("last balanced %", "last_balanced_pct", ".2f"),
     ("last loss", "last_loss", ".4f"),
-    ("hours", "hours", ".3g"),
+    ("time", "hours", DURATION),
     ("img/s", "images_per_sec", ",.0f"),
     ("waiting %", "data_wait_pct", ".1f"),
     ("ranks", "ranks", "d"),
@@ -59,8 +57,8 @@ class RunRecords:
     """What a run folder holds, finished or not; None and empty where a file is missing.
 
     metrics: without an incomplete last line. is_running: its process has the lock. ranks,
-    total_steps, saved_step and stopped_early: of the newest checkpoint that is there. checkpoints:
-    by step, newest first.
+    total_steps, steps_per_epoch, saved_step and stopped_early: of the newest checkpoint that is
+    there. checkpoints: by step, newest first.
     """
 
     name: str
@@ -70,6 +68,7 @@ class RunRecords:
     versions: Mapping[str, str | None]
     ranks: int | None
     total_steps: int | None
+    steps_per_epoch: int | None
     saved_step: int | None
     stopped_early: bool
     checkpoints: Mapping[int, Path]
@@ -104,7 +103,7 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
                         f"{file}:{line}: {reason}", "Remove this line, or leave the run out."
                     )
     versions: dict[str, str | None] = {"commit": None}
-    ranks = total_steps = saved_step = None
+    ranks = total_steps = steps_per_epoch = saved_step = None
     stopped_early = False
     file = folder / "env.json"
     with explain_content_errors(CheckpointError, file):
@@ -122,6 +121,7 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
             if file.is_file():
                 state = json.loads(file.read_bytes())
                 total_steps = int(state["plan"]["total_steps"])
+                steps_per_epoch = state["plan"].get("steps_per_epoch")
                 saved_step = int(state["progress"]["step"])
                 ranks = int(state["world_size"])
                 stopped_early = bool(state["progress"].get("stopped_early"))
@@ -134,6 +134,7 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
         versions,
         ranks,
         total_steps,
+        steps_per_epoch,
         saved_step,
         stopped_early,
         checkpoints,
@@ -177,6 +178,7 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
         "total_steps": run.total_steps,
         "best_top1_pct": best.get("top1_pct"),
         "best_step": best.get("step"),
+        "best_epoch": best.get("epoch"),
         "best_weights": best.get("weights"),
         "last_top1_pct": last.get("top1_pct"),
         "last_balanced_pct": last.get("balanced_accuracy_pct"),
@@ -201,76 +203,46 @@ def runs_page(
     differences: Mapping[str, Sequence[str | None]],
     notes: Iterable[str],
     folder: Path,
+    link_js: bool,
 ) -> bytes:
     """The page of the runs.
 
     global_batches: the global batch sizes of each run, None if unknown. differences: values of the
     configs by key, in the order of the runs. notes: to be said first. folder: the folder of the
-    page, from which the links to checkpoints lead.
+    page, from which the links to checkpoints lead. link_js: see `render`.
     """
-    names = [run.name for run in runs]
-    statistics = [
-        run_statistics(run, batch) for run, batch in zip(runs, global_batches, strict=True)
-    ]
+    pairs = zip(runs, global_batches, strict=True)
+    statistics = [run_statistics(run, batch) for run, batch in pairs]
+    states = [_state(run, row) for run, row in zip(runs, statistics, strict=True)]
     incomplete = [
         f"{run.name}: the last line of metrics.jsonl is incomplete and was left out"
         for run in runs
         if run.has_incomplete_last_line
     ]
-    own = dict.fromkeys(name for row in statistics for name in row["user_metrics"])
-    columns = [
-        ("run", ""),
-        ("state", ""),
-        *((title, number_format) for title, _, number_format in _RESULTS),
-    ]
-    columns += [(f"last {name}", ".4f") for name in own]
-    rows = [
-        [
-            run.name,
-            _state(run, row),
-            *(row[key] for _, key, _ in _RESULTS),
-            *map(row["user_metrics"].get, own),
-        ]
-        for run, row in zip(runs, statistics, strict=True)
-    ]
-    versions = [run.versions for run in runs]
-    parts = [
-        heading("Results", *notes, *incomplete),
-        table(columns, rows),
-        Html(
-            "<p>Hours and img/s are of the steps and evaluations, without start-up and saving.</p>"
-        ),
-        heading(
-            "Curves",
-            "Lines of training steps are means of neighboring steps, points are evaluations. Where "
-            "a run was interrupted and resumed is a dotted vertical line.",
-        ),
-        *(
-            plot(9, 4 if key in ("loss", "top1_pct") else 2.6, partial(_draw, runs, key))
-            for key in CURVES
-        ),
-    ]
-    by_run = [("", ""), *((name, "") for name in names)]
-    if len(runs) > 1:
-        parts += [heading("Differences of the configs", *([] if differences else ["None."]))]
-    if differences:
-        parts += [table(by_run, [[key, *values] for key, values in differences.items()])]
-    listed = dict.fromkeys(name for version in versions for name in version)
-    parts += [
-        heading("Code and versions"),
-        table(by_run, [[n, *(v.get(n) for v in versions)] for n in listed]),
-    ]
-    links = []
-    for run, row in zip(runs, statistics, strict=True):
-        for step, path in run.checkpoints.items():
-            note = ", best top-1" if step == row["best_step"] else ""
-            address = quote(os.fsencode(os.path.relpath(path, folder)))
-            links.append((run.name, Html(f'<a href="{address}">{escape(path.name)}</a>{note}')))
-    parts += [heading("Checkpoints"), table([("run", ""), ("checkpoint", "")], links)]
-    for run in runs:
-        if run.first_batch is not None:
-            parts += [heading(f"First batch of {run.name}"), image(run.first_batch)]
-    return page(names[0] if len(runs) == 1 else f"{len(runs)} runs", parts)
+    known = [row for row in statistics if row["best_top1_pct"] is not None]
+    best = max(known, key=itemgetter("best_top1_pct"), default=statistics[0])
+    return render(
+        "runs.html",
+        curve_figures([run.metrics for run in runs]),
+        link_js,
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        notes=[*notes, *incomplete],
+        runs=runs,
+        statistics=statistics,
+        states=states,
+        num_states=Counter(re.split("[:,]", state)[0] for state in states),
+        best=best,
+        best_run=runs[statistics.index(best)],
+        top1=sorted(row["best_top1_pct"] for row in known),
+        hours=[row["hours"] for row in statistics if row["hours"] is not None],
+        results=_RESULTS,
+        own_metrics=list(dict.fromkeys(name for row in statistics for name in row["user_metrics"])),
+        differences=differences,
+        are_columns=len(differences) <= _MAX_COLUMNS,
+        versions=list(dict.fromkeys(name for run in runs for name in run.versions)),
+        address=lambda path: quote(os.fsencode(os.path.relpath(path, folder))),
+        batches=[run for run in runs if run.first_batch][:_MAX_BATCHES],
+    )
 
 
 def _state(run: RunRecords, statistics: Mapping[str, Any]) -> str:
@@ -285,17 +257,6 @@ def _state(run: RunRecords, statistics: Mapping[str, Any]) -> str:
         if run.stopped_early:
             return f"stopped early: {reached}"
     return f"interrupted: {reached}"
-
-
-def _draw(runs: Sequence[RunRecords], key: str, figure: "Figure") -> None:
-    # matplotlib hides "_..."
-    labels = [f"./{run.name}" if run.name.startswith("_") else run.name for run in runs]
-    short = [label if len(label) <= _MAX_LABEL else f"…{label[-_MAX_LABEL:]}" for label in labels]
-    draw_curve(
-        figure.subplots(),
-        key,
-        [(f"{label}, ", run.metrics) for label, run in zip(short, runs, strict=True)],
-    )
 
 
 def _first_batch(folder: Path) -> bytes | None:

@@ -3,68 +3,29 @@ loaded.
 """
 
 import json
-import shutil
-import subprocess
-from collections.abc import Callable
-from html import unescape
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy as np
 import pytest
+from browser import Browser, open_browser
 from helpers import arguments, train_here
 from PIL import Image
 
 from imagenet_cls.commands.report import report_command
 from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.inference.evaluate_weights import image_dtype
+from imagenet_cls.report.evaluation import evaluation_page, evaluation_statistics
 from imagenet_cls.report.jsonl import read_metrics
 
 pytestmark = pytest.mark.nightly
+COLORS = {"light": (245, 246, 248), "dark": (18, 21, 24)}  # of the background
 
 
-class Opened(NamedTuple):
-    """What Chromium made of a page. dom: as HTML. urls: that the page requested from a network."""
-
-    dom: str
-    screenshot: Image.Image
-    urls: list[str]
-
-
-def open_page(page: Path, folder: Path, scheme: str = "light", width: int = 1200) -> Opened:
-    """Open a page by its path, without a network. scheme: the preferred color scheme of the
-    user.
-    """
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("needs a browser (Debian: chromium)")
-    folder.mkdir()
-    options = {
-        "blink-settings": f"preferredColorScheme={('dark', 'light').index(scheme)}",
-        "host-resolver-rules": "MAP * ~NOTFOUND",
-        "log-net-log": folder / "net.json",
-        "screenshot": folder / "screenshot.png",
-        "user-data-dir": folder / "profile",
-        "window-size": f"{width},1500",
-    }
-    flags = (
-        "headless",
-        "no-sandbox",
-        "disable-gpu",
-        "hide-scrollbars",
-        "disable-background-networking",
-        "dump-dom",
-    )
-    command = [
-        program,
-        *(f"--{flag}" for flag in flags),
-        *(f"--{name}={value}" for name, value in options.items()),
-    ]
-    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    events = json.loads((folder / "net.json").read_text())["events"]
-    requests = [event["params"] for event in events if "initiator" in event.get("params", {})]
-    # that is Chromium
-    urls = [request["url"] for request in requests if request["initiator"] != "not an origin"]
-    return Opened(unescape(done.stdout), Image.open(folder / "screenshot.png").convert("RGB"), urls)
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with open_browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -74,24 +35,37 @@ def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check_page(page: Path, folder: Path, texts: list[str]) -> None:
-    """Light and dark, in a normal and a narrow window."""
-    colors = {"light": (255, 255, 255), "dark": (21, 24, 27)}
-    for scheme, background in colors.items():
-        for width in (1200, 500):
-            opened = open_page(page, folder / f"{scheme}{width}", scheme, width)
-            assert opened.urls == [] and [text for text in texts if text not in opened.dom] == []
-            assert opened.screenshot.size == (width, 1500)
-            assert opened.screenshot.getpixel((0, 0)) == background
-            margin = opened.screenshot.crop((width - 8, 0, width, 1500))
-            # nothing is wider than the window
-            assert margin.getcolors() == [(8 * 1500, background)]
-            drawn = opened.screenshot.getcolors(width * 1500)
-            assert drawn is not None
-            assert drawn != [(width * 1500, background)]
+def check_page(browser: Browser, page: Path, folder: Path, texts: list[str]) -> None:
+    """Light and dark, in windows from a phone's to a wide one."""
+    for scheme, background in COLORS.items():
+        browser.prefer(scheme)
+        for width in (390, 800, 1400):
+            browser.open(page, width)
+            assert browser.messages == [] and browser.layout_problems() == []
+            requested = [url for url in browser.urls if not url.startswith("data:")]
+            assert requested == [page.as_uri()]
+            dom = browser.evaluate("document.body.innerText + document.body.textContent")
+            assert [text for text in texts if text not in dom] == []
+            browser.screenshot(folder / "screenshot.png")
+            picture = Image.open(folder / "screenshot.png").convert("RGB")
+            assert picture.width == width and picture.getpixel((0, 0)) == background
+            margin = picture.crop((width - 8, 0, width, picture.height))
+            assert margin.getcolors() == [(8 * picture.height, background)]
+            titles = "[...document.querySelectorAll('.plot')].map((plot) => "
+            titles += "plot.querySelectorAll('.main-svg path, .main-svg image').length)"
+            assert min(browser.evaluate(titles)) > 5
+            valid = "[...document.querySelectorAll('.plot')].every((plot) => "
+            valid += "!Plotly.validate(plot.data, plot.layout))"
+            assert browser.evaluate(valid)
+            text = "getComputedStyle(document.querySelector('.xtick text')).fill"
+            ink = "getComputedStyle(document.body).color"
+            assert browser.evaluate(text) == browser.evaluate(ink)
+    browser.prefer()
 
 
-def test_report_of_an_evaluation_in_a_browser(run: Path, tmp_path: Path, call: Callable) -> None:
+def test_report_of_an_evaluation_in_a_browser(
+    browser: Browser, run: Path, tmp_path: Path, call: Callable
+) -> None:
     folder = tmp_path / "report"
     code, _, err = call(
         evaluate_command, run, "--report", folder, "--allow-import", "helpers:plain"
@@ -102,20 +76,62 @@ def test_report_of_an_evaluation_in_a_browser(run: Path, tmp_path: Path, call: C
     texts += [f"{row['f1_pct']:.2f}" for row in report["classes"]] + [
         row["image"] for row in report["mistakes"]
     ]
-    check_page(folder / "report.html", tmp_path, texts)
+    check_page(browser, folder / "report.html", tmp_path, texts)
 
 
-def test_page_of_a_run_in_a_browser(run: Path, tmp_path: Path, call: Callable) -> None:
+def test_page_of_a_run_in_a_browser(
+    browser: Browser, run: Path, tmp_path: Path, call: Callable
+) -> None:
     code, _, err = call(report_command, run, "--out", tmp_path / "page.html")
     assert code == 0, err
     results = [record["top1_pct"] for record in read_metrics(run) if record["kind"] == "eval"]
-    check_page(
-        tmp_path / "page.html", tmp_path, [f"{max(results):.2f}", "done, 22 steps", "step-0000022"]
-    )
+    texts = [f"{max(results):.2f}", "done, 22 steps", "step-0000022"]
+    check_page(browser, tmp_path / "page.html", tmp_path, texts)
 
 
-def test_request_of_a_page_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text('<img src="https://example.org/image.png">')
-    assert open_page(tmp_path / "page.html", tmp_path / "opened").urls == [
-        "https://example.org/image.png"
-    ]
+def test_request_of_a_page_is_noticed(browser: Browser, tmp_path: Path) -> None:
+    page = '<body data-ready><img src="https://example.org/image.png">'
+    (tmp_path / "page.html").write_text(page)
+    browser.open(tmp_path / "page.html")
+    assert "https://example.org/image.png" in browser.urls and browser.messages != []
+
+
+def test_wide_and_overlapping_elements_are_noticed(browser: Browser, tmp_path: Path) -> None:
+    wide = '<div style="width: 2000px">wide</div>'
+    over = '<p>first</p><p style="margin-top: -2rem">second</p>'
+    for content, problem in ((wide, "2000 px wide"), (over, "is over")):
+        (tmp_path / "page.html").write_text(f"<body data-ready style='margin: 0'>{content}")
+        browser.open(tmp_path / "page.html")
+        assert problem in " ".join(browser.layout_problems())
+
+
+def test_names_with_markup_are_text_in_the_confusion_matrix(
+    browser: Browser, tmp_path: Path
+) -> None:
+    names = ["<b>bold</b>", '<a href="https://example.org">', "<script>alert(1)</script>"]
+    names += ["{{ 1 }} {% if %}", *(f"class{number}" for number in range(56))]
+    for count in (10, 60):  # all cells, and blocks
+        labels = names[:count]
+        rows = np.zeros(count * 4, image_dtype(1))
+        rows["index"] = np.arange(len(rows))
+        rows["target"] = rows["index"] % count
+        rows["top"][:, 0] = np.where(rows["index"] < 2 * count, 0, rows["target"])
+        rows["probabilities"] = 0.5
+        statistics, confusion = evaluation_statistics(rows, labels, lambda index: names[index % 4])
+        about = {"model": "<b>m", "weights": "raw", "messages": [], "metrics": {}, "settings": {}}
+        examples = [*statistics["mistakes"], *statistics["hits"]]
+        thumbnails = {row["index"]: b"" for row in examples}
+        page = tmp_path / "page.html"
+        page.write_bytes(evaluation_page(statistics | about, confusion, thumbnails))
+        browser.open(page)
+        text = browser.evaluate("document.body.innerText")
+        assert [name for name in labels if name not in text] == []
+        assert browser.evaluate("document.querySelectorAll('main b b, main a').length") == 0
+        counts = np.array(browser.evaluate("figures[0].counts"))
+        np.fill_diagonal(counts, 0)
+        row, column = np.argwhere(counts)[0] + 0.5
+        browser.hover(".matrix .nsewdrag", column / len(counts), row / len(counts))
+        hovered = browser.evaluate("document.querySelector('.matrix .hoverlayer').textContent")
+        assert "true:" in hovered and "<" in hovered
+        assert browser.evaluate("document.querySelectorAll('.matrix a').length") == 0
+        assert browser.messages == []

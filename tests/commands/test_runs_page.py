@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import pytest
@@ -21,7 +22,9 @@ from imagenet_cls.config.compare import differing_values
 from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.files import is_locked
+from imagenet_cls.report.figures import curve_figures
 from imagenet_cls.report.jsonl import read_metrics
+from imagenet_cls.report.render import format_duration
 from imagenet_cls.report.runs import read_run, run_statistics
 
 
@@ -44,6 +47,12 @@ def cells(page: str) -> list[str]:
     return re.findall(r"<td[^>]*>(.*?)</td>", page)
 
 
+def figures(page: str) -> list[dict[str, Any]]:
+    """The data of the figures of a page."""
+    text = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', page)
+    return json.loads(text[0])
+
+
 def test_page_of_a_finished_and_an_interrupted_run(
     run: Path, tmp_path: Path, call: Callable
 ) -> None:
@@ -57,7 +66,10 @@ def test_page_of_a_finished_and_an_interrupted_run(
     code, out, _ = call(report_command, run, other, "--out", tmp_path / "new" / "page.html")
     assert code == 0 and out == f"wrote {tmp_path}/new/page.html\n"
     page = (tmp_path / "new" / "page.html").read_text()
-    assert page.count("<svg") == 5 and page.count("data:image/jpeg") == 1 and "<script" not in page
+    titles = [figure["title"] for figure in figures(page)]
+    top1 = "Top-1 on validation images, %"
+    assert titles == ["Loss", top1, "Learning rate", "Images per second"]
+    assert page.count("data:image/jpeg") == 1
     assert "<b>first" not in page and "a &lt;b&gt;first" in page
     assert {"done, 22 steps", "interrupted: step 8 of 22"} <= {*cells(page)}
     assert (
@@ -65,22 +77,21 @@ def test_page_of_a_finished_and_an_interrupted_run(
         and page.count("is incomplete") == 1
     )
     assert {"0123456789ab, with changes", "9.9"} <= {*cells(page)}
-    row = cells(page)[cells(page).index("optimizer.lr") :][:3]
-    assert row == ["optimizer.lr", "0.03", "0.07"]
+    assert ">optimizer.lr</button>" in page and {"0.03", "0.07"} <= {*cells(page)}
     evaluations = [record for record in read_metrics(run) if record["kind"] == "eval"]
     assert f"{max(record['top1_pct'] for record in evaluations):.2f}" in cells(page)
-    for link in re.findall(r'href="([^"]+)"', page):
-        if not link.startswith(("#", "data:")):
-            assert (
-                tmp_path / "new" / os.fsdecode(unquote_to_bytes(link)) / "manifest.json"
-            ).is_file()
+    links = re.findall(r'<a href="([^"]+)">', page)
+    assert links
+    for link in links:
+        checkpoint = tmp_path / "new" / os.fsdecode(unquote_to_bytes(link))
+        assert (checkpoint / "manifest.json").is_file()
     best = max(evaluations, key=lambda record: record["top1_pct"])
     assert f">step-{best['step']:07d}</a>, best top-1" in page
 
 
 def test_curves_show_where_a_run_was_resumed(digits: Path, tmp_path: Path, call: Callable) -> None:
     run = tmp_path / "run"
-    for epochs, resumed in ((1, 0), (2, 5)):
+    for epochs, resumed in ((1, []), (2, [[0, 11]])):
         train_here(
             [
                 *arguments(digits, run, train__epochs=epochs),
@@ -90,7 +101,8 @@ def test_curves_show_where_a_run_was_resumed(digits: Path, tmp_path: Path, call:
             ]
         )
         assert call(report_command, run, "--out", tmp_path / "page.html")[0] == 0
-        assert (tmp_path / "page.html").read_text().count(", resumed</text>") == resumed
+        for figure in figures((tmp_path / "page.html").read_text()):
+            assert figure["resumed"] == resumed
 
 
 def test_state_of_a_run(run: Path, tmp_path: Path, call: Callable) -> None:
@@ -138,7 +150,7 @@ def test_speed_without_waiting_time_is_an_error(tmp_path: Path) -> None:
 def test_every_figure_of_the_page_is_from_the_files_of_the_run(
     run: Path, tmp_path: Path, call: Callable
 ) -> None:
-    figures = run_statistics(read_run(run, {}), 128)
+    statistics = run_statistics(read_run(run, {}), 128)
     train = [record for record in read_metrics(run) if record["kind"] == "train"]
     speeds = {
         record["step"]: record["images_per_sec"] for record in train if "images_per_sec" in record
@@ -151,32 +163,32 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(
     assert list(speeds) == [5, 10, 11, 15, 20, 22] and len(seconds) == 2
     steps = zip([5, 5, 1, 4, 5, 2], speeds.values(), strict=True)
     expected = sum(count * 128 / speed for count, speed in steps) + sum(seconds.values())
-    assert figures["hours"] == pytest.approx(expected / 3600)
-    assert (figures["step"], figures["ranks"], figures["total_steps"]) == (22, None, None)
+    assert statistics["hours"] == pytest.approx(expected / 3600)
+    assert [statistics[key] for key in ("step", "ranks", "total_steps")] == [22, None, None]
     assert call(report_command, run, "--out", tmp_path / "page.html")[0] == 0
     results = [record for record in read_metrics(run) if record["kind"] == "eval"]
     best = max(results, key=lambda record: record["top1_pct"])
     waits = [record["data_wait_pct"] for record in train if "data_wait_pct" in record]
     found = cells((tmp_path / "page.html").read_text())
-    assert found[2:13] == [
+    assert found[:12] == [
         f"{best['top1_pct']:.2f}",
+        "done, 22 steps",
         str(best["step"]),
         "raw",
         f"{results[-1]['top1_pct']:.2f}",
         f"{results[-1]['balanced_accuracy_pct']:.2f}",
         f"{train[-1]['loss']:.4f}",
-        f"{expected / 3600:.3g}",
+        f"{expected / 60:.3g} min",
         f"{median(speeds.values()):,.0f}",
         f"{fmean(waits):.1f}",
         "1",
         f"{results[-1]['mean_target']:.4f}",
     ]
-    versions = [
-        text
-        for row in json.loads((run / "env.json").read_text())["versions"].items()
-        for text in row
-    ]
-    assert found[found.index("imagenet_cls") :][: len(versions)] == versions
+    versions = json.loads((run / "env.json").read_text())["versions"]
+    page = (tmp_path / "page.html").read_text()
+    assert all(f"<th>{name}</th>" in page for name in versions)
+    first = found.index(versions["imagenet_cls"])
+    assert found[first : first + len(versions)] == list(versions.values())
 
 
 def test_run_that_continues_another_and_has_a_metric_named_like_a_column(
@@ -199,7 +211,7 @@ def test_run_that_continues_another_and_has_a_metric_named_like_a_column(
     )
     assert call(report_command, tmp_path, "--out", tmp_path / "page.html")[0] == 0
     page = (tmp_path / "page.html").read_text()
-    assert page.count(">last top-1 %</th>") == 2 and "0.2500" in cells(page)
+    assert page.count(">last top-1 %</button></th>") == 2 and "0.2500" in cells(page)
 
 
 def test_last_result_is_of_the_weights_with_the_best_one(tmp_path: Path) -> None:
@@ -303,21 +315,59 @@ def test_invalid_content_is_an_error_that_names_the_file(
     assert not (tmp_path / "page.html").exists()
 
 
-def test_unreadable_first_batch_is_left_out_and_a_name_with_an_underscore_is_in_the_legend(
+def test_unreadable_first_batch_is_left_out(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(run, "_under")
-    for file in Path("_under", "tensorboard").iterdir():
+    shutil.copytree(run, "copy")
+    for file in Path("copy", "tensorboard").iterdir():
         file.unlink()
-    with SummaryWriter("_under/tensorboard") as writer:
+    with SummaryWriter("copy/tensorboard") as writer:
         image = Summary.Image(encoded_image_string=b"no image")
         summary = Summary(value=[Summary.Value(tag="train/first_batch", image=image)])
         writer._get_file_writer().add_summary(summary, 0)
-    Path("_under", "tensorboard", "events.out.a").mkdir()
-    assert call(report_command, "_under")[0] == 0
-    page = Path("report.html").read_text()
-    assert "First batch" not in page and "./_under, raw weights</text>" in page
+    Path("copy", "tensorboard", "events.out.a").mkdir()
+    assert call(report_command, "copy")[0] == 0
+    assert "First batch" not in Path("report.html").read_text()
+
+
+def test_link_js_writes_the_script_once_beside_the_page(
+    run: Path, tmp_path: Path, call: Callable
+) -> None:
+    assert call(report_command, run, "--out", tmp_path / "page.html", "--link-js")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert '<script src="plotly.min.js"></script>' in page and len(page) < 200_000
+    assert (tmp_path / "plotly.min.js").stat().st_size > 1_000_000
+
+
+@pytest.mark.parametrize("package", ["jinja2", "plotly"])
+def test_missing_package_is_a_usage_error_that_names_it(
+    package: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = call(report_command, run, "--out", tmp_path / "page.html")
+    assert code == 2 and f"pip install {package}" in err
+
+
+def test_durations_are_minutes_up_to_two_hours_then_hours() -> None:
+    hours = [0.001, 0.5, 1.99, 2, 12.34, 2000]
+    expected = ["0.06 min", "30 min", "119 min", "2.0 h", "12.3 h", "2,000.0 h"]
+    assert [format_duration(value) for value in hours] == expected
+
+
+def test_points_of_a_figure_are_exact_or_say_what_they_are_the_mean_of() -> None:
+    few = [{"kind": "train", "step": s, "loss": 2.5 / s, "lr": 1.0 / s} for s in range(1, 11)]
+    loss, _, lr, _ = curve_figures([few])
+    assert loss["curves"][0]["y"] == [float(f"{2.5 / s:.6g}") for s in range(1, 11)]
+    assert loss["curves"][0]["size"] == 1
+    many = [{"kind": "train", "step": s, "loss": 2.5 / s, "lr": 1.0 / s} for s in range(1, 3002)]
+    loss, _, lr, _ = curve_figures([many, few])
+    steps = [*range(4, 3001, 4), 3001]
+    assert (loss["curves"][0]["x"], loss["curves"][0]["size"]) == (steps, 4)
+    picked = range(3001, 0, -4)[::-1]
+    assert lr["curves"][0]["x"] == [*picked]
+    assert lr["curves"][0]["y"] == [float(f"{1 / s:.6g}") for s in picked]
+    assert [curve["run"] for curve in lr["curves"]] == [0, 1]
 
 
 def test_wrong_folders_and_names_are_usage_errors(

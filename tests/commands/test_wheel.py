@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(source.parent.glob("*.whl"))
 
 
-def test_wheel_contains_every_module_and_config(wheel: Path) -> None:
+def test_wheel_contains_every_module_template_and_config(wheel: Path) -> None:
     names = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {
         path.relative_to(REPOSITORY).as_posix()
@@ -48,8 +48,10 @@ def test_wheel_contains_every_module_and_config(wheel: Path) -> None:
     configs = {
         path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.yaml")
     }
+    templates = (REPOSITORY / "imagenet_cls" / "report" / "templates").iterdir()
     assert names == {
         "imagenet_cls/py.typed",
+        *(f"imagenet_cls/report/templates/{path.name}" for path in templates),
         *modules,
         *(f"imagenet_cls/_{name}" for name in configs),
     }

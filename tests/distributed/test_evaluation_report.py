@@ -5,6 +5,7 @@ shows only those.
 import csv
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -34,6 +35,7 @@ from imagenet_cls.report.evaluation import (
     evaluation_statistics,
     quantile_bins,
 )
+from imagenet_cls.report.figures import similarity_order
 
 CLASSES = ["a <b>&", "$x$", "cat", "dog", "猫", "owl", "pig"]
 NUM_IMAGES = 61
@@ -203,12 +205,13 @@ class Tables(HTMLParser):
         self.tags.add(tag)
         self.tag = tag if tag != "br" else self.tag
         self.addresses += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
-        self.in_cell = tag in ("td", "th")
+        is_cell = tag in ("td", "th")
+        self.in_cell = is_cell or (self.in_cell and tag == "button")
         if tag == "table":
             self.tables.append([])
         elif tag == "tr":
             self.tables[-1].append([])
-        elif self.in_cell:
+        elif is_cell:
             self.tables[-1][-1].append("")
 
     def handle_endtag(self, tag: str) -> None:
@@ -219,6 +222,12 @@ class Tables(HTMLParser):
             self.tables[-1][-1][-1] += data
         elif data.strip():
             self.texts.append((self.tag, data.strip()))
+
+
+def figures_of(page: str) -> list[dict[str, Any]]:
+    """The data of the figures of a page."""
+    start = '<script type="application/json" id="figures">'
+    return json.loads(page.partition(start)[2].partition("</script>")[0])
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -260,9 +269,9 @@ def test_every_figure_of_the_page_is_in_the_json_file(written: Path) -> None:
         ]
     )
     assert page.tables[0][0][-1] == "mean_target" and page.tables[0][1][-1] == f"{mean:.4f}"
-    captions = [data for tag, data in page.texts if tag == "figcaption"]
     examples = [*report["mistakes"], *report["hits"]]
-    assert captions == [
+    captions = [data for tag, data in page.texts if tag in ("b", "span", "small")]
+    assert captions[-3 * len(examples) :] == [
         line
         for row in examples
         for line in (
@@ -271,31 +280,33 @@ def test_every_figure_of_the_page_is_in_the_json_file(written: Path) -> None:
             row["image"],
         )
     ]
-    drawn = [data for tag, data in Tables(text.partition("</svg>")[0]).texts if tag == "text"]
-    counts = [
-        cell
-        for row in [*csv.reader((written / "confusion.csv").open(newline=""))][1:]
-        for cell in row[1:]
-    ]
-    assert sorted(drawn) == sorted(
-        [*(2 * CLASSES), "predicted class", "true class", *filter("0".__ne__, counts)]
-    )
+    matrix, reliability, histogram = figures_of(text)
+    counts = [row[1:] for row in csv.reader((written / "confusion.csv").open(newline=""))][1:]
+    assert matrix["counts"] == [[int(cell) for cell in row] for row in counts]
+    names = sorted(CLASSES)
+    assert matrix["labels"] == names and not matrix["has_blocks"]
+    bins = report["calibration"]
+    assert reliability["bins"] == histogram["bins"] == bins
     by_name = {row["name"]: row for row in report["classes"]}
     table = next(rows for rows in page.tables if rows[0][0] == "class")
     assert len(table) == 1 + len(CLASSES)
+    columns = ["precision_pct", "recall_pct", "f1_pct", "images", "predicted"]
     for name, *cells in table[1:]:
-        expected = [
-            by_name[name][key]
-            for key in ("precision_pct", "recall_pct", "f1_pct", "images", "predicted")
-        ]
+        expected = [by_name[name][key] for key in (*columns, "mistaken_for", "mistaken_images")]
         assert cells == [
-            "–" if v is None else str(v) if isinstance(v, int) else f"{v:.2f}" for v in expected
+            "–" if v is None else f"{v:.2f}" if isinstance(v, float) else str(v) for v in expected
         ]
+        mistakes = dict(zip(names, map(int, counts[names.index(name)]), strict=True))
+        mistakes[name] = 0
+        assert by_name[name]["mistaken_images"] == max(mistakes.values())
+        assert max(mistakes.values()) == mistakes.get(by_name[name]["mistaken_for"], 0)
 
 
 def test_page_escapes_names_and_loads_nothing(written: Path) -> None:
-    page = Tables((written / "report.html").read_text())
-    assert not page.tags & {"b", "i", "script", "link", "iframe"}
+    text = (written / "report.html").read_text()
+    page = Tables(text)
+    body = text.partition("<body>")[2].partition("<script")[0]
+    assert not page.tags & {"i", "iframe"} and body.count("<b>") == body.count('class="tile"')
     assert page.addresses and all(address.startswith(("data:", "#")) for address in page.addresses)
 
 
@@ -317,8 +328,8 @@ def test_bins_of_equal_values_are_not_merged(
     assert [(row["low"], row["high"], row["images"]) for row in rows] == bins
 
 
-def test_page_of_many_classes_has_a_reduced_picture_and_no_labels() -> None:
-    draws, count = np.random.default_rng(0), 120
+def test_page_of_many_classes_has_blocks_of_similar_classes_and_no_labels() -> None:
+    draws, count = np.random.default_rng(0), 240
     rows = np.zeros(2000, image_dtype(1))
     rows["index"] = np.arange(2000)
     rows["target"], prediction = draws.integers(0, count, (2, 2000))
@@ -327,23 +338,56 @@ def test_page_of_many_classes_has_a_reduced_picture_and_no_labels() -> None:
     names = [f"name{number}" for number in range(count - 1)]  # the head has one output more
     statistics, confusion = evaluation_statistics(rows, names, str)
     assert confusion.shape == (count, count) and confusion.sum() == 2000
-    assert statistics["classes"][-1]["name"] == "class 119" and not statistics["by_short_side_px"]
+    assert statistics["classes"][-1]["name"] == "class 239" and not statistics["by_short_side_px"]
     result = {"top1_pct": 1.0, "top5_pct": 2.0, "loss": 3.0, "images": 2000}
     # metrics of the user
     metrics = {"raw": result | {"top-1 %": 0.25}, "ema": result | {"only_ema": 0.75}}
     about = {"model": "m", "weights": "ema", "messages": [], "metrics": metrics, "settings": {}}
     shown = {row["index"]: b"" for key in ("mistakes", "hits") for row in statistics[key]}
     page = evaluation_page(statistics | about, confusion, shown).decode()
-    assert (
-        "name7<" not in page.partition("<svg")[2].partition("</svg>")[0]
-        and "3 by 3 neighboring classes" in page
-    )
-    assert len(page) < 200_000 and "The sections below show the EMA weights." in page
+    matrix, *_ = figures_of(page)
+    assert len(matrix["counts"]) == len(matrix["labels"]) == 120 and matrix["has_blocks"]
+    assert sum(map(sum, matrix["counts"])) == 2000 - statistics["correct"]
+    blocks = [name for block in matrix["labels"] for name in block]
+    assert sorted(blocks) == sorted([*names, "class 239"])
+    assert "average linkage" in page and "The sections below show the EMA weights." in page
+    assert len(page) < 6_000_000
     assert Tables(page).tables[0] == [
         ["weights", "top-1 %", "top-5 %", "loss", "images", "top-1 %", "only_ema"],
         ["raw", "1.000", "2.000", "3.0000", "2,000", "0.2500", "–"],
         ["ema", "1.000", "2.000", "3.0000", "2,000", "–", "0.7500"],
     ]
+
+
+def test_classes_that_are_confused_are_neighbors_in_the_order_by_similarity() -> None:
+    """Three groups of classes, whose members are confused, are hidden in a random order."""
+    draws = np.random.default_rng(0)
+    groups = draws.permutation(np.repeat(np.arange(3), 20))
+    is_same = groups[:, None] == groups
+    confusion = draws.poisson(np.where(is_same, 5, 0.2)) + 50 * np.eye(60, dtype=int)
+    order = similarity_order(confusion)
+    assert sorted(order) == list(range(60))
+    changes = np.count_nonzero(np.diff(groups[order]))
+    assert changes == 2
+
+
+def test_link_js_needs_a_report_and_writes_the_script_beside_it(
+    folder: Path, tmp_path: Path, call: Callable
+) -> None:
+    code, _, err = call(evaluate_command, *words(folder), "--link-js")
+    assert code == 2 and "--report" in err
+    code, _, err = call(evaluate_command, *words(folder), "--report", tmp_path, "--link-js")
+    assert code == 0, err
+    assert (tmp_path / "plotly.min.js").stat().st_size > 1_000_000
+    assert '<script src="plotly.min.js"></script>' in (tmp_path / "report.html").read_text()
+
+
+def test_missing_plotly_is_an_error_before_the_evaluation(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    code, out, err = call(evaluate_command, *words(folder), "--report", tmp_path / "report")
+    assert code == 2 and out == "" and "pip install plotly" in err
 
 
 def test_command_writes_a_report_and_replaces_none(
