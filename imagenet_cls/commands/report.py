@@ -30,15 +30,13 @@ def report_command(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--out",
         type=cli.path,
-        default=Path("report.html"),
         metavar="FILE.html",
-        help="the page, which is replaced if it exists; default: report.html",
+        help="the page, which is replaced if it exists; default: report.html, in the folder of "
+        "one run, or in the current folder for several runs",
     )
     cli.add_link_js(parser)
     arguments = cli.parse(parser, argv)
-    runs, out = list(dict.fromkeys(arguments.runs)), arguments.out
-    if out.suffix.lower() != ".html" or out.is_dir():
-        raise UsageError(f"--out {out}: the page is an HTML file.", "Name it *.html.")
+    runs = list(dict.fromkeys(arguments.runs))
     for run in runs:
         try:
             is_run = (run / "metrics.jsonl").is_file()
@@ -49,6 +47,10 @@ def report_command(argv: Sequence[str]) -> None:
                 f"{run}: not a run folder (it has no metrics.jsonl).",
                 "Give a folder like work_dirs/demo.",
             )
+    folder = runs[0] if len(runs) == 1 else Path()
+    out = arguments.out or folder / "report.html"
+    if out.suffix.lower() != ".html" or out.is_dir():
+        raise UsageError(f"--out {out}: the page is an HTML file.", "Name it *.html.")
     from imagenet_cls.report.render import PLOTLY_FILE, check_packages, plotly_script
     from imagenet_cls.report.runs import read_run, runs_page
 

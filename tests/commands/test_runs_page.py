@@ -315,7 +315,7 @@ def test_invalid_content_is_an_error_that_names_the_file(
     assert not (tmp_path / "page.html").exists()
 
 
-def test_unreadable_first_batch_is_left_out(
+def test_unreadable_first_batch_is_left_out_and_the_page_is_in_the_run_folder(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -327,8 +327,10 @@ def test_unreadable_first_batch_is_left_out(
         summary = Summary(value=[Summary.Value(tag="train/first_batch", image=image)])
         writer._get_file_writer().add_summary(summary, 0)
     Path("copy", "tensorboard", "events.out.a").mkdir()
-    assert call(report_command, "copy")[0] == 0
-    assert "First batch" not in Path("report.html").read_text()
+    code, out, _ = call(report_command, "copy")
+    assert code == 0 and out == "wrote copy/report.html\n"
+    assert "First batch" not in Path("copy", "report.html").read_text()
+    assert call(report_command, "copy", run)[1] == "wrote report.html\n"
 
 
 def test_link_js_writes_the_script_once_beside_the_page(
