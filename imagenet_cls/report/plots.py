@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MAX_LABEL = 24  # characters of a line
 _MAX_POINTS = 300  # of a curve; each is a mean
+_FAR = 2.5  # times the highest loss before the lowest one
 # Fields of the records that are drawn over the steps of a run, by the name of their file, with the
 # labels of their axes.
 _CURVES = {
@@ -120,14 +121,29 @@ def plot_panels(
     figure = Figure((8, 1 + 2.2 * len(panels)), dpi=120, layout="constrained")
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, values) in zip(all_axes, panels.items(), strict=True):
-        axes.plot(epochs, values)
+        axes.plot(epochs, values, color="C0", linewidth=1.8)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-        if min(values) == max(values):  # otherwise matplotlib magnifies rounding errors
-            axes.set_ylim(0, 1.25 * max(values) or 1.0)
+        axes.margins(x=0, y=0.2)
+        highest = max(values)
+        if min(values) == highest:  # otherwise matplotlib magnifies rounding errors
+            axes.set_ylim(0, 1.25 * highest or 1.0)
+        else:
+            epoch = epochs[list(values).index(highest)]
+            axes.plot(epoch, highest, "o", color="C0")
+            _label(axes, epoch, highest, f"{highest:.4g} at epoch {epoch:.3g}", color="C0")
     all_axes[0].set_title(title, parse_math=False)
     all_axes[-1].set_xlabel("epoch")
     _write(path, figure)
+
+
+def _label(axes: "Axes", x: float, y: float, label: str, **style: Any) -> None:
+    """Text at a place, on the side that has more space."""
+    axes.autoscale_view()  # before this, the place in the frame is not known
+    place = axes.transData.transform((x, 1))
+    is_left = axes.transAxes.inverted().transform(place)[0] < 0.5
+    side, align = (8, "left") if is_left else (-8, "right")
+    axes.annotate(label, (x, y), (side, 6), textcoords="offset points", ha=align, **style)
 
 
 def plot_lr_range(
@@ -139,17 +155,23 @@ def plot_lr_range(
 ) -> None:
     """Draw losses over learning rates on a logarithmic axis. marked: learning rates by label.
     Raises OSError.
+
+    All losses are inside the frame. The axis of the loss is logarithmic if it ends far above its
+    start.
     """
     with _plot(path) as axes:
-        axes.plot(lrs, losses, alpha=0.25, linewidth=0.8, color="C0")
-        axes.plot(lrs, smoothed, color="C0", label="smoothed")
-        for number, (label, lr) in enumerate(marked.items(), 1):
-            axes.axvline(lr, color=f"C{number}", linestyle="--", label=label)
+        axes.plot(lrs, losses, color="C0", alpha=0.35, linewidth=1, label="loss of each step")
+        axes.plot(lrs, smoothed, color="C0", linewidth=2, label="smoothed")
         axes.set_xscale("log")
-        lowest = min(smoothed)
-        height = max(smoothed[: smoothed.index(lowest) + 1]) - lowest
-        # a loss that diverges would hide the rest
-        axes.set_ylim(lowest - height / 2, lowest + 2 * height)
+        axes.margins(x=0, y=0.08)
+        before = losses[: smoothed.index(min(smoothed)) + 1]
+        if min(losses) > 0 and max(losses) > _FAR * max(before):
+            axes.set_yscale("log")
+        for number, (label, lr) in enumerate(marked.items(), 1):
+            color = f"C{number}"
+            axes.axvline(lr, color=color, linestyle="--", linewidth=1.2)
+            axes.plot(lr, np.interp(lr, lrs, smoothed), "o", color=color, zorder=3)
+            _label(axes, lr, 0.02, label, color=color, xycoords=axes.get_xaxis_transform())
         _finish(axes, "learning rate", "loss")
 
 
