@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from imagenet_cls.config.layers import CONFIGS, shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
+from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.index import list_folder
 from imagenet_cls.errors import UsageError
@@ -68,7 +69,9 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     chosen = _without([f"train.global_batch_size={batch}"], overrides)
     loaded = load_config(OWN_DATASET, [*chosen, *found, *overrides])
     note = describe_data(source, loaded, data)
-    return replace(loaded, name=path.resolve().stem, notes=[note, *loaded.notes])
+    full = path.resolve()
+    name = full.name if full.is_dir() else full.stem
+    return replace(loaded, name=name, notes=[note, *loaded.notes])
 
 
 def expand_short_keys(overrides: Sequence[str], pretrained: bool) -> list[str]:
@@ -91,15 +94,20 @@ def data_overrides(path: Path) -> list[str]:
     """The keys of the section `data` for a folder, an archive or a list of images."""
     if path.is_dir():
         train, val = _find_splits(path)
-        keys = [f"data.root={path}", f"data.train={train or '.'}"]
+        keys = [_text_override("data.root", path), _text_override("data.train", train or ".")]
         if val is not None:
-            keys += [f"data.val={val}", "data.val_fraction=null"]
+            keys += [_text_override("data.val", val), "data.val_fraction=null"]
         return keys
     if is_archive(path.name):
-        return [f"data.root={path}", "data.train=."]
+        return [_text_override("data.root", path), "data.train=."]
+    files = [_text_override("data.root", path.parent), _text_override("data.train", path.name)]
     # Another `data.name` resets the section.
-    split = ["data.val=null", "data.val_fraction=0.2"]
-    return ["data.name=list", f"data.root={path.parent}", f"data.train={path.name}", *split]
+    return ["data.name=list", *files, "data.val=null", "data.val_fraction=0.2"]
+
+
+def _text_override(key: str, text: str | Path) -> str:
+    """`key=text`, quoted where YAML would read the text otherwise, such as `photos #1`."""
+    return f"{key}={dump_inline(str(text))}"
 
 
 def _find_splits(folder: Path) -> tuple[str | None, str | None]:

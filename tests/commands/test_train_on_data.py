@@ -100,6 +100,13 @@ def test_archive_and_list_are_data(photos: Path) -> None:
         assert "3 classes (a, b, c)" in loaded.notes[0]
 
 
+@pytest.mark.parametrize("name", ["photos #1", "[a] b", "x: y", "null", "v1.2"])
+def test_folder_may_have_any_name(photos: Path, name: str) -> None:
+    photos.rename(name)
+    loaded = load_with_data(name, [])
+    assert (loaded.config.data.root, loaded.name) == (name, name)
+
+
 def test_data_without_images_is_a_data_error(photos: Path) -> None:
     Path("empty").mkdir()
     with pytest.raises(DataError):
