@@ -167,10 +167,12 @@ class Predictor:
     def __call__(
         self, images: AnyImage | Sequence[AnyImage], top: int = 5
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """`predict` as a list for a list or a folder of images; for a single image its row."""
+        """`predict` as a list for a list, a folder or a pattern of images; for a single image its
+        row.
+        """
         if isinstance(images, str | Path):
             rows = list(self.predict(find_images([str(images)]), top))
-            return rows if Path(images).is_dir() else rows[0]
+            return rows[0] if Path(images).is_file() else rows
         if isinstance(images, Image.Image | np.ndarray | Tensor):
             return next(self.predict([images], top))
         return list(self.predict(images, top))

@@ -162,6 +162,7 @@ def test_python_api_trains_evaluates_and_predicts(photos: Path) -> None:
     assert isinstance(row, dict) and row["image"] == str(image)
     assert [row["image"] for row in predictor([image, Image.open(image)])] == [str(image), 1]
     assert len(predictor(photos)) == 30
+    assert len(predictor("photos/a/*.jpg")) == 10
     results = imagenet_cls.evaluate(run.folder, data=photos, allow_import=["helpers:plain"])
     assert results["raw"]["images"] == 30
     with pytest.raises(UserError, match="already holds a run"):
