@@ -46,7 +46,12 @@ def draw_run(metrics: Sequence[Record]) -> "Figure":
     """Loss, learning rate and top-1 of a run over its steps, side by side."""
     from matplotlib.figure import Figure
 
-    figure = Figure((15, 4), layout="constrained")
+    class RunFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            """What a notebook shows. It knows other figures only if pyplot is imported."""
+            return _png(self)
+
+    figure = RunFigure((15, 4), layout="constrained")
     for axes, (key, label) in zip(figure.subplots(1, 3), _CURVES.values(), strict=True):
         _draw_curve(axes, key, metrics)
         _finish(axes, "step", label)
@@ -187,10 +192,15 @@ def _plot(path: Path) -> "Iterator[Axes]":
 
 def _write(path: Path, figure: "Figure") -> None:
     """Write a PNG file whole or not at all. Raises OSError."""
+    content = _png(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, content)
+
+
+def _png(figure: "Figure") -> bytes:
     content = BytesIO()
     figure.savefig(content, format="png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, content.getvalue())
+    return content.getvalue()
 
 
 def _finish(axes: "Axes", x_label: str, y_label: str) -> None:

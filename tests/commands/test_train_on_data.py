@@ -156,6 +156,7 @@ def test_python_api_trains_evaluates_and_predicts(photos: Path) -> None:
         record["top1_pct"] for record in run.metrics if record["kind"] == "eval"
     )
     assert len(run.plot().axes) == 3
+    assert run.plot()._repr_png_().startswith(b"\x89PNG")  # in a notebook
     image = photos / "a" / "1.jpg"
     predictor = run.predictor(allow_import=["helpers:plain"])
     row = predictor(image)
