@@ -194,6 +194,9 @@ def evaluate(
 
 def _override_arguments(values: Mapping[str, Any]) -> list[str]:
     """`key=value` for each value. Raises UsageError for an object, such as a class."""
+    values = {
+        key: str(value) if isinstance(value, Path) else value for key, value in values.items()
+    }
     for key, value in values.items():
         if not isinstance(value, _PLAIN):
             raise UsageError(

@@ -149,7 +149,8 @@ def test_one_class_is_a_warning(call: Callable[..., tuple[int, str, str]], photo
 
 
 def test_python_api_trains_evaluates_and_predicts(photos: Path) -> None:
-    run = imagenet_cls.train("photos", SMALL, epochs=2, work_dir="runs/a")
+    settings = {**SMALL, "data.root": photos}  # a path
+    run = imagenet_cls.train("photos", settings, epochs=2, work_dir="runs/a")
     assert run.folder == Path("runs/a")
     assert {record["epoch"] for record in run.metrics if record["kind"] == "eval"} == {0, 1}
     assert run.best["top1_pct"] == max(
