@@ -8,6 +8,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,8 +157,9 @@ def test_python_api_trains_evaluates_and_predicts(photos: Path) -> None:
     assert run.best["top1_pct"] == max(
         record["top1_pct"] for record in run.metrics if record["kind"] == "eval"
     )
-    assert len(run.plot().axes) == 3
-    assert run.plot()._repr_png_().startswith(b"\x89PNG")  # in a notebook
+    figure: Any = run.plot()
+    assert len(figure.axes) == 3
+    assert figure._repr_png_().startswith(b"\x89PNG")  # in a notebook
     image = photos / "a" / "1.jpg"
     predictor = run.predictor(allow_import=["helpers:plain"])
     row = predictor(image)
