@@ -191,7 +191,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         if len(paths) > 1:
             check_exists(Path(paths[1]))
         check_output_path(arguments.out)
-        check_output_path(arguments.results)
+        check_output_path(arguments.results, "--results")
         check_report_folder(arguments.report)
         if "data.val" in override_keys(overrides):
             check_images(arguments.data, loaded.config.data)
@@ -283,7 +283,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     for line in class_table(evaluation):
         print(line)
     if arguments.results is not None:
-        write_output(arguments.results, json.dumps(evaluation.metrics, indent=1).encode())
+        write_output(arguments.results, json.dumps(evaluation.metrics, indent=1), "--results")
     if out is not None:
         text = io.StringIO(newline="")
         write_predictions(text, prediction_rows(evaluation), out.suffix == ".csv")

@@ -47,6 +47,7 @@ WRITERS: dict[str, tuple[Callable, list[str], str]] = {
     "verify-data": (verify_command, ["IMAGES", "--out"], ".txt"),
     "predict": (predict_command, ["RUN", "IMAGE", *TRUST, "--features"], ".npz"),
     "test": (evaluate_command, ["CONFIG", "RUN", "--out"], ".csv"),
+    "test, results": (evaluate_command, ["CONFIG", "RUN", "--results"], ".json"),
     "export": (export_command, ["RUN", *TRUST, "--format", "torch", "--out"], ".pt2"),
     "report": (report_command, ["RUN", "--out"], ".html"),
     "average": (average_command, ["RUN", "--last", "2", "--out"], ".safetensors"),
