@@ -36,9 +36,11 @@ _MIN_STEPS_PER_EPOCH = 10
 
 
 def is_data(source: str) -> bool:
-    """Whether an argument of `train` is a data set: an existing path that is no config."""
+    """Whether an argument of `train` is a data set: an existing path that is neither a config nor a
+    run folder.
+    """
     path = Path(source).expanduser()
-    return not is_config(source) and path.exists()
+    return not is_config(source) and path.exists() and not (path / "config.yaml").is_file()
 
 
 def is_config(source: str) -> bool:

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ERRORS = (UsageError, DataError, CheckpointError, ResourceError, NonFiniteError)
-_STEP = re.compile(r"\bstep (\d+)/(\d+)")
+# Lines of a run: its steps in all, in the start-up table, and the last step of an interval.
+_TOTAL_STEPS = re.compile(r"steps +(\d+) \(")
+_STEP = re.compile(r"epoch \d+/\d+  step (\d+)")
 _PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
 
 
@@ -243,14 +245,17 @@ def run_command(name: str, argv: Sequence[str]) -> None:
 
 def _show_output(lines: Iterable[str]) -> None:
     """Print each line. Lines of steps move a progress bar instead."""
+    total_steps = None
     bar = None
     for line in lines:
-        step = _STEP.search(line)
-        if step is None or not line.startswith("epoch"):
+        if total := _TOTAL_STEPS.match(line):
+            total_steps = int(total[1])
+        step = _STEP.match(line)
+        if step is None:
             tqdm.write(line, end="")
             continue
         if bar is None:
-            bar = tqdm(total=int(step[2]), unit="step", leave=False)
+            bar = tqdm(total=total_steps, unit="step", leave=False)
         bar.set_postfix_str(line[step.end() :].strip(), refresh=False)
         bar.update(int(step[1]) - bar.n)
     if bar is not None:
