@@ -14,17 +14,17 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
 CEILINGS = {
     "checkpoint": 4_300,
-    "commands": 28_000,
-    "config": 12_400,
+    "commands": 31_200,
+    "config": 12_700,
     "data": 30_600,
-    "engine": 21_500,
+    "engine": 21_700,
     "guards": 4_700,
     "inference": 11_400,
     "models": 10_200,
     "optim": 6_600,
     "parallel": 10_700,
     "report": 12_000,
-    "": 3_600,  # modules of the package itself
+    "": 3_900,  # modules of the package itself
 }
 NOT_COUNTED = {
     tokenize.COMMENT,
