@@ -4,8 +4,10 @@ commands.
 
 import ast
 import io
+import itertools
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from imagenet_cls import errors
 from imagenet_cls.commands.main import COMMANDS
@@ -54,6 +57,7 @@ FOREIGN_OPTIONS |= {"--strict", "--use-ema"}  # of mkdocs, of timm's validate.py
 FOREIGN_OPTIONS |= {"--kill-on-bad-exit", "--requeue", "--open-mode", "--cpus", "--cpuset-cpus"}
 TOOLS = [path.stem for path in (ROOT / "tools").glob("*.py")]
 READERS_FILES = {"configs/mine.yaml"}
+READERS_DATA = ("photos", "dataset", "packed", "photos.zip", "labels.csv")
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -138,6 +142,24 @@ def test_options_exist(page: Path) -> None:
     assert named - FOREIGN_OPTIONS.union(*map(options_of, TOOLS)) == set()
 
 
+@pytest.fixture(scope="module")
+def with_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data sets that the pages train on in place of a config, and `configs/`."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    rows = ["image,label"]
+    for name, number in itertools.product(("cat", "dog"), range(5)):
+        image = folder / "photos" / name / f"{number}.jpg"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(image)
+        rows.append(f"{image.relative_to(folder)},{name}")
+    (folder / "labels.csv").write_text("\n".join(rows))
+    shutil.make_archive(str(folder / "photos"), "zip", folder / "photos")
+    for part in ("dataset/train", "dataset/val", "packed/train", "packed/val"):
+        shutil.copytree(folder / "photos", folder / part)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("page", "script", "words"),
     [
@@ -147,10 +169,16 @@ def test_options_exist(page: Path) -> None:
     ],
 )
 def test_commands_are_valid(
-    page: Path, script: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+    page: Path,
+    script: str,
+    words: list[str],
+    with_data: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The real parser accepts them, and a config of the repository loads with their overrides."""
-    monkeypatch.chdir(ROOT)
+    """The real parser accepts them, and a config of the repository loads with their overrides. A
+    data set in place of a config exists in `with_data`.
+    """
+    monkeypatch.chdir(with_data if words and words[0] in READERS_DATA else ROOT)
     tool = script.removeprefix("tools/").removesuffix(".py")
     if script == "scripts/dist_train.sh":
         assert words[1].isdigit()
@@ -169,6 +197,17 @@ def test_commands_are_valid(
         assert {word for word in words if word.startswith("--")} <= options_of(tool)
         if tool == "print_config" and "CONFIG" not in words:
             load_config(words[0], [word for word in words if "=" in word])
+
+
+@each_page
+def test_commands_of_the_wheel_exist(page: Path) -> None:
+    assert set(re.findall(r"^imagenet-cls ([a-z-]+)", page.read_text(), re.M)) <= set(COMMANDS)
+
+
+def test_usage_page_names_every_tool() -> None:
+    table = (ROOT / "docs" / "usage.md").read_text().partition("## Commands\n")[2]
+    named = re.findall(r"`tools/(\w+)\.py`", table.partition("\n## ")[0])
+    assert sorted(set(named)) == sorted(TOOLS)
 
 
 def first_cells(page: Path) -> list[str]:
@@ -204,8 +243,10 @@ def test_first_line_of_each_module_says_what_it_contains() -> None:
     assert without_line == []
 
 
-def test_readme_names_every_exit_code() -> None:
-    table = (ROOT / "README.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+def test_usage_page_names_every_exit_code() -> None:
+    table = (
+        (ROOT / "docs" / "usage.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+    )
     codes = {
         int(code) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for code in row.split(",")
     }

@@ -74,7 +74,7 @@ def test_links_out_of_the_docs_lead_to_files_of_the_repository(site: Path) -> No
         for link in links
         if link.startswith(f"{REPOSITORY}/")
     ]
-    assert ["README.md#limitations"] in paths
+    assert ["README.md#what-is-different-here"] in paths
     assert [path for path in paths if not (ROOT / path[0].partition("#")[0]).exists()] == []
 
 
