@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+import imagenet_cls
 from imagenet_cls import errors
 from imagenet_cls.commands.main import COMMANDS
+from imagenet_cls.commands.own_data import SHORT_KEYS
 from imagenet_cls.commands.test import evaluation_parser, load_for_testing
 from imagenet_cls.commands.train import load_for_training, train_parser
 from imagenet_cls.config.load import load_config
@@ -208,6 +211,22 @@ def test_usage_page_names_every_tool() -> None:
     table = (ROOT / "docs" / "usage.md").read_text().partition("## Commands\n")[2]
     named = re.findall(r"`tools/(\w+)\.py`", table.partition("\n## ")[0])
     assert sorted(set(named)) == sorted(TOOLS)
+
+
+def test_page_of_the_python_api_names_every_argument_and_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in imagenet_cls.__all__ if f"`{name}`" not in page] == []
+    table = page.partition("\n## train\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?) \|", table, re.M)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert named == list(signature(imagenet_cls.train).parameters)
+
+
+def test_short_keys_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "your_data.md").read_text().partition("### Short keys\n")[2]
+    rows = re.findall(r"^\| `(\w+)=\w+` \| `([^`]+)`", page, re.M)
+    named = {short: tuple(re.findall(r"([\w.]+)=", keys)) for short, keys in rows}
+    assert named == {**SHORT_KEYS, "model": ("model.name", "model.pretrained")}
 
 
 def first_cells(page: Path) -> list[str]:

@@ -25,7 +25,7 @@ from imagenet_cls.engine.initial_weights import read_stored_weights
 
 PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
 # The page continues from the first run of docs/your_data.md.
-FIRST_RUN = ("train", "configs/finetune/own_dataset.yaml data.root=photos")
+FIRST_RUN = ("train", "photos")
 COMMANDS = [FIRST_RUN, *re.findall(r"^python tools/(\w+)\.py (.*)$", PAGE, re.MULTILINE)]
 FILES = dict(re.findall(r"```yaml\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
 TOOLS = {
@@ -63,11 +63,15 @@ def with_small_models(tool: str, words: list[str], weights: Path) -> list[str]:
     sizes = [
         f"{key}=32"
         for key in ("augment.size_px", "eval.crop_px")
-        if not any(key in word for word in words)
+        if not any(key in word or word.startswith("size=") for word in words)
     ]
     added = [*sizes, "data.num_workers=0", "eval.crop_pct=1.0"]
     family = "vit" if any("vit" in word for word in words) else "resnet"
     overlay = f"model.kwargs.pretrained_cfg_overlay.file={weights / family}.safetensors"
+    if words[0] == "photos":  # the config of the package, not that of the test
+        added.append("train.global_batch_size=64")
+        if not any(word.startswith("model=") for word in words):
+            added.append("model=test_resnet")
     if tool == "find_batch":
         added += ["--max", "4"]
     if tool == "find_lr":

@@ -79,12 +79,15 @@ def test_every_command_of_your_data_md_runs(
         if tool == "train":
             assert "\nbest top-1 (raw weights" in out
         done.append(tool)
-    assert [done.count(tool) for tool in TOOLS] == [6, 5, 1, 1, 1]
+    assert [done.count(tool) for tool in TOOLS] == [9, 5, 1, 1, 1]
     assert {path.name for path in Path("work_dirs").iterdir()} == {
-        "own_dataset",
-        "split",
+        "convnext",
+        "photos",
+        "dataset",
         "groups",
-        "csv",
+        "resnet50",
+        "scratch",
+        "labels",
         "zip",
-        "hub",
+        "packed",
     }

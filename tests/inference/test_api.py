@@ -48,7 +48,9 @@ def folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_example_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (REPOSITORY / "docs" / "api.md").read_text()
-    (folder / "use_model.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    (folder / "use_model.py").write_text(
+        re.findall(r"```python\n(# use_model.*?)```", page, re.S)[0]
+    )
     monkeypatch.chdir(folder)
     names = runpy.run_path("use_model.py")
     assert names["logits"].shape == (3, 10)
