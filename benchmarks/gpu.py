@@ -159,7 +159,7 @@ def _sync_bn_rank(rank: int, folder: str, device: str, tiny: bool, rounds: int) 
     import torch.distributed as dist
     from torch import nn
 
-    from imagenet_cls.parallel.sync_bn import SyncBatchNorm
+    from imagenet_cls.parallel.sync_bn import CpuSyncBatchNorm
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
@@ -175,7 +175,7 @@ def _sync_bn_rank(rank: int, folder: str, device: str, tiny: bool, rounds: int) 
     results = {}
     for _ in range(rounds + 1):
         for name, layer, images in (
-            ("ours", SyncBatchNorm(shape[1], device=device), own),
+            ("ours", CpuSyncBatchNorm(shape[1], device=device), own),
             ("torch's", theirs, own if on_gpu else whole),
         ):
             images = images.clone().requires_grad_()
