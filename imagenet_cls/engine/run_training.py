@@ -47,8 +47,7 @@ def run_training(loaded: LoadedConfig, options: RunOptions, group: Group) -> Non
     with explain_device_errors(describe_batch_sizes(loaded.config, devices)):
         folder, options, resumes = open_run_folder(loaded.config, options, group)
         if options.dry_run:
-            load_weights = not resumes and not loaded.config.model.pretrained
-            parts = build(loaded.config, group, load_initial_weights=load_weights)
+            parts = build(loaded.config, group, load_initial_weights=not resumes)
             dry_run(loaded, options, folder, parts)
             return
         stop_signals = StopSignalHandler(group)
@@ -171,19 +170,11 @@ def log_error(folder: RunFolder, group: Group) -> Iterator[None]:
 def dry_run(
     loaded: LoadedConfig, options: RunOptions, folder: RunFolder, parts: TrainingParts
 ) -> None:
-    """Do everything that a run does up to the gradient of its next step. Writes nothing, and
-    downloads no published weights.
-    """
+    """Do everything that a run does up to the gradient of its next step. Writes nothing."""
     plan = parts.plan
     with closing(parts.train_loader):
         progress, messages = restore(parts, folder, options)
         with open_reporter(loaded, parts, None, progress) as reporter:
-            model = parts.config.model
-            if model.pretrained and progress.step == 0:
-                messages.append(
-                    f"dry run: the published weights of {model.name} (model.pretrained) were not "
-                    "loaded or downloaded, and the loss is that of random weights"
-                )
             if parts.group.is_main and not options.resume and folder.holds_run():
                 messages.append(compare_with_existing_run(parts, folder))
             for message in messages:
