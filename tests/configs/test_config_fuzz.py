@@ -200,7 +200,7 @@ HOSTILE = {
     "!!python/object:pathlib.Path {seed: 1}": "the tag !!python",
     "data: {<<: {root: a}}": "merge keys",
     "x: &x {root: a}\ndata: {<<: *x}": "aliases",
-    "_base_: fuzz.yaml": "circle",
+    "_base_: fuzz.yaml": "include each other",
     "_base_: [demo.yaml, nowhere.yaml]": "nowhere.yaml",
     '_base_: "\\0"': "is not a path",
     "_base_: ../../../nowhere/passwd": "passwd",
