@@ -1,4 +1,4 @@
-"""Several ranks with frozen parts, activations that are computed anew, and accumulation: one
+"""Several ranks with frozen parts, activations that are recomputed, and accumulation: one
 process on all images.
 """
 
@@ -108,7 +108,7 @@ def frozen(rank: int, world_size: int, folder: Path) -> None:
 
 
 def synchronized(rank: int, world_size: int, folder: Path) -> None:
-    """BatchNorm over all ranks, computed anew: its collectives run within backward, between those
+    """BatchNorm over all ranks, recomputed: its collectives run within backward, between those
     of the gradients.
     """
     compare(rank, world_size, folder, TRAINED, accumulation=1)
