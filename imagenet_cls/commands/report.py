@@ -52,7 +52,7 @@ def report_command(argv: Sequence[str]) -> None:
     if out.suffix.lower() != ".html" or out.is_dir():
         raise UsageError(f"--out {out}: the page is an HTML file.", "Name it *.html.")
     from imagenet_cls.report.render import PLOTLY_FILE, check_packages, plotly_script
-    from imagenet_cls.report.runs import read_run, runs_page
+    from imagenet_cls.report.runs import read_run, run_names, runs_page
 
     check_packages()
     configs: dict[Path, Config] = {}
@@ -70,9 +70,9 @@ def report_command(argv: Sequence[str]) -> None:
         differences[key] = [by_run.get(run) for run in runs]
     batches = [configs[run].train.global_batch_size if run in configs else None for run in runs]
     records = []
-    for run in runs:
+    for run, name in zip(runs, run_names(runs), strict=True):
         checkpoints = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
-        records.append(read_run(run, checkpoints))
+        records.append(read_run(run, name, checkpoints))
     page = runs_page(records, batches, differences, notes, out.parent, arguments.link_js)
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)

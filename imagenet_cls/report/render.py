@@ -18,7 +18,8 @@ from imagenet_cls.text import utf8_text
 PLOTLY_FILE = "plotly.min.js"
 DURATION = "duration"  # the format of a number of hours
 _TEMPLATES = Path(__file__).parent / "templates"
-_MINUTES_UP_TO_HOURS = 2
+_SECONDS_BELOW_HOURS = 2 / 60
+_MINUTES_BELOW_HOURS = 2
 
 
 def check_packages() -> None:
@@ -78,8 +79,10 @@ def format_cell(value: Any, number_format: str) -> Any:
 
 
 def format_duration(hours: float) -> str:
-    """Minutes up to two hours, then hours."""
-    if hours < _MINUTES_UP_TO_HOURS:
+    """Seconds below two minutes, minutes below two hours, then hours."""
+    if hours < _SECONDS_BELOW_HOURS:
+        return f"{3600 * hours:.3g} s"
+    if hours < _MINUTES_BELOW_HOURS:
         return f"{60 * hours:.3g} min"
     return f"{hours:,.1f} h"
 

@@ -78,7 +78,14 @@ class RunRecords:
         return [record for record in self.metrics if record["kind"] == kind]
 
 
-def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """A name for each run: its path below the folder that holds all of them."""
+    paths = [folder.absolute() for folder in folders]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [utf8_text(path.relative_to(common)) for path in paths]
+
+
+def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRecords:
     """Read a run folder. checkpoints: the checkpoints of the run by step, newest first.
 
     Raises CheckpointError with the file that can't be read or has missing or invalid values.
@@ -127,7 +134,7 @@ def read_run(folder: Path, checkpoints: Mapping[int, Path]) -> RunRecords:
                 stopped_early = bool(state["progress"].get("stopped_early"))
                 break
     return RunRecords(
-        utf8_text(folder),
+        name,
         metrics,
         has_incomplete_last_line,
         is_locked(folder),

@@ -70,10 +70,11 @@ def test_page_of_a_finished_and_an_interrupted_run(
     top1 = "Top-1 on validation images, %"
     assert titles == ["Loss", top1, "Learning rate", "Images per second"]
     assert page.count("data:image/jpeg") == 1
+    assert f"{tmp_path}/other" not in page  # a name is the path below the common folder
     assert "<b>first" not in page and "a &lt;b&gt;first" in page
     assert {"done, 22 steps", "interrupted: step 8 of 22"} <= {*cells(page)}
     assert (
-        f"{tmp_path}/other\\udcff: the last line of metrics.jsonl is incomplete" in page
+        "other\\udcff: the last line of metrics.jsonl is incomplete" in page
         and page.count("is incomplete") == 1
     )
     assert {"0123456789ab, with changes", "9.9"} <= {*cells(page)}
@@ -137,20 +138,20 @@ def test_ranks_are_of_the_newest_checkpoint(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "checkpoints" / folder.name, folder)
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | {"world_size": 8}))
-    assert read_run(run, {22: folder}).ranks == 8
+    assert read_run(run, "run", {22: folder}).ranks == 8
 
 
 def test_speed_without_waiting_time_is_an_error(tmp_path: Path) -> None:
     record = {"kind": "train", "step": 1, "loss": 1.0, "lr": 0.1, "images_per_sec": 64.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl:1: 'data_wait_pct' is missing"):
-        read_run(tmp_path, {})
+        read_run(tmp_path, "run", {})
 
 
 def test_every_figure_of_the_page_is_from_the_files_of_the_run(
     run: Path, tmp_path: Path, call: Callable
 ) -> None:
-    statistics = run_statistics(read_run(run, {}), 128)
+    statistics = run_statistics(read_run(run, "run", {}), 128)
     train = [record for record in read_metrics(run) if record["kind"] == "train"]
     speeds = {
         record["step"]: record["images_per_sec"] for record in train if "images_per_sec" in record
@@ -178,7 +179,7 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(
         f"{results[-1]['top1_pct']:.2f}",
         f"{results[-1]['balanced_accuracy_pct']:.2f}",
         f"{train[-1]['loss']:.4f}",
-        f"{expected / 60:.3g} min",
+        f"{expected:.3g} s",
         f"{median(speeds.values()):,.0f}",
         f"{fmean(waits):.1f}",
         "1",
@@ -206,7 +207,7 @@ def test_run_that_continues_another_and_has_a_metric_named_like_a_column(
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in records)
     )
-    assert run_statistics(read_run(tmp_path, {}), 128)["hours"] == pytest.approx(
+    assert run_statistics(read_run(tmp_path, "run", {}), 128)["hours"] == pytest.approx(
         (20 * 128 / 64 + 5) / 3600
     )
     assert call(report_command, tmp_path, "--out", tmp_path / "page.html")[0] == 0
@@ -231,7 +232,7 @@ def test_last_result_is_of_the_weights_with_the_best_one(tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in records)
     )
-    found = run_statistics(read_run(tmp_path, {}), 128)
+    found = run_statistics(read_run(tmp_path, "run", {}), 128)
     assert [found[key] for key in ("best_top1_pct", "best_weights", "last_top1_pct")] == [
         60.0,
         "raw",
@@ -351,9 +352,9 @@ def test_missing_package_is_a_usage_error_that_names_it(
     assert code == 2 and f"pip install {package}" in err
 
 
-def test_durations_are_minutes_up_to_two_hours_then_hours() -> None:
-    hours = [0.001, 0.5, 1.99, 2, 12.34, 2000]
-    expected = ["0.06 min", "30 min", "119 min", "2.0 h", "12.3 h", "2,000.0 h"]
+def test_durations_are_seconds_then_minutes_then_hours() -> None:
+    hours = [0.001, 0.03, 0.5, 1.99, 2, 12.34, 2000]
+    expected = ["3.6 s", "108 s", "30 min", "119 min", "2.0 h", "12.3 h", "2,000.0 h"]
     assert [format_duration(value) for value in hours] == expected
 
 
