@@ -206,22 +206,26 @@ def _download_error(model: ModelConfig, error: Exception) -> ResourceError:
         error = error.__cause__
     name = model.name
     arguments = "model.pretrained=false model.checkpoint=FILE"
+    from_scratch = (
+        "\nOr start from random weights with model.pretrained=false, which takes many more images "
+        "and epochs."
+    )
     if name.startswith(HUB):
-        files = "its config.json and model.safetensors, in one folder,"
+        files = "its config.json and model.safetensors into one folder"
         arguments = f"model.name={FOLDER}FOLDER"
+        from_scratch = ""  # the Hub has the description of the model, too
     elif name.startswith(TORCHVISION):
         weights = torchvision.models.get_model_weights(name.removeprefix(TORCHVISION))
         files = weights[model.kwargs.get("weights", "DEFAULT")].url
     else:
         cfg = timm.models.get_pretrained_cfg(name)
         hub_id = getattr(cfg, "hf_hub_id", None)
-        files = f"'model.safetensors' of {hub_id} on the Hugging Face Hub"
+        files = f"model.safetensors of {hub_id} from the Hugging Face Hub"
         if not hub_id:
             files = str(getattr(cfg, "url", None))
     return ResourceError(
         f"Can't download the model or weights of {name!r}: {first_line(error)}",
-        f"Without a network, download {files} elsewhere and copy that here,\n"
-        f"then start with {arguments}",
+        f"Download {files} on another machine, and start with {arguments}.{from_scratch}",
     )
 
 

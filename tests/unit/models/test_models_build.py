@@ -78,7 +78,7 @@ def test_build_passes_kwargs() -> None:
 @pytest.mark.parametrize(
     ("name", "file"),
     [
-        ("resnet18.a1_in1k", "resnet18.a1_in1k on the Hugging"),
+        ("resnet18.a1_in1k", "timm/resnet18.a1_in1k"),
         ("torchvision:resnet18", "resnet18-f37072fd.pth"),
     ],
 )
@@ -92,7 +92,7 @@ def test_pretrained_without_network_is_a_resource_error(
     with pytest.raises(ResourceError) as caught:
         build_model(ModelConfig(name, pretrained=True), 5)
     message = str(caught.value)
-    assert file in message and "model.checkpoint=FILE" in message and len(message.splitlines()) <= 3
+    assert file in message and "model.pretrained=false model.checkpoint=FILE" in message and len(message.splitlines()) <= 3
 
 
 def test_retries_of_a_download_are_not_reported(
