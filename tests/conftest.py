@@ -113,8 +113,8 @@ def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
         capsys.readouterr()
         try:
             code = main(command, [str(argument) for argument in arguments])
-        except SystemExit as usage_error:  # of argparse
-            code = int(usage_error.code or 0)
+        except SystemExit:  # of --help
+            code = 0
         out, err = capsys.readouterr()
         assert code == 0 or (0 < len(err.splitlines()) <= 3 and "Traceback" not in err), (code, err)
         return code, out, err

@@ -128,12 +128,12 @@ def format_columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, whose errors have two lines. argparse prints its usage first, which may
-    have many.
+    """argparse's parser, which raises UsageError for invalid arguments. argparse itself prints its
+    usage, which may have many lines, and ends the process.
     """
 
     def error(self, message: str) -> NoReturn:
-        self.exit(UsageError.exit_code, f"{printable(message)}\nSee {self.prog} --help.\n")
+        raise UsageError(printable(message), f"See {self.prog} --help.")
 
 
 def build_parser(

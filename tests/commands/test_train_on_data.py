@@ -179,6 +179,8 @@ def test_python_api_raises_the_errors_of_a_run(photos: Path) -> None:
         imagenet_cls.train("photos", {**SMALL, "data.val_fraction": 0.1}, work_dir="runs/b")
     with pytest.raises(UserError, match="can't be passed"):
         imagenet_cls.train("photos", model=UserError)
+    with pytest.raises(UserError, match="--gpus"):
+        imagenet_cls.train("photos", gpus=0)
 
 
 @pytest.mark.nightly

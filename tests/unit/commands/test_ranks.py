@@ -40,14 +40,12 @@ from imagenet_cls.parallel.launch import configure_agent
         ["--max-restarts", "-1"],
     ],
 )
-def test_invalid_number_is_named_and_exits_2(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as raised:
+def test_invalid_number_is_named_and_exits_2(words: list[str]) -> None:
+    with pytest.raises(UsageError) as raised:
         train_parser().parse_args(words)
-    printed = capsys.readouterr().err
+    printed = str(raised.value)
     assert (
-        raised.value.code == 2
+        raised.value.exit_code == 2
         and words[0] in printed
         and repr(words[1]) in printed
         and len(printed.splitlines()) == 2

@@ -92,7 +92,11 @@ def test_pretrained_without_network_is_a_resource_error(
     with pytest.raises(ResourceError) as caught:
         build_model(ModelConfig(name, pretrained=True), 5)
     message = str(caught.value)
-    assert file in message and "model.pretrained=false model.checkpoint=FILE" in message and len(message.splitlines()) <= 3
+    assert (
+        file in message
+        and "model.pretrained=false model.checkpoint=FILE" in message
+        and len(message.splitlines()) <= 3
+    )
 
 
 def test_retries_of_a_download_are_not_reported(
