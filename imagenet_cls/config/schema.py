@@ -17,7 +17,7 @@ REQUIRED = "???"  # the value of a key that a later layer has to set
 
 @dataclass(frozen=True)
 class Range:
-    """Which numbers are allowed: from low to high, but none from 2^64 on."""
+    """Which numbers are allowed: from low to high, if their absolute value is below 2^64."""
 
     low: float = 0.0
     high: float = math.inf
@@ -36,6 +36,8 @@ class Range:
         return above and below and abs(number) < 2.0**64
 
     def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "any finite number"
         if not (self.low_open or self.high_open or self.high == math.inf):
             high = f"{self.high:,}" if isinstance(self.high, int) else f"{self.high:g}"
             return f"{'0, or ' if self.or_zero else ''}{self.low:g} to {high}"

@@ -1,11 +1,12 @@
 """Checks the values of keyword arguments by the annotations of a built-in function or class."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args
 
 from imagenet_cls.config.keys import choices, split_optional
-from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE
+from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import number_problem
 from imagenet_cls.text import format_value
@@ -23,7 +24,7 @@ def value_problems(
 
     key: such as `loss.kwargs`. Annotations: `bool`, a `Literal` of words, or `Annotated[type,
     Range]` with the type float, int, one of them or None, or list[float], whose range is the range
-    of its numbers.
+    of its numbers. A bare float or int allows any finite number.
     """
     parameters = inspect.signature(factory).parameters
     texts = {
@@ -38,6 +39,8 @@ def _value_problem(value: Any, annotation: Any) -> str | None:
         return None if isinstance(value, bool) else f"{shown} is not true or false"
     if allowed := choices(annotation):
         return None if value in allowed else f"{shown} is not one of {', '.join(allowed)}"
+    if annotation in (float, int):
+        annotation = Annotated[annotation, Range(-math.inf)]
     bare, allowed = get_args(annotation)
     if bare == list[float]:
         is_list = (
