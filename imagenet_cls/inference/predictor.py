@@ -26,6 +26,7 @@ from imagenet_cls.config.schema import EvalConfig, format_size
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.index import is_image
+from imagenet_cls.data.sources import reason_of
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, out_of_memory_line
@@ -68,7 +69,7 @@ class Predictor:
     models of libraries. Raises CheckpointError.
 
     model: in evaluation mode, on the device; maps the images of `prepare` to logits (B, C).
-    classes: their names.
+    classes: the names of the outputs.
     """
 
     def __init__(
@@ -82,16 +83,16 @@ class Predictor:
         if torch_device.type == "cuda":
             with explain_start_errors(torch_device):
                 torch.ones(1, device=torch_device)
-        folder = Path(checkpoint)
-        if folder.is_file() and (folder.parent / "manifest.json").is_file():
-            if folder.name not in _KINDS:
+        path = Path(checkpoint)
+        if path.is_file() and (path.parent / "manifest.json").is_file():
+            if path.name not in _KINDS:
                 raise CheckpointError(
-                    f"{folder} holds no weights of a model.",
+                    f"{path} holds no weights of a model.",
                     f"Give {' or '.join(_KINDS)}, or the folder.",
                 )
-            weights = weights or _KINDS[folder.name]
-            folder = folder.parent
-        trained = load_checkpoint(folder, allow_import)
+            weights = weights or _KINDS[path.name]
+            path = path.parent
+        trained = load_checkpoint(path, allow_import)
         kind = trained.select(weights)
         self._set_up(trained, kind, trained.models[kind].to(torch_device), torch_device)
 
@@ -366,23 +367,24 @@ def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
     """
     if isinstance(image, Image.Image):
         return rgb_tensor(ImageOps.exif_transpose(image) if exif == "apply" else image)
-    if isinstance(image, np.ndarray):
-        image = torch.from_numpy(np.ascontiguousarray(image)).movedim(-1, 0)
-    if isinstance(image, Tensor):
-        if image.dtype != torch.uint8 or image.ndim != 3 or len(image) != 3:
+    if isinstance(image, np.ndarray | Tensor):
+        is_array = isinstance(image, np.ndarray)
+        # A copy, since torch's tensors are always writable, and Pillow's arrays are not.
+        pixels = torch.from_numpy(image.copy()).movedim(-1, 0) if is_array else image
+        if pixels.dtype != torch.uint8 or pixels.ndim != 3 or len(pixels) != 3:
             raise TypeError(
                 f"{image.dtype} {tuple(image.shape)} is neither a uint8 tensor (3, H, W) nor a "
                 "uint8 array (H, W, 3)"
             )
-        return image.cpu()
+        return pixels.cpu()
     path = Path(image)
     try:
         check_regular(path)
         data = path.read_bytes()
         return decode_upright(data) if exif == "apply" else decode_rgb(data)
     except (OSError, DataError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error.problem
-        raise DataError(f"{path}: {reason}", "Leave it out, or give another file.") from error
+        remedy = "Leave it out, or give another file."
+        raise DataError(f"{path}: {reason_of(error)}", remedy) from error
 
 
 def find_images(arguments: Sequence[str]) -> list[Path]:

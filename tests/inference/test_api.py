@@ -19,6 +19,7 @@ from PIL import Image
 import imagenet_cls
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.errors import CheckpointError, DataError
+from imagenet_cls.inference.predictor import read_image
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,19 @@ def test_every_kind_of_image_has_the_numbers_of_predict(folder: Path, call: Call
         38,
         39,
     ]
+
+
+def test_array_that_is_not_writable_is_copied() -> None:
+    array = np.asarray(Image.new("RGB", (5, 4), (1, 2, 3)))
+    pixels = read_image(array)
+    assert not array.flags.writeable and not np.shares_memory(pixels.numpy(), array)
+    assert pixels.flatten(1).unique(dim=1).tolist() == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("shape", [(8, 9), (8, 9, 4), (9,), ()])
+def test_error_of_a_wrong_array_has_its_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(TypeError, match=re.escape(str(shape))):
+        read_image(np.zeros(shape, np.uint8))
 
 
 def test_wrong_arguments_raise(folder: Path) -> None:
