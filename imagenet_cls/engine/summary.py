@@ -100,9 +100,9 @@ def _describe_mixing(mix: MixConfig) -> str:
 
 
 def _describe_ema(ema: EmaConfig) -> str:
-    if ema.half_life_images:
+    if ema.half_life_images is not None:
         average = f"half-life {ema.half_life_images:,.0f} images"
-    elif ema.decay:
+    elif ema.decay is not None:
         average = f"decay {ema.decay}"
     else:
         return ""

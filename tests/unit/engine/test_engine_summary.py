@@ -1,5 +1,6 @@
 """The start-up table, the line of an epoch, and the last lines of a run."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,6 +80,12 @@ def test_startup_table_fits_80_columns_and_names_the_decoder_without_its_folder(
     decoder = find_turbojpeg()
     assert code == 0 and max(map(len, out.splitlines())) <= 80
     assert decoder is None or f"regions, by {Path(decoder.path).name}\n" in out
+
+
+def test_startup_table_shows_an_ema_without_decay(digits: Path, call: Callable) -> None:
+    words = arguments(digits, "work_dirs/demo", ema__decay=0.0)
+    code, out, _ = call(train_command, *words, "--dry-run")
+    assert code == 0 and re.search("^EMA ", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
