@@ -284,7 +284,7 @@ def lost_rank_error(error: BaseException, rank: int, group: "Group | None") -> R
         logs = f"logs/rank{1 - rank}.log" if is_pair else "logs/rank*.log"
         remedy = (
             f"See the stacks in {logs}, which show where another rank hangs; with nccl also "
-            f"logs/nccl_trace_rank*."
+            "logs/nccl_trace_rank*."
         )
     return ResourceError(
         f"Rank {rank} lost contact with another rank ({first_line(error)[:200]}).",

@@ -289,7 +289,7 @@ class _LrRangeRun:
         if found.smoothed[-1] > self.DIVERGED * min(found.smoothed):
             found.end = (
                 f"at lr {lr:.3g}, where the smoothed loss is above {self.DIVERGED:g} "
-                f"times the lowest"
+                "times the lowest"
             )
             raise _RangeEnd
 

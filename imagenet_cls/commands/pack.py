@@ -361,7 +361,7 @@ def _check_columns(path: Path, schema: Any) -> None:
     if not {"image", "label"} <= set(schema.names):
         raise DataError(
             f"{path}: its columns are {printable(', '.join(schema.names))}; `image` and `label` "
-            f"are needed.",
+            "are needed.",
             "Rename the columns, or give a dataset for image classification.",
         )
     image = schema.field("image").type

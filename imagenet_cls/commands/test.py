@@ -169,7 +169,7 @@ def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: P
         options = " ".join(f"--allow-import {name}" for name in code)
         raise CheckpointError(
             f"{run}: its config names code to run or a model to download, {', '.join(code)}; "
-            f"nothing was run.",
+            "nothing was run.",
             f"If you know and trust it: {options}, or give {run}/config.yaml {run}.",
         )
 

@@ -155,7 +155,7 @@ def _check_not_names(labels: Collection[str], classes: Sequence[str], path: Path
             name = format_value(named_by_number[float(label)])
             raise DataError(
                 f"{path}: the label {format_value(label)} may be the class {name} "
-                f"or the index of a class, since not all labels are names of classes.",
+                "or the index of a class, since not all labels are names of classes.",
                 "Write all labels as the classes are named, or name no class by a number.",
             )
 
@@ -210,7 +210,7 @@ def _remedy_for_extra(extra: str, classes: Sequence[str]) -> str:
         if _look_equal(name, extra):
             return (
                 f"Rename {extra!a}: in training it is {name!a}, another Unicode normalization of "
-                f"this name."
+                "this name."
             )
     return "Name the classes as in training, or use other images."
 
@@ -364,7 +364,7 @@ def _match_imagenet(classes: Sequence[str]) -> tuple[list[int], list[str]]:
     unknown = next((name for name in names if name not in closest), "a name that two classes share")
     raise DataError(
         f"The published weights have the classes of ImageNet-1k, and the dataset's {unknown!r} is "
-        f"not one of them.",
+        "not one of them.",
         "Name the classes by WordNet ids (n01440764), by torchvision's categories, or all by the "
         "numbers 0 to 999.",
     )

@@ -327,7 +327,7 @@ def _level_error(root: Path, classes: Sequence[str]) -> DataError:
         keys = f"data.train={train} {val_keys}"
     return DataError(
         f"{root}: its folders ({join_names(classes)}) hold folders and no images: the classes are "
-        f"a level deeper.",
+        "a level deeper.",
         f"Set data.root={root} {keys}",
     )
 

@@ -110,7 +110,7 @@ def _csv_rows(file: Path, text: str) -> list[_Row]:
             if not path or not label:
                 raise DataError(
                     f"{file}:{reader.line_num}: {format_value(','.join(cells))} is not "
-                    f"`path,label`.",
+                    "`path,label`.",
                     "Give both, with a comma between.",
                 )
             rows.append((reader.line_num, path, label))

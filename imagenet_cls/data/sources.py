@@ -111,14 +111,14 @@ class FolderSource(ImageSource):
             path = shlex.quote(str(self.index.path(i)))
             remedy = (
                 f"Replace it (cp GOOD_FILE {path}), or delete it (rm {path}, and its line in a "
-                f"list)."
+                "list)."
             )
         else:
             path = self.index.byte_ranges.archive(i)
             command = "zip -d" if path.lower().endswith(".zip") else "tar --delete -f"
             remedy = (
                 f"Replace the archive, or delete the image in it ({command} {shlex.quote(path)} "
-                f"IMAGE)."
+                "IMAGE)."
             )
         if self.exclude_advice is None:
             return remedy
@@ -186,7 +186,7 @@ def exif_warning(source: ImageSource) -> str | None:
         return None
     return (
         f"warning: {rotated} of {len(orientations)} training images that were examined have an "
-        f"EXIF orientation, which is ignored; set data.exif=apply to rotate them"
+        "EXIF orientation, which is ignored; set data.exif=apply to rotate them"
     )
 
 

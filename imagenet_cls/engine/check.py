@@ -87,7 +87,7 @@ def momentum_problems(config: Config) -> list[Problem]:
         Problem(
             f"schedule.kwargs.{names[0]}",
             f"{config.optimizer.name!r} has no momentum to schedule; leave it out, or choose "
-            f"another optimizer",
+            "another optimizer",
         )
     ]
 

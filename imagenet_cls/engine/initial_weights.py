@@ -145,7 +145,7 @@ def build_distillation_teacher(
             raise ConfigError(
                 [
                     f"distill.teacher.checkpoint: {path}: {difference}; use a teacher "
-                    f"of the same classes"
+                    "of the same classes"
                 ]
             )
         return stored.tensors, stored.mean_std
@@ -240,7 +240,7 @@ def check_model_parameters(model: nn.Module, name: str) -> None:
             raise ConfigError(
                 [
                     f"model.name: {name} has uninitialized parameters ({parameter_name}); call the "
-                    f"model once on a batch of images before you return it"
+                    "model once on a batch of images before you return it"
                 ]
             )
     if next(model.parameters(), None) is None:

@@ -171,7 +171,7 @@ class DataWaitCheck:
         return (
             f"warning: the loop waited for data {fmean(self.waits_pct):.0f} % of the time in "
             f"{_WARNING_INTERVALS} consecutive logging intervals; {self._remedy()} "
-            f"(docs/scaling.md)"
+            "(docs/scaling.md)"
         )
 
     def _remedy(self) -> str:
@@ -184,5 +184,5 @@ class DataWaitCheck:
             )
         return (
             f"the rank may use {self.cpus:g} CPUs for {self.num_workers} workers, so give it "
-            f"more CPUs, store smaller images, or store them on a faster disk"
+            "more CPUs, store smaller images, or store them on a faster disk"
         )

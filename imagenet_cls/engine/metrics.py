@@ -121,7 +121,7 @@ def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
                 raise ConfigError(
                     [
                         f"eval.metrics: {field!r} differs between ranks; keep its counts in "
-                        f"buffers, which are summed over the ranks"
+                        "buffers, which are summed over the ranks"
                     ]
                 )
 

@@ -39,7 +39,7 @@ def same_parts_warning(data: DataConfig, opened: RunData) -> str | None:
     if train.digest() == val.digest() and size_fingerprint(train) == size_fingerprint(val):
         return (
             f"the validation part has the {len(train)} images of the training part; name another "
-            f"data.val, or hold out some: data.val=null data.val_fraction=0.1"
+            "data.val, or hold out some: data.val=null data.val_fraction=0.1"
         )
     if not _is_own_factory(data) or data.val is None:
         return None

@@ -88,8 +88,7 @@ def plan_run(
     if steps_per_epoch == 0:
         raise DataError(
             f"The training set has {num_samples} images an epoch, fewer than one batch "
-            f"(train.global_batch_size="
-            f"{train.global_batch_size}).",
+            f"(train.global_batch_size={train.global_batch_size}).",
             f"Give a train.global_batch_size of at most {num_samples}, or more images.",
         )
     num_devices = world_size * devices_per_rank

@@ -124,7 +124,7 @@ class RunFolder:
             if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():
                 raise UsageError(
                     f"{self.checkpoints} is not a folder, or a dangling link (is its disk "
-                    f"mounted?).",
+                    "mounted?).",
                     "Restore it, or move it away.",
                 )
             holds_run = self.holds_run()
@@ -234,7 +234,7 @@ class RunFolder:
         if not (self.path / ".lock").exists():
             raise ResourceError(
                 f"Could not write {self.checkpoints}: the run folder is gone (removed, moved or "
-                f"not mounted).",
+                "not mounted).",
                 "Restore it, then resume with --resume.",
             )
 

@@ -269,7 +269,7 @@ def check_resumable(
     forbidden = [line for name, line in changed.items() if name in _MUST_NOT_CHANGE]
     if forbidden:
         raise CheckpointError(
-            f"A run can't resume with another optimizer, other training images or other classes: "
+            "A run can't resume with another optimizer, other training images or other classes: "
             f"{'; '.join(forbidden)}",
             "Restore them, or start a new run from the checkpoint's weights: "
             "model.checkpoint=CHECKPOINT.",
@@ -346,7 +346,7 @@ def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torc
         raise CheckpointError(
             f"{snapshot.path}: its optimizer state has no {error}, which {now.name} needs after "
             f"the change of optimizer.kwargs ({', '.join(changed)}).",
-            f"Restore them, or start a new run from the checkpoint's weights: "
+            "Restore them, or start a new run from the checkpoint's weights: "
             f"model.checkpoint={snapshot.path}",
         ) from error
 

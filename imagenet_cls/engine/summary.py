@@ -184,7 +184,7 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
         warnings.append(
             f"a micro-batch has {_count(plan.micro_batch, 'image')}, since no larger number up to "
             f"train.micro_batch_size={limit} divides a device's share; change "
-            f"train.global_batch_size"
+            "train.global_batch_size"
         )
     if parts.num_classes > len(parts.data.classes):
         warnings.append(
