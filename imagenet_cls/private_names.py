@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# The base class of torch's BatchNorm1d, 2d, 3d and SyncBatchNorm, and of other libraries' layers.
-# A tuple of the four would miss classes that users derive from it.
+# The base class of torch's BatchNorm1d, 2d, 3d and SyncBatchNorm, and of other libraries' layers. A
+# tuple of the four would miss classes that users derive from it.
 BatchNormBase = _BatchNorm
 
-# The attribute with all targets of torchvision's datasets (Food101, Flowers102, ...).
-# Without it every image would be read.
+# The attribute with all targets of torchvision's datasets (Food101, Flowers102, ...). Without it
+# every image would be read.
 TARGETS = "_labels"
 
 

@@ -1,7 +1,7 @@
 """`tools/check_gpu.py`: check training on the GPUs of this machine by short runs.
 
-Each check is a function that starts `tools/train.py` or another command and compares what it
-wrote. This process does not import torch: the processes that do may crash or hang.
+Each check is a function that starts `tools/train.py` or another command and compares what it wrote.
+This process does not import torch: the processes that do may crash or hang.
 """
 
 import argparse

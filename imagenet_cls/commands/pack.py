@@ -255,8 +255,8 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
     """The rows of Parquet files with the columns `image` (`bytes`, `path`) and `label`.
 
     A shard has whole row groups. classes: the training classes; None: the names that the files
-    store, else the lines of a classes.txt beside the files, else the labels. Integers are
-    indices of the stored names, else in the classes; for strings see `match_labels`.
+    store, else the lines of a classes.txt beside the files, else the labels. Integers are indices
+    of the stored names, else in the classes; for strings see `match_labels`.
     """
     folder = files[0].parent
     groups: list[RowGroup] = []

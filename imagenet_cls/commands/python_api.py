@@ -177,6 +177,7 @@ def evaluate(
 
     data: a separate test set, see docs/your_data.md; None for the validation images of the run.
     gpus: ranks to start on this machine. allow_import: as for `Predictor`.
+
     Returns the results of the raw weights and of the EMA by name (`raw`, `ema`), such as
     `{"raw": {"top1_pct": 97.2, ...}}`. Raises the errors of the command as a UserError.
     """

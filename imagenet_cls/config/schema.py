@@ -510,8 +510,7 @@ class OptimizerConfig:
     # Weight decay of all other biases. null: weight_decay.
     bias_weight_decay: float | None = key(None, NOT_NEGATIVE)
     # Weight decay of class and position tokens, relative position tables, and the model's
-    # `no_weight_decay` parameters.
-    # null: weight_decay.
+    # `no_weight_decay` parameters. null: weight_decay.
     token_weight_decay: float | None = key(None, NOT_NEGATIVE)
     # Weight decay of layer scales and other parameters of at most one dimension. null:
     # weight_decay.

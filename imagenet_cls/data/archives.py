@@ -421,6 +421,7 @@ def _labels(
 
     Empty if no image has a label, and all are in folders: class folders with other files in them.
     As in WebDataset, a key ends at the first dot of the name.
+
     label_files: offset and size of each .cls and .json. Raises DataError.
     """
     labels: list[bytes | None] = []

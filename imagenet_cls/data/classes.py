@@ -1,8 +1,8 @@
 """Which classes a dataset or the outputs of a model have, and in which order.
 
 A target is an index in such an order. The classes of a dataset are listed in a text file or in
-`data.classes`, or follow from its labels, its folders or its attributes. Published weights have
-the classes of ImageNet.
+`data.classes`, or follow from its labels, its folders or its attributes. Published weights have the
+classes of ImageNet.
 """
 
 import re
@@ -66,8 +66,9 @@ def resolve_labels(
     The classes are the lines of `class_file`, if there is one, else the training classes, else
     they follow from the labels (`match_labels`). The lines of a `class_file` are matched to the
     training classes by name.
-    path: of the part, for messages. numbers_are_indices: numbers are indices of the lines of
-    `class_file`, even if they are names, too. Raises DataError.
+
+    path: the path of the part, for messages. numbers_are_indices: numbers are indices of the lines
+    of `class_file`, even if they are names, too. Raises DataError.
     """
     if not class_file.is_file():
         return match_labels(labels, training_classes, path)
@@ -100,8 +101,8 @@ def match_labels(
     indices of `classes`. Without `classes`, labels that are all numbers name the classes 0 to
     K - 1; other labels name their classes, sorted.
 
-    path: of the part, for messages. numbers_are_indices: numbers are indices even if they are
-    names, too. Raises DataError for numbers that leave out a class, and for numbers that may be
+    path: the path of the part, for messages. numbers_are_indices: numbers are indices even if they
+    are names, too. Raises DataError for numbers that leave out a class, and for numbers that may be
     names or indices.
     """
     if classes is None:
@@ -122,6 +123,7 @@ def _classes_named_by(
     labels: Collection[str], path: Path | str
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """`match_labels` of labels that name the classes themselves."""
+    # Labels are numbers if all are digits, and at least one has no more digits than `_NUMBER`.
     are_decimal = all(label.removeprefix("-").isdecimal() for label in labels)
     short = [label for label in labels if _NUMBER.fullmatch(label)]
     if not are_decimal or not short:
@@ -173,10 +175,11 @@ def match_classes(
 ) -> list[int]:
     """The index of each class of a part in `classes`, by name; -1 for an extra one.
 
-    Classes that are named 0 to K - 1 are the K classes by their order if none of these is a number,
-    as in ImageNet-V2.
-    path: of the part, for messages. allow_missing: `found` need not have all classes. allow_extra:
-    it may have others, too. Raises DataError.
+    If `found` is the numbers 0 to K - 1, and none of the K `classes` is a number, the numbers are
+    indices of `classes`. The folders of ImageNet-V2 are named so.
+
+    path: the path of the part, for messages. allow_missing: `found` need not have all classes.
+    allow_extra: it may have others, too. Raises DataError.
     """
     has_numbers = any(name.isdecimal() for name in classes)
     if not has_numbers and set(found) == set(map(str, range(len(classes)))):
@@ -288,9 +291,10 @@ def classes_of_outputs(
     """The classes of weights that don't name them, in the order of their outputs.
 
     The number of outputs is `model.num_classes` if set; 1000 with `eval.classes=present` and no
-    training part; else the number of classes found. The classes of ImageNet are recognized by
+    training part; else the number of `data_classes`. The classes of ImageNet are recognized by
     their names.
-    data_classes: the classes found. has_training: whether there is a training part. Raises
+
+    data_classes: the classes of the images. has_training: whether there is a training part. Raises
     DataError if neither these names nor `data.classes` tell which outputs are the classes.
     """
     num_classes = config.model.num_classes
@@ -314,10 +318,10 @@ def imagenet_order(classes: Sequence[str]) -> list[int]:
     """The output of each class in weights published for ImageNet-1k, followed by the outputs of
     the other classes.
 
-    The outputs are in the order of the WordNet ids, class folders in the order of their names (`0`,
-    `1`, `10`, ... or `tench`). The classes are named by WordNet ids, torchvision's categories or
-    the first synonym of timm's descriptions; 1,000 classes also by the numbers 0 to 999. Raises
-    DataError for other names.
+    The outputs are in the order of the WordNet ids. Classes of folders that are named otherwise
+    (`0`, `1`, `10`, ... or `tench`) are in the order of these names. The classes are named by
+    WordNet ids, torchvision's categories or the first synonym of timm's descriptions; 1,000 classes
+    also by the numbers 0 to 999. Raises DataError for other names.
     """
     return _match_imagenet(classes)[0]
 

@@ -88,9 +88,9 @@ def erase(
     """Fill the boxes of `images`, in place, and return them.
 
     images: float (N, C, H, W) on any device, normalized, so that zero is the mean color. boxes:
-    int32 (N, n, 4) of `draw_boxes`, and keys: int64 (N,) of the samples, both on the CPU, so that
-    nothing waits for a GPU. mode, as in
-    timm: zeros (`const`), one normal color for each box (`rand`) or for each pixel (`pixel`).
+    int32 (N, n, 4), of `draw_boxes`. keys: int64 (N,), of the samples. Both are on the CPU, so that
+    nothing waits for a GPU. mode, as in timm: zeros (`const`), one normal color for each box
+    (`rand`) or for each pixel (`pixel`).
     """
     assert boxes.device.type == keys.device.type == "cpu" and len(images) == len(boxes) == len(keys)
     generator = torch.Generator(images.device)
@@ -162,7 +162,7 @@ class TrainPreprocess:
     off_epoch: int | None = None
 
     def __call__(
-        self, batch: TrainBatch, epoch: int, step: int, micro_batch: int
+        self, batch: TrainBatch, epoch: int, step: int, micro_step: int
     ) -> tuple[Tensor, Tensor]:
         images = self.preprocess(batch.images)
         targets = batch.targets.to(images.device, non_blocking=True)
@@ -170,5 +170,5 @@ class TrainPreprocess:
             images = erase(images, batch.boxes, batch.keys, self.erasing.mode)
         if self.mixing is None or (self.off_epoch is not None and epoch >= self.off_epoch):
             return images, targets
-        seed_generators(hash_key("mix", self.seed, step, micro_batch, self.rank))
+        seed_generators(hash_key("mix", self.seed, step, micro_step, self.rank))
         return mix_batch(self.mixing, images, targets)

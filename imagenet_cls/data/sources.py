@@ -125,7 +125,7 @@ class FolderSource(ImageSource):
         return f"{remedy}\nOr leave it out: {self.exclude_advice}"
 
     def read(self, i: int) -> bytes:
-        """The file of image `i`. Raises OSError, and DataError with the reason, without names."""
+        """The content of the file of image `i`. Raises OSError or DataError (`reason_of`)."""
         if self.index.byte_ranges is not None:
             return self.index.byte_ranges.read(i)
         path = os.path.join(self._root, self.index.names[i])  # noqa: PTH118 (pathlib is slower)
@@ -168,8 +168,8 @@ def exif_warning(source: ImageSource) -> str | None:
     """A warning if 5 % or more of at most 200 evenly spaced files have an EXIF orientation that
     `data.exif` ignores.
 
-    Starts to read no file after three seconds. A file that can't be read is an error only when it
-    is used.
+    It stops reading files after three seconds. Files that can't be read are ignored: they are
+    errors when the run uses them.
     """
     if not isinstance(source, FolderSource) or source.exif == "apply":
         return None
@@ -249,8 +249,8 @@ class MapSource(ImageSource):
 class SubsetSource(ImageSource):
     """Some images of another source, in the order of `rows`, int64 (N,).
 
-    target_map: the new target of each target of the source, int64 (classes of the source,), and
-    `classes` the names of the new ones. None: as in the source.
+    classes: the names of the new targets; (): the classes of the source. target_map: the new target
+    for each target of the source, int64 (classes of the source,); None: the same target.
     """
 
     def __init__(

@@ -86,12 +86,9 @@ def check_no_parts(path: Path, found: Sequence[str]) -> None:
 
 
 def open_test_set(
-    data: DataConfig,
-    classes: Sequence[str] | None,
-    *,
-    allow_missing: bool = False,
+    data: DataConfig, classes: Sequence[str] | None, *, allow_missing: bool = False
 ) -> ImageSource:
-    """The validation part of `folder` or `list`, whatever the training part is.
+    """The validation part of a `folder` or `list` data set. The training part is not opened.
 
     classes: those of the weights to evaluate, to which the images are matched; None to keep the
     classes of the images. allow_missing: the images need not have all classes. Raises DataError.

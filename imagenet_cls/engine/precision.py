@@ -40,14 +40,14 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 
 
 def set_deterministic(deterministic: bool, device: torch.device) -> None:
-    """Choose deterministic kernels, or on a GPU without `deterministic` the fastest ones (cuDNN's
-    benchmark mode).
+    """Choose deterministic kernels on a CPU, and on a GPU with `deterministic`. Without it, cuDNN
+    chooses the fastest kernels (benchmark mode).
     """
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time and only matters for bugs
     if device.type == "cpu":
         # By default `index_put_(accumulate=True)` adds in a random order on several threads. It is
-        # the backward pass of `table[index]`, such as Swin's relative position bias.
-        # warn_only: an operator without a deterministic kernel is no error on a CPU.
+        # the backward pass of `table[index]`, such as Swin's relative position bias. With
+        # `warn_only` an operator without a deterministic kernel is no error.
         torch.use_deterministic_algorithms(True, warn_only=True)
     elif device.type == "cuda":
         torch.use_deterministic_algorithms(deterministic)

@@ -60,8 +60,7 @@ def decay_class(
     of the model's `no_weight_decay()`.
 
     * `token` (`token_weight_decay`): class, distillation, register and position tokens and relative
-      position tables by name, and whatever matches `no_decay_patterns`, norms and biases
-      included;
+      position tables by name, and whatever matches `no_decay_patterns`, norms and biases included;
     * `norm`: weights and biases of normalization layers, by class;
     * `bias`: any other bias, by name, `in_proj_bias` of torch's attention included (which
       torchvision's script takes for a weight, since its name is not `bias`);
