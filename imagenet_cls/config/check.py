@@ -190,17 +190,17 @@ def _training_rules(c: Config) -> Iterator[Problem]:
     if c.mix.is_on and splits > 1:
         yield Problem(
             "augment.splits",
-            "compares views of one image, and mix joins different images; use only one of them",
+            "compares splits of one image, and mix joins different images; use only one of them",
         )
     if loss == "jsd" and splits < 2:
         yield Problem(
             "loss.name",
-            f"'jsd' compares views, and augment.splits is {splits}; use 3, as AugMix does",
+            f"'jsd' compares splits, and augment.splits is {splits}; use 3, as AugMix does",
         )
     if loss != "jsd" and ":" not in loss and splits > 1:
         yield Problem(
             "augment.splits",
-            f"{splits} views of each image are for loss.name 'jsd', not {loss!r}",
+            f"{splits} splits of each image are for loss.name 'jsd', not {loss!r}",
         )
     if c.model.split_bn and splits < 2:
         yield Problem(

@@ -398,8 +398,8 @@ class AugmentConfig:
     grayscale_prob: float = key(0.0, SHARE)
     # Random erasing.
     erasing: ErasingConfig = section(ErasingConfig)
-    # Views of each image in a batch, for the loss `jsd`: the first without policy, color jitter and
-    # erasing.
+    # Splits: copies of each image in a batch, augmented differently, for the loss `jsd`. The first
+    # is without policy, color jitter and erasing.
     splits: int = key(1, Range(1, 10))
 
 
@@ -433,7 +433,8 @@ class LossConfig:
     """The loss function."""
 
     # `cross_entropy`; `bce`, binary cross-entropy for each class; `focal`; `jsd`, cross-entropy
-    # with the Jensen-Shannon divergence between augment.splits views; or `my_module:my_factory`.
+    # with the Jensen-Shannon divergence between the splits of an image (augment.splits); or
+    # `my_module:my_factory`.
     name: str = "cross_entropy"
     # Share of the target's probability that is spread over all classes.
     label_smoothing: float = key(0.0, SHARE_BELOW_1)

@@ -311,9 +311,9 @@ def batch_norm_images(config: Config, plan: Plan) -> list[int]:
     """The numbers of images over which a BatchNorm layer computes its statistics in training: one
     number, or two if micro-batches differ by one image.
     """
-    parts = plan.accumulation if config.parallel.sync_bn else plan.forward_passes
-    views = 1 if config.model.split_bn else config.augment.splits
-    return [images * views for images in part_sizes(plan.global_batch, parts)]
+    num_batches = plan.accumulation if config.parallel.sync_bn else plan.forward_passes
+    splits_per_layer = 1 if config.model.split_bn else config.augment.splits
+    return [images * splits_per_layer for images in part_sizes(plan.global_batch, num_batches)]
 
 
 def check_ema_updates(ema: EmaConfig, plan: Plan) -> None:

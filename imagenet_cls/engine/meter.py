@@ -105,9 +105,11 @@ class Meter:
         return records
 
     def describe_epoch(self, steps: int) -> str:
-        """`  train loss 0.5123, 85.2 %`: mean loss and top-1 of the steps of the last epoch that
-        this process has made, with their number if that is not `steps`, as after a resume; ""
-        without any.
+        """`  train loss 0.5123, 85.2 %`: the mean loss and top-1 of the last epoch's steps in this
+        process; "" if there are none.
+
+        steps: the number of steps of the epoch. After a resume this process may have made fewer;
+        then the text ends with their number.
         """
         made = len(self.epoch_records)
         if made == 0:
@@ -127,12 +129,12 @@ class Meter:
 
 
 def top1_accuracy(outputs: Outputs, targets: Tensor) -> Tensor:
-    """The share of images (0 to 1) whose highest logit is the target's: a float32 scalar on
-    the device.
+    """The share of images (0 to 1) whose highest logit is the target's: a float32 scalar on the
+    device.
 
     outputs, targets: as the criterion takes them. A mixed target counts as the class with the
-    largest share, as in torchvision's reference scripts. With `augment.splits` only the first
-    view of each image counts.
+    largest share, as in torchvision's reference scripts. With `augment.splits` only the first split
+    of each image counts.
     """
     logits = (outputs if isinstance(outputs, Tensor) else outputs[0])[: len(targets)]
     classes = targets.argmax(1) if targets.is_floating_point() else targets

@@ -49,7 +49,7 @@ def smooth_targets(targets: Tensor, logits: Tensor, smoothing: float) -> Tensor:
 
 
 # The built-in losses. logits: float32 (N, classes). weights: float32 (classes,), or None. splits:
-# number of views of an image.
+# `augment.splits`.
 
 
 def cross_entropy(
@@ -117,11 +117,11 @@ def jensen_shannon_loss(
     splits: int,
     alpha: NotNegative = 12.0,
 ) -> Tensor:
-    """Cross-entropy of the first views + alpha times the Jensen-Shannon divergence between all
-    views of an image.
+    """Cross-entropy of the first split + alpha times the Jensen-Shannon divergence between the
+    splits of an image.
 
-    Hendrycks et al., "AugMix", 2020, section 3. The batch has all images' first views, then all
-    second ones, and so on, and so may have the targets. Equal to timm's JsdCrossEntropy, whose
+    Hendrycks et al., "AugMix", 2020, section 3. The batch has the first split of all images, then
+    the second, and so on, and so may have the targets. Equal to timm's JsdCrossEntropy, whose
     gradients are NaN where a probability is 0.
     """
     assert len(logits) % splits == 0, (logits.shape, splits)
@@ -152,7 +152,7 @@ def build_loss(
     """The mean loss over a batch, as a function of logits and targets; a scalar in float32.
 
     logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes)
-    probabilities. num_classes: the model's outputs. splits: views of an image in a batch, for
+    probabilities. num_classes: the number of the model's outputs. splits: `augment.splits`, for
     `jsd`. class_samples: the number of images of each class in an epoch, int64 (classes,), for
     class weights by size.
 

@@ -209,8 +209,8 @@ def test_split_batch_norm_run_starts_a_plain_model(
     }
     train_here(arguments(digits, run, **words, augment__policy="augmix-m3-w3", train__max_steps=2))
     weights = load_file(newest(run) / "model.safetensors")
-    views = [weights[f"bn1.{part}running_mean"] for part in ("", "aux_bn.0.", "aux_bn.1.")]
-    assert not torch.equal(views[0], views[1]) and not torch.equal(views[1], views[2])
+    splits = [weights[f"bn1.{part}running_mean"] for part in ("", "aux_bn.0.", "aux_bn.1.")]
+    assert not torch.equal(splits[0], splits[1]) and not torch.equal(splits[1], splits[2])
     code, out, err = call(evaluate_command, *arguments(digits, run)[:-2], run)
     assert (code, err) == (0, "") and f"top-1 {evaluations(run)[-1]['top1_pct']:.3f} %" in out
     start = {"model.name": "test_resnet", "model.checkpoint": run, "train.max_steps": 1}

@@ -127,7 +127,7 @@ def test_resume_with_a_changed_teacher_is_an_error(digits: Path, tmp_path: Path)
 
 
 def test_jsd_with_few_images_writes_tensorboard(digits: Path, tmp_path: Path) -> None:
-    """Three views of 16 images, of which one for each label is shown."""
+    """Three splits of 16 images, of which one for each label is shown."""
     few = {"train__global_batch_size": 16, "train__max_steps": 1, "log__tensorboard": "true"}
     train_here(
         arguments(digits, tmp_path / "run", "noisy", loss__name="jsd", augment__splits=3, **few)

@@ -145,14 +145,14 @@ def test_focal_with_gamma_0_is_cross_entropy() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_jensen_shannon_equals_timms_and_the_formula(smoothing: float) -> None:
-    views = HARD[:4].repeat(3)
+    targets = HARD[:4].repeat(3)
     ours = loss_of("jsd", smoothing, splits=3, alpha=5.0)
-    assert_agree(ours, JsdCrossEntropy(3, 5.0, smoothing), views)
-    assert_agree(loss_of("jsd", splits=3), JsdCrossEntropy(3, 12, 0.0), views)
+    assert_agree(ours, JsdCrossEntropy(3, 5.0, smoothing), targets)
+    assert_agree(loss_of("jsd", splits=3), JsdCrossEntropy(3, 12, 0.0), targets)
     p = LOGITS.softmax(1).view(3, 4, CLASSES)
     divergence = sum(kl_divergence(Categorical(view), Categorical(p.mean(0))) for view in p) / 3
     clean = functional.cross_entropy(LOGITS[:4], HARD[:4], label_smoothing=smoothing)
-    close(ours(LOGITS, views), clean + 5.0 * divergence.mean())
+    close(ours(LOGITS, targets), clean + 5.0 * divergence.mean())
 
 
 EVERY_LOSS = {
@@ -178,12 +178,12 @@ def test_mean_over_micro_batches_is_that_over_the_batch(name: str) -> None:
         close(joined, gradient(loss, LOGITS, targets))
 
 
-def test_mean_of_views_and_teachers_is_that_over_the_batch() -> None:
-    """Weighted by their images; the micro-batch of an image has all of its views."""
+def test_mean_of_splits_and_teachers_is_that_over_the_batch() -> None:
+    """Weighted by their images; the micro-batch of an image has all of its splits."""
     loss = loss_of("jsd", 0.1, splits=3)
-    views = LOGITS.view(3, 4, CLASSES)
+    splits = LOGITS.view(3, 4, CLASSES)
     one, three = [
-        loss(views[:, part].flatten(0, 1), HARD[:4][part].repeat(3))
+        loss(splits[:, part].flatten(0, 1), HARD[:4][part].repeat(3))
         for part in (slice(1), slice(1, 4))
     ]
     close(one / 4 + three * 3 / 4, loss(LOGITS, HARD[:4].repeat(3)))
