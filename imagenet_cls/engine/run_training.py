@@ -2,18 +2,16 @@
 
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from imagenet_cls.checkpoint.folders import list_checkpoints
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import LoadedConfig, dump_yaml
 from imagenet_cls.config.schema import Config
-from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts, build, num_devices
 from imagenet_cls.engine.plan import describe_batch_sizes
 from imagenet_cls.engine.profiler import StepProfiler
@@ -26,7 +24,7 @@ from imagenet_cls.engine.state import (
     restore,
 )
 from imagenet_cls.engine.summary import final_message, start_warnings, startup_table
-from imagenet_cls.engine.train import forward_backward, train
+from imagenet_cls.engine.train import compute_gradients, train
 from imagenet_cls.errors import UserError
 from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.guards.hang import HangLog
@@ -184,14 +182,7 @@ def dry_run(
             step = min(progress.step, plan.total_steps - 1)
             epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
             batches = parts.train_loader.epoch(epoch, step_of_epoch)
-            micro_batches: Iterable[TrainBatch] = islice(batches, plan.accumulation)
-            with_sam = parts.sam.due(step)
-            if with_sam:
-                micro_batches = list(micro_batches)
-            loss_and_top1 = forward_backward(parts, micro_batches, epoch, step)
-            if with_sam:
-                with parts.sam.perturbed_weights():
-                    forward_backward(parts, micro_batches, epoch, step)
+            loss_and_top1 = compute_gradients(parts, batches, epoch, step)
             loss = all_reduce_mean(loss_and_top1, parts.group)[0].item()
             reporter.message(
                 f"dry run: step {step + 1} has loss {loss:.4f}; no run folder was written"

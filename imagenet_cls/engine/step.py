@@ -1,8 +1,8 @@
 """One optimizer update: unscale, clip, step, skip gradients that are not finite. Also SAM.
 
 All host synchronizations of a training step:
-* the updates of a process up to the first that is not skipped read whether the gradient is finite,
-  and so does every update of an optimizer that is not fused, is wrapped (Lookahead) or is on MPS;
+* until a process has made an update that is not skipped, each update reads whether the gradient is
+  finite. An optimizer that is not fused, is wrapped (Lookahead) or is on MPS reads it in each step;
 * `mix.mode` pair and elem copy the mixing ratios to the device, once for each micro-batch;
 * `engine.meter` reads losses and accuracies every `log.every_steps` steps, at the end of an epoch
   and before a save;
@@ -167,7 +167,8 @@ class Sam:
         perturbed = [p for p in parameters if p.grad is not None]
         tensors = [*perturbed, *self.model.buffers()]
         values = [tensor.detach().clone() for tensor in tensors]
-        # No variable keeps a gradient alive: the second pass allocates gradients of the same size.
+        # No variable refers to the gradients, so that `zero_grad` frees them: the second pass
+        # allocates gradients of the same size.
         norm = nn.utils.get_total_norm([p.grad for p in perturbed])
         has_direction = torch.isfinite(norm) & (norm > 0)
         with torch.no_grad():

@@ -54,15 +54,7 @@ def train(run: TrainingRun) -> None:
         epoch, first_step = divmod(progress.step, plan.steps_per_epoch)
         batches = run.epoch_batches(epoch, first_step)
         for step in range(progress.step, min((epoch + 1) * plan.steps_per_epoch, plan.total_steps)):
-            micro_batches: Iterable[TrainBatch] = islice(batches, plan.accumulation)
-            # sharpness-aware minimization (SAM): a second pass over the same micro-batches
-            with_sam = parts.sam.due(step)
-            if with_sam:
-                micro_batches = list(micro_batches)
-            loss_and_top1 = forward_backward(parts, micro_batches, epoch, step)
-            if with_sam:
-                with parts.sam.perturbed_weights():
-                    forward_backward(parts, micro_batches, epoch, step)
+            loss_and_top1 = compute_gradients(parts, batches, epoch, step)
             # only the plateau schedule uses the evaluations
             lr = parts.schedule(step, progress.evaluations)
             momentum = parts.schedule.momentum(step)
@@ -73,6 +65,24 @@ def train(run: TrainingRun) -> None:
             result = StepResult(step + 1, epoch, lr, loss_and_top1, grad_norm, skipped)
             run.after_step(result)
         run.after_epoch()
+
+
+def compute_gradients(
+    parts: TrainingParts, batches: Iterator[TrainBatch], epoch: int, step: int
+) -> Tensor:
+    """Take the micro-batches of a step from `batches`, and run `forward_backward` over them.
+
+    With sharpness-aware minimization (SAM) a second pass over the same micro-batches computes the
+    gradient at the perturbed weights. Returns the loss and the top-1 accuracy of the first pass.
+    """
+    micro_batches = islice(batches, parts.plan.accumulation)
+    if not parts.sam.due(step):
+        return forward_backward(parts, micro_batches, epoch, step)
+    kept = list(micro_batches)  # for two passes
+    loss_and_top1 = forward_backward(parts, kept, epoch, step)
+    with parts.sam.perturbed_weights():
+        forward_backward(parts, kept, epoch, step)
+    return loss_and_top1
 
 
 def forward_backward(

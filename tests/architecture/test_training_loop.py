@@ -1,4 +1,4 @@
-"""The training loop is two short functions; the package has no hooks, registries or global
+"""The training loop is three short functions; the package has no hooks, registries or global
 variables.
 """
 
@@ -16,9 +16,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
     [
         (
             "train",
-            ["forward_backward", "parts.schedule", "parts.updater.update", "run.after_step"],
-            45,
+            ["compute_gradients", "parts.schedule", "parts.updater.update", "run.after_step"],
+            35,
         ),
+        ("compute_gradients", ["parts.sam.due", "forward_backward"], 20),
         ("forward_backward", ["parts.preprocess", "parts.wrapped", "parts.criterion"], 35),
     ],
 )

@@ -35,7 +35,7 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
-from imagenet_cls.engine import run_training
+from imagenet_cls.engine import train as training_loop
 
 SECRET = "do-not-write-this-down"
 # A checkpoint uses no code but what is named here, or in the config.
@@ -564,8 +564,8 @@ def test_dry_run_creates_no_run_folder(digits: Path, tmp_path: Path, call: Calla
 def test_dry_run_with_sam_makes_both_passes(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rho: object, passes: int
 ) -> None:
-    calls = mock.Mock(side_effect=run_training.forward_backward)
-    monkeypatch.setattr(run_training, "forward_backward", calls)
+    calls = mock.Mock(side_effect=training_loop.forward_backward)
+    monkeypatch.setattr(training_loop, "forward_backward", calls)
     train_here([*arguments(digits, tmp_path, train__sam_rho=rho), "--dry-run"])
     assert calls.call_count == passes
 
