@@ -368,9 +368,10 @@ def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
     if isinstance(image, Image.Image):
         return rgb_tensor(ImageOps.exif_transpose(image) if exif == "apply" else image)
     if isinstance(image, np.ndarray | Tensor):
-        is_array = isinstance(image, np.ndarray)
-        # A copy, since torch's tensors are always writable, and Pillow's arrays are not.
-        pixels = torch.from_numpy(image.copy()).movedim(-1, 0) if is_array else image
+        if isinstance(image, Tensor):
+            pixels = image
+        else:  # a copy, since torch's tensors are always writable, and Pillow's arrays are not
+            pixels = torch.from_numpy(image.copy()).movedim(-1, 0)
         if pixels.dtype != torch.uint8 or pixels.ndim != 3 or len(pixels) != 3:
             raise TypeError(
                 f"{image.dtype} {tuple(image.shape)} is neither a uint8 tensor (3, H, W) nor a "

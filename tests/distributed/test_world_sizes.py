@@ -467,10 +467,10 @@ def test_mixing_has_its_own_key_per_rank_and_micro_batch() -> None:
     )
     mixing = build_mixing(MixConfig(mixup_alpha=0.8), 7)
     assert mixing is not None
-    for step, micro_batch, rank in product((4, 5), (0, 1), (0, 1)):
+    for step, micro_step, rank in product((4, 5), (0, 1), (0, 1)):
         prepare = TrainPreprocess(preprocess, ErasingConfig(), mixing, 11, rank)
-        mixture = prepare(batch, epoch=0, step=step, micro_batch=micro_batch)
-        seed_generators(hash_key("mix", 11, step, micro_batch, rank))
+        mixture = prepare(batch, epoch=0, step=step, micro_step=micro_step)
+        seed_generators(hash_key("mix", 11, step, micro_step, rank))
         assert all(map(torch.equal, mixture, mixing(preprocess(batch.images), batch.targets)))
         seen.append(tuple(mixture[1].flatten().tolist()))
     assert len(set(seen)) == len(seen) == 8
