@@ -59,7 +59,7 @@ from imagenet_cls.parallel.wrap import (
 
 @dataclass(frozen=True)
 class RunData:
-    """The images of a run. classes, note: as in `DataSets`."""
+    """The images of a run. classes: the names of the classes. note: a message, see `DataSets`."""
 
     train: ImageSource
     val: ImageSource
@@ -153,7 +153,8 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     check_compiler(train, device)
     autocast_dtype = choose_precision(train, device)
 
-    data = open_same_data(config.data, group, subset=config.eval.classes == "present")
+    allow_missing = config.eval.classes == "present"
+    data = open_same_data(config.data, group, allow_missing)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
     devices = rank_devices(config, group)
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
@@ -191,7 +192,16 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     micro_batch = train_loader.sampler.micro_batch_sizes[0]
     rebuild_ddp_buckets(
         wrapped,
-        partial(warm_up, config, wrapped, criterion, normalize, autocast_dtype, micro_batch),
+        partial(
+            warm_up,
+            augment,
+            config.data.channels,
+            wrapped,
+            criterion,
+            normalize,
+            autocast_dtype,
+            micro_batch,
+        ),
     )
     keep_gradients = overwrites_gradients(train) and plan.accumulation > 1
     weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
@@ -238,16 +248,16 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
 
 
 def warm_up(
-    config: Config,
+    augment: AugmentConfig,
+    channels: int,
     wrapped: nn.Module,
     criterion: Criterion,
     normalize: Preprocess,
     autocast_dtype: torch.dtype | None,
     micro_batch: int,
 ) -> None:
-    """Run forward and backward over a micro-batch of zeros."""
-    augment = config.augment
-    shape = (micro_batch * augment.splits, config.data.channels, *height_width(augment.size_px))
+    """Run forward and backward over a micro-batch of zeros. micro_batch: the number of images."""
+    shape = (micro_batch * augment.splits, channels, *height_width(augment.size_px))
     images = normalize(torch.zeros(shape, dtype=torch.uint8))
     targets = torch.zeros(micro_batch, dtype=torch.int64, device=images.device)
     with autocast(images.device, autocast_dtype):
@@ -255,14 +265,16 @@ def warm_up(
     loss.backward()
 
 
-def open_same_data(data: DataConfig, group: Group, subset: bool) -> RunData:
-    """The training and the validation images, after a check that all ranks have the same. subset:
-    whether validation images may lack classes.
+def open_same_data(data: DataConfig, group: Group, allow_missing: bool) -> RunData:
+    """The training and the validation images, after a check that all ranks have the same.
+    allow_missing: whether validation images may lack classes.
     """
-    opened = run_on_main_first(group, lambda: open_datasets(data, allow_missing=subset))
+    opened = run_on_main_first(group, lambda: open_datasets(data, allow_missing=allow_missing))
     assert opened.train is not None and opened.val is not None
-    parts = {"training images": opened.train, "validation images": opened.val}
-    digests = {name: f"{part.digest()} {size_fingerprint(part)}" for name, part in parts.items()}
+    sources = {"training images": opened.train, "validation images": opened.val}
+    digests = {
+        name: f"{source.digest()} {size_fingerprint(source)}" for name, source in sources.items()
+    }
     check_same_data(digests, group)
     return RunData(opened.train, opened.val, opened.classes, opened.note)
 

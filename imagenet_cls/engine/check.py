@@ -47,7 +47,8 @@ def raise_problems(problems: list[Problem], loaded: LoadedConfig) -> None:
 
 
 def config_problems(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
-    """All problems of a config, or only the first module in `imports` that cannot be imported.
+    """All problems of a config. If a module in `imports` can't be imported, only this problem: it
+    may define the names that other keys refer to.
 
     world_size: None where it is not known yet. training: false for an evaluation, whose batch is
     not checked.

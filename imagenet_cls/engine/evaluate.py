@@ -33,8 +33,9 @@ EvalOutputs = tuple[dict[str, Tensor], Tensor, Tensor]
 
 
 class Evaluation:
-    """What an evaluation of the images of `source` needs besides the models. devices: the devices
-    of this rank.
+    """What an evaluation of the images of `source` needs besides the models.
+
+    devices: the devices of this rank. batches: a function that returns this rank's batches.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ def compute_logits(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
 class Sums:
     """Sums over the images for one model, as views of one tensor.
 
-    class_hits, class_images: (classes,). The others are of one element.
+    class_hits, class_images: (classes,). The others have one element.
     """
 
     top1: Tensor
@@ -156,8 +157,8 @@ def evaluate(
     """Metrics of each model over the shards of all ranks. A collective: a rank with an empty shard
     calls it, too.
 
-    names: the names of the models. num_classes: their outputs. metrics: user-defined ones, for each
-    model.
+    names: the names of the models. num_classes: the number of outputs of each model. metrics: the
+    user-defined metrics of each model.
 
     Returns a dictionary for each model:
     * top1_pct, top5_pct: with fewer than five classes, top-5 counts all of them;

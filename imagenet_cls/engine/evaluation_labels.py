@@ -61,8 +61,8 @@ def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) ->
     """The ReaL labels of each image as classes of the dataset: see `EvaluationLabels.real`.
 
     Beyer et al., "Are we done with ImageNet?", 2020. file: real.json of
-    google-research/reassessed-imagenet, a list of lists of outputs. Entry i has the labels
-    of the image whose name has the number i + 1; it may be empty. Raises DataError.
+    google-research/reassessed-imagenet, a list of lists of outputs. Entry i has the labels of the
+    image whose name has the number i + 1; it may be empty. Raises DataError.
     """
     place = f"{file} (eval.real_labels)"
     try:
@@ -79,14 +79,14 @@ def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) ->
             f"{place}: the labels are classes of ImageNet-1k, and not all of the dataset's are",
             str(error).splitlines()[-1],
         ) from None
-    class_of = {output: number for number, output in enumerate(order)}
+    class_of = {output: target for target, output in enumerate(order)}
     problem = f"{place}: not a list of lists of numbers from 0 to {IMAGENET_CLASSES - 1} in JSON"
     if not isinstance(lists, list):
         raise DataError(problem, _GIVE_FILE)
-    for number, labels in enumerate(lists):
+    for entry, labels in enumerate(lists):
         is_list = isinstance(labels, list)
         if not is_list or not all(type(i) is int and i in class_of for i in labels):
-            raise DataError(f"{problem} (entry {number})", _GIVE_FILE)
+            raise DataError(f"{problem} (entry {entry})", _GIVE_FILE)
     rows = []
     for i in range(len(source)):
         match = VALIDATION_NAME.search(source.name(i))

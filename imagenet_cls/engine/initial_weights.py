@@ -54,8 +54,7 @@ def build_training_model(
     collective.
 
     classes: the classes of the data. load_initial_weights: whether to load the weights that the
-    config names.
-    smallest_norm_batch: see `check_model_outputs`.
+    config names. smallest_norm_batch: see `check_model_outputs`.
     """
     # Only rank 0 reads weights from disk or network; the others get them by broadcast when DDP
     # wraps the model.
@@ -115,12 +114,12 @@ def build_initial_model(
                     messages.append(
                         f"the head of the published weights is kept, but {first_line(error)}"
                     )
-    own = choose_mean_std(config.data, model)
-    if trained_mean_std is not None and trained_mean_std != own:
+    mean_std = choose_mean_std(config.data, model)
+    if trained_mean_std is not None and trained_mean_std != mean_std:
         messages.append(
             f"the initial weights were trained with data.mean={trained_mean_std[0]} "
-            f"data.std={trained_mean_std[1]}, and this run uses data.mean={own[0]} "
-            f"data.std={own[1]}"
+            f"data.std={trained_mean_std[1]}, and this run uses data.mean={mean_std[0]} "
+            f"data.std={mean_std[1]}"
         )
     if difference := class_difference(known_classes, classes):
         messages.append(f"the head of the initial weights is kept, but {difference}")
@@ -130,8 +129,8 @@ def build_initial_model(
 def build_distillation_teacher(
     config: Config, num_classes: int, classes: Sequence[str], group: Group, mean_std: MeanStd
 ) -> Teacher | None:
-    """The teacher that the config names, if any. Raises a UserError for one of other classes. A
-    collective.
+    """The teacher that the config names, if any. Raises ConfigError if its classes are not the
+    classes of the data. A collective.
 
     classes: the classes of the data. mean_std: the normalization of the images that the teacher
     gets.
@@ -173,9 +172,9 @@ def memory_format(train: TrainConfig) -> torch.memory_format:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Weights in a file or checkpoint folder, by name, on the CPU; how they were trained, if known.
+    """Weights in a file or checkpoint folder, on the CPU, and how they were trained, if known.
 
-    kind: `raw` or `ema`.
+    tensors: the weights by name. origin: where they are from, for messages. kind: `raw` or `ema`.
     """
 
     tensors: dict[str, Tensor]

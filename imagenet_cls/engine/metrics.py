@@ -104,7 +104,9 @@ def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
     torchmetrics = sys.modules.get("torchmetrics")  # imported if a metric is from it
     gathering_types = () if torchmetrics is None else (torchmetrics.Metric,)
     for metric in metrics.values():
-        prefixes = []  # of the names of tensors that torchmetrics gathers
+        # The prefixes of the names of tensors that torchmetrics gathers. The metric itself has the
+        # prefix "", with which all names begin.
+        prefixes = []
         for name, module in metric.named_modules():
             if isinstance(module, gathering_types):
                 prefixes.append(f"{name}." if name else "")
@@ -116,6 +118,7 @@ def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
 
     def check_equal() -> None:
         for field, value in values.items():
+            # A rank that has no value of this name differs.
             found = [other.get(field, np.inf) for other in values_of_ranks]
             if not np.allclose(found, value, rtol=1e-3, equal_nan=True):
                 raise ConfigError(

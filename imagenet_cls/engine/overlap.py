@@ -11,7 +11,7 @@ from imagenet_cls.checkpoint.format import config_from_state, invalid_content_er
 from imagenet_cls.checkpoint.select import state_of_newest
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config, DataConfig
-from imagenet_cls.data.datasets import TORCHVISION, open_datasets
+from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.sources import (
     FolderSource,
     ImageSource,
@@ -22,7 +22,7 @@ from imagenet_cls.data.sources import (
 from imagenet_cls.engine.build import RunData
 from imagenet_cls.errors import UserError
 from imagenet_cls.files import is_url
-from imagenet_cls.lookup import is_factory_name
+from imagenet_cls.lookup import is_user_factory
 
 # Keys of `data` that choose the training images below data.root.
 _PART_KEYS = ("train", "val", "val_fraction", "fold", "group", "classes", "fraction", "exclude")
@@ -31,9 +31,9 @@ _PART_KEYS = ("train", "val", "val_fraction", "fold", "group", "classes", "fract
 def same_parts_warning(data: DataConfig, opened: RunData) -> str | None:
     """A warning if the training and the validation part seem to be the same images.
 
-    Of image files the names, classes and sizes are compared. Of the datasets of a factory only the
-    number of images, the classes and the targets, if known: reading images here may open files that
-    worker processes must not share.
+    It compares the names, classes and sizes of image files. For the datasets of a user's factory,
+    it compares the number of images, the classes, and the targets if they are known: reading images
+    here may open files that worker processes must not share.
     """
     train, val = opened.train, opened.val
     if train.digest() == val.digest() and size_fingerprint(train) == size_fingerprint(val):
@@ -41,7 +41,7 @@ def same_parts_warning(data: DataConfig, opened: RunData) -> str | None:
             f"the validation part has the {len(train)} images of the training part; name another "
             "data.val, or hold out some: data.val=null data.val_fraction=0.1"
         )
-    if not _is_own_factory(data) or data.val is None:
+    if not is_user_factory(data.name) or data.val is None:
         return None
     if (len(train), train.classes) != (len(val), val.classes):
         return None
@@ -75,6 +75,7 @@ def initial_weights_warning(config: Config, opened: RunData) -> str | None:
             return None  # the same training images: none of them is held out now
         before = config_from_state(state, checkpoint).data
         keys = {name: getattr(before, name) for name in _PART_KEYS}
+        # Its training images may be all that are held out now.
         common = len(val) if state["data_digest"] == val.digest() else 0
         if not common and _can_open_part(before, data):
             trained_on = open_datasets(replace(data, **keys), ("train",)).train
@@ -96,11 +97,7 @@ def _can_open_part(before: DataConfig, data: DataConfig) -> bool:
     """Whether another run's part can be opened here; no user's code runs, nothing is downloaded."""
     is_same = before.name == data.name and before.kwargs == data.kwargs
     is_here = before.train == data.train or data.name in ("folder", "list")
-    return is_same and is_here and not _is_own_factory(data)
-
-
-def _is_own_factory(data: DataConfig) -> bool:
-    return is_factory_name(data.name) and not data.name.startswith(TORCHVISION)
+    return is_same and is_here and not is_user_factory(data.name)
 
 
 def _images_in_common(first: ImageSource, second: ImageSource) -> int:
@@ -113,9 +110,7 @@ def _images_in_common(first: ImageSource, second: ImageSource) -> int:
 
 
 def _collection_and_names(source: ImageSource) -> tuple[str, np.ndarray]:
-    """A text that identifies the collection of the images, and their names or numbers in it:
-    (N,).
-    """
+    """A text that identifies the collection of images, and their names or numbers in it, (N,)."""
     if isinstance(source, FolderSource):
         return str(source.index.root), source.index.names
     if isinstance(source, SubsetSource):

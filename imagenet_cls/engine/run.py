@@ -38,7 +38,7 @@ from imagenet_cls.report.reporter import Reporter
 
 
 class Run:
-    """A training run: the `TrainingRun` that the loop calls."""
+    """A training run. It implements `engine.train.TrainingRun`, the protocol of the loop."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Run:
 
     @contextmanager
     def save_when_stopped(self) -> Iterator[None]:
-        """Around the training: where a signal stops it, save and raise Stopped."""
+        """Context manager for the training. After a stop signal, save and raise Stopped."""
         try:
             yield
         except StopRequested as request:
@@ -157,6 +157,7 @@ class Run:
         if self.due().evaluation and self.progress.evaluated_step < self.progress.step:
             improved = self.evaluate()
             due = self.due()  # the evaluation may have stopped the run early
+            # The end is always saved: `save` raises if the weights are not finite.
             if improved or due.end or (due.save and is_finite):
                 self.save()
 
@@ -218,11 +219,11 @@ class Run:
             parts.evaluation.labels,
             parts.metrics,
         )
-        epoch, last_step = divmod(progress.step - 1, parts.plan.steps_per_epoch)
-        place = {"kind": "eval", "step": progress.step, "epoch": epoch}
-        records = [place | {"weights": name} | result for name, result in results.items()]
+        epoch, step_of_epoch = divmod(progress.step - 1, parts.plan.steps_per_epoch)
+        common = {"kind": "eval", "step": progress.step, "epoch": epoch}
+        records = [common | {"weights": name} | result for name, result in results.items()]
         improved = [self.record_result(name, result) for name, result in results.items()]
-        training = self.meter.describe_epoch(steps=last_step + 1)
+        training = self.meter.describe_epoch(steps=step_of_epoch + 1)
         self.reporter.eval_results(records, epoch_lines(parts, progress, records, training))
         progress.evaluated_step = progress.step
         # The plateau schedule and early stopping do not count an evaluation that is due only
@@ -280,7 +281,7 @@ class Run:
     def sample_names(self, step: int) -> list[str]:
         """Names of the images that this rank reads in a step (counted from 1), each once."""
         source = self.parts.data.train
-        sampler = copy.copy(self.parts.train_loader.sampler)  # that of the loader is in use
+        sampler = copy.copy(self.parts.train_loader.sampler)  # the loader is using its own
         epoch, step_of_epoch = divmod(step - 1, sampler.steps_per_epoch)
         sampler.set_epoch(epoch, step_of_epoch)
         samples = islice(sampler, sum(sampler.micro_batch_sizes))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # A folder that has one of these holds a run, and they are all that --overwrite removes, in this
 # order. Not the logs: they are appended to, and exist before a run has begun.
-_WRITTEN = (
+_RUN_CONTENT = (
     "checkpoints",
     "config.yaml",
     "env.json",
@@ -72,11 +72,12 @@ _SAFE_NAMES = (
 class RunOptions:
     """The options of `tools/train.py`.
 
-    resume: continue from the newest checkpoint in `work_dir`. resume_from: from this one.
-    overwrite: remove the old run. new_folder: write into a new folder in `work_dir`, named by the
-    time. allow_change: dotted keys of the config that may differ from the checkpoint's. launchers:
-    the names of the torchrun process and of the SLURM job that this command runs in; either may
-    restart it. restarted_by: the launchers that have restarted it.
+    resume: continue from the newest checkpoint in `work_dir`. resume_from: the checkpoint to
+    continue from. overwrite: remove the old run. new_folder: write into a new folder in `work_dir`,
+    named by the time. allow_change: dotted keys of the config that may differ from the
+    checkpoint's. dry_run: write nothing. launchers: the names of the torchrun process and of the
+    SLURM job that this command runs in; either may restart it. restarted_by: the launchers that
+    have restarted it.
     """
 
     work_dir: Path
@@ -107,7 +108,7 @@ class RunFolder:
 
     def holds_run(self) -> bool:
         """Whether a run has written into the folder. Raises OSError."""
-        return any((self.path / name).exists() for name in _WRITTEN)
+        return any((self.path / name).exists() for name in _RUN_CONTENT)
 
     def check_usable(self, config: Config, options: RunOptions) -> None:
         """Raise UsageError where the folder can't be used with these options. Writes nothing."""
@@ -151,7 +152,7 @@ class RunFolder:
             "distill.teacher.checkpoint": config.distill.teacher.checkpoint,
             "--resume-from": options.resume_from,
         }
-        removed = [(self.path / name).resolve() for name in _WRITTEN]
+        removed = [(self.path / name).resolve() for name in _RUN_CONTENT]
         for key, source in sources.items():
             if source is None:
                 continue
@@ -165,8 +166,9 @@ class RunFolder:
                 )
 
     def open(self, config: Config, options: RunOptions) -> None:
-        """Create the folder and lock it until the end of the `with` block or of the process.
-        Removes no run: that is `clear`. A dry run only checks whether it could.
+        """Create the folder, and lock it until the end of the `with` block or of the process. An
+        earlier run stays in it until `clear`. For a dry run, only check that a folder can be
+        created.
 
         Raises UsageError if `check_usable` does or another process has the lock, or ResourceError.
         """
@@ -175,6 +177,7 @@ class RunFolder:
             folders = [self.path, *self.path.parents]
             if options.dry_run:
                 existing = next(folder for folder in folders if folder.exists())
+                # raises OSError if this user can't write there
                 tempfile.TemporaryFile(dir=existing).close()
                 return
             self._created = [path for path in [self.path / ".lock", *folders] if not path.exists()]
@@ -190,7 +193,7 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the run in the folder, and nothing else. Raises ResourceError."""
         with explain_write_errors(self.path, _REMEDY):
-            for name in _WRITTEN:
+            for name in _RUN_CONTENT:
                 path = self.path / name
                 if path.is_symlink() and path.is_dir():
                     # The link stays. What is in the folder is removed, the newest checkpoint first.

@@ -38,8 +38,8 @@ from imagenet_cls.versions import library_versions
 
 
 def run_training(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
-    """A training run, or a dry run, on this rank. Raises Stopped after a stop signal, or another
-    UserError.
+    """Make a training run, or a dry run, on this rank. Raises Stopped after a stop signal, or
+    another UserError.
     """
     devices = num_devices(loaded.config, group.world_size)
     with explain_device_errors(describe_batch_sizes(loaded.config, devices)):
@@ -49,6 +49,7 @@ def run_training(loaded: LoadedConfig, options: RunOptions, group: Group) -> Non
             dry_run(loaded, options, folder, parts)
             return
         stop_signals = StopSignalHandler(group)
+        # `folder` is open already, and is closed at the end of the block.
         with closing(stop_signals), folder, log_error(folder, group):
             stop_signals.install()
             parts = build(loaded.config, group, load_initial_weights=not resumes)
@@ -101,7 +102,8 @@ def train_in_folder(
                 options.overwrite,
             )
             with run.save_when_stopped():
-                # the run may have stopped between the last step of an epoch and its evaluation
+                # The run may have stopped between the last step of an epoch and its evaluation. A
+                # new run makes no evaluation here, since step 0 counts as evaluated.
                 run.after_epoch()
                 run.update_profiler()
                 train(run)

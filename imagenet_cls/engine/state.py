@@ -53,9 +53,7 @@ _MAX_LISTED = 4
 def take_snapshot(
     parts: TrainingParts, progress: Progress, description: dict[str, Any]
 ) -> Snapshot:
-    """A copy of the run's state in host memory. description: what `describe_run`
-    returned.
-    """
+    """A copy of the run's state in host memory. description: the result of `describe_run`."""
     optimizer, numbers = optimizer_to_tensors(parts.model, parts.optimizer)
     return Snapshot(
         model=copy_to_host(parts.model.state_dict()),
@@ -124,6 +122,7 @@ def disk_space_warning(parts: TrainingParts, checkpoints: Path) -> str | None:
 def open_saver(
     parts: TrainingParts, progress: Progress, folder: RunFolder, reporter: Reporter
 ) -> CheckpointSaver:
+    """The saver of the run's checkpoints. Before each of them, it writes the reporter's records."""
     description = describe_run(parts) if parts.group.is_main else {}
 
     def before_write() -> None:
@@ -152,7 +151,7 @@ def restore(
     """
     group = parts.group
     # `run_on_main` would pickle the tensors that `read` returns. The list keeps them on rank 0.
-    with_tensors: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
 
     def read() -> tuple[Snapshot, list[str]] | None:
         snapshot, messages = find_checkpoint(folder, options)
@@ -160,7 +159,7 @@ def restore(
             return None
         with invalid_content_errors(snapshot.path):
             messages += check_checkpoint(snapshot, parts, options.allow_change)
-        with_tensors.append(snapshot)
+        snapshots.append(snapshot)
         ema: dict[str, Tensor] | None = None if snapshot.ema is None else {}
         return replace(snapshot, model={}, optimizer={}, ema=ema), messages
 
@@ -172,14 +171,14 @@ def restore(
         return Progress(), messages
     snapshot, messages = found
     if group.is_main:
-        snapshot = with_tensors[0]
+        snapshot = snapshots[0]
     # Outside of `invalid_content_errors`: a lost rank is no invalid content.
     model = broadcast_tensors(snapshot.model, group)
     optimizer = broadcast_tensors(snapshot.optimizer, group)
     ema = None if snapshot.ema is None else broadcast_tensors(snapshot.ema, group)
     with invalid_content_errors(snapshot.path):
         parts.model.load_state_dict(model)
-        changed = changed_arguments(snapshot.state, parts.config.optimizer)
+        changed = changed_optimizer_kwargs(snapshot.state, parts.config.optimizer)
         load_optimizer(parts.model, parts.optimizer, optimizer, snapshot.optimizer_values, changed)
         if ema is None:  # the earlier run had none: the EMA starts from the loaded weights
             parts.ema.set(parts.model)
@@ -218,7 +217,9 @@ def find_checkpoint(folder: RunFolder, options: RunOptions) -> tuple[Snapshot | 
 def check_checkpoint(
     snapshot: Snapshot, parts: TrainingParts, allowed: Collection[str]
 ) -> list[str]:
-    """`check_resumable`, and whether model and optimizer state fit. Raises CheckpointError."""
+    """Check that a run can resume from a checkpoint: see `check_resumable`; also that its weights
+    and optimizer state fit. Returns messages. Raises CheckpointError.
+    """
     # Another model changes many keys. The error that names the model helps more.
     if snapshot.state["config"]["model"]["name"] != parts.config.model.name:
         check_same_model(parts.model, snapshot.model, snapshot.path)
@@ -229,9 +230,7 @@ def check_checkpoint(
 
 
 def check_same_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | None) -> None:
-    """Raise CheckpointError where the names or shapes of a checkpoint's weights differ from
-    the model.
-    """
+    """Raise CheckpointError unless a checkpoint's weights have the model's names and shapes."""
     if mismatch := state_dict_mismatch(model.state_dict(), tensors):
         raise CheckpointError(
             f"{path}: the checkpoint's model is not the one that this config builds: {mismatch}",
@@ -314,7 +313,7 @@ def compare_with_existing_run(parts: TrainingParts, folder: RunFolder) -> str:
     return "\n".join([f"{folder.path} already holds a run, saved up to step {step}", *lines])
 
 
-def changed_arguments(state: dict[str, Any], now: OptimizerConfig) -> list[str]:
+def changed_optimizer_kwargs(state: dict[str, Any], now: OptimizerConfig) -> list[str]:
     """The names in `optimizer.kwargs` whose values differ from those in a checkpoint's
     `state.json`.
     """
@@ -331,7 +330,7 @@ def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torc
     It makes a step with a small layer to find out, because optimizers differ: SGD can begin to use
     momentum at any step, but AdamW can't begin to use `amsgrad`.
     """
-    changed = changed_arguments(snapshot.state, now)
+    changed = changed_optimizer_kwargs(snapshot.state, now)
     if not changed:
         return
     layer = layer_with_gradients(device)
@@ -352,8 +351,8 @@ def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torc
 
 
 def run_conditions(state: dict[str, Any]) -> dict[str, Any]:
-    """What `describe_run` states besides the config, by the names that messages show, without what
-    is unknown.
+    """What `describe_run` states besides the config, by the names that messages show. Unknown
+    values are left out.
     """
     conditions = {
         "training images": state["data_digest"],

@@ -169,7 +169,7 @@ def start_warnings(parts: TrainingParts, progress: Progress) -> list[str]:
 
 
 def new_run_warnings(parts: TrainingParts) -> list[str]:
-    """`start_warnings` of a run that begins at step 0, each without `warning: `."""
+    """The `start_warnings` of a run that begins at step 0, without the prefix `warning: `."""
     plan, config = parts.plan, parts.config
     warnings = []
     samples = samples_per_epoch(len(parts.data.train), config.data.repeats_multiple)
@@ -226,7 +226,8 @@ def epoch_lines(
     """The results of an evaluation in one line, with `*` at the best of the run so far. If
     `eval.metrics` are set, a line with all other values follows for each kind of weights.
 
-    records: of kind "eval", one for each kind of weights. training: of `Meter.describe_epoch`.
+    records: one of kind "eval" for each kind of weights. training: the result of
+    `Meter.describe_epoch`, which begins with two spaces.
     """
     best = progress.best
     marked = best_weights(best) if best else None

@@ -72,6 +72,6 @@ def test_batch_norm_images_per_device_or_over_ranks() -> None:
     assert batch_norm_images(
         replace(config, parallel=replace(config.parallel, sync_bn=True)), plan
     ) == [6]
-    views = replace(config, augment=replace(config.augment, splits=3))
-    assert batch_norm_images(views, plan) == [9]
-    assert batch_norm_images(replace(views, model=replace(views.model, split_bn=True)), plan) == [3]
+    split = replace(config, augment=replace(config.augment, splits=3))
+    assert batch_norm_images(split, plan) == [9]
+    assert batch_norm_images(replace(split, model=replace(split.model, split_bn=True)), plan) == [3]
