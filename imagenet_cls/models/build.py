@@ -71,7 +71,7 @@ def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.M
         raise ConfigError([f"model.name: {model.name!r}: {first_line(error)}"]) from error
     except HfHubHTTPError as error:
         if is_hub and not model.pretrained:
-            raise  # the Hub has answered
+            raise  # the Hub has answered, so the name or the access is wrong
         raise _download_error(model, error) from error
     except Exception as error:
         if model.name.startswith(FOLDER) and isinstance(error, OSError):
@@ -135,16 +135,16 @@ def replace_head(model: nn.Module, num_classes: int) -> None:
         if isinstance(layer, nn.Linear | nn.Conv2d)
     ]
     name, head = layers[-1]
+    size = head.out_features if isinstance(head, nn.Linear) else head.out_channels
+    if size == num_classes:
+        return
     new: nn.Module
     if isinstance(head, nn.Linear):
-        size = head.out_features
         new = nn.Linear(head.in_features, num_classes, bias=head.bias is not None)
     else:
-        size = head.out_channels
         new = nn.Conv2d(head.in_channels, num_classes, head.kernel_size)  # type: ignore[arg-type]
-    if size != num_classes:
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, new)
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, new)
 
 
 def weights_source(model: ModelConfig, built: nn.Module, num_classes: int) -> str:
@@ -155,10 +155,10 @@ def weights_source(model: ModelConfig, built: nn.Module, num_classes: int) -> st
         if is_user_factory(model.name):
             return f"starts from scratch: weights as initialized by {model.name}"
         return "starts from scratch"
-    source, had = published_weights(model, built)
+    source, old_outputs = published_weights(model, built)
     sentence = f"starts from published weights ({source})"
-    if had != num_classes:
-        sentence += f"; {new_head_note(head_names(built, num_classes), had, num_classes)}"
+    if old_outputs != num_classes:
+        sentence += f"; {new_head_note(head_names(built, num_classes), old_outputs, num_classes)}"
     return sentence
 
 
@@ -176,10 +176,10 @@ def published_weights(model: ModelConfig, built: nn.Module) -> tuple[str, int]:
     return f"timm {name}{file}", cfg["num_classes"]
 
 
-def new_head_note(head: Sequence[str], had: int, num_classes: int) -> str:
+def new_head_note(head: Sequence[str], old_outputs: int, num_classes: int) -> str:
     return (
-        f"the head ({', '.join(head)}) is newly initialized: it had {had} outputs, the model "
-        f"has {num_classes}"
+        f"the head ({', '.join(head)}) is newly initialized: it had {old_outputs} outputs, the "
+        f"model has {num_classes}"
     )
 
 
@@ -200,7 +200,7 @@ def is_download_error(error: Exception) -> bool:
 
 
 def _download_error(model: ModelConfig, error: Exception) -> ResourceError:
-    """Says what failed, which files to download elsewhere and how to use them."""
+    """The error says what failed, which files to download elsewhere and how to use them."""
     # the hub's own error only says that there was one
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -281,9 +281,9 @@ def model_problems(
     """All problems of the section that can be found without data. Downloads no weights; of a model
     on the Hub, only its config.
 
-    grad_checkpointing: `train`'s. channels: `data`'s. Builds on the meta device, or where that
-    fails on the CPU: timm's and torchvision's factories take `**kwargs`, so only this trial shows
-    which argument the constructor rejects.
+    grad_checkpointing: `train.grad_checkpointing`. channels: `data.channels`. Builds on the meta
+    device, or where that fails on the CPU: timm's and torchvision's factories take `**kwargs`, so
+    only this trial shows which argument the constructor rejects.
     """
     if is_user_factory(model.name):
         return _factory_problems(model)
@@ -299,17 +299,18 @@ def model_problems(
     elif built is not None:
         problems += _timm_weights_problems(model, built)
     if built is not None:
-        problems += _change_problems(model, built, grad_checkpointing)
+        problems += _adaptation_problems(model, built, grad_checkpointing)
     return problems
 
 
-def _change_problems(
+def _adaptation_problems(
     model: ModelConfig, built: nn.Module, grad_checkpointing: bool
 ) -> list[Problem]:
-    """Problems of what the section changes about the built model. Makes these changes."""
+    """Adapt the built model as a run does, and return the problems of that."""
     changes: list[Callable[[], object]] = [partial(freeze, built, model, model.num_classes or 1000)]
-    changes += [partial(checkpoint_activations, built)] if grad_checkpointing else []
-    changes += [partial(split_batch_norm, built, model, splits=2)]
+    if grad_checkpointing:
+        changes.append(partial(checkpoint_activations, built))
+    changes.append(partial(split_batch_norm, built, model, splits=2))
     problems: list[Problem] = []
     for change in changes:
         try:
@@ -323,7 +324,7 @@ def _change_problems(
 
 
 def _name_problem(name: str) -> Problem | None:
-    """A model that the libraries do not have, or a tag that is none of timm's for it."""
+    """The problem of a name that the libraries don't have, or of a tag that timm doesn't have."""
     if is_model_source(name):
         return None  # building it shows
     classifiers = torchvision.models.list_models(module=torchvision.models)
@@ -362,9 +363,9 @@ def _timm_weights_problems(model: ModelConfig, built: nn.Module) -> list[Problem
 
 
 def _torchvision_problems(model: ModelConfig, built: nn.Module | None) -> list[Problem]:
-    """Wrong weights, auxiliary outputs, and models that normalize their input.
+    """The problems of wrong weights, auxiliary outputs, and models that normalize their input.
 
-    ConvNeXt and a few more ignore arguments that they do not know: these are no problem here.
+    ConvNeXt and a few more ignore unknown arguments, so those are not found.
     """
     problems = []
     published = list(
