@@ -11,7 +11,6 @@ from functools import partial
 from typing import Annotated, Literal
 
 from imagenet_cls.config.schema import (
-    COUNT,
     NOT_NEGATIVE,
     SHARE,
     SHARE_BELOW_1,
@@ -25,14 +24,14 @@ from imagenet_cls.optim.signature_check import Count, NotNegative, value_problem
 from imagenet_cls.text import format_value
 
 # Arguments that the program passes: to the built-in curves, and to a user's factory.
-RESERVED = ("t", "horizon", "evaluations")
+CURVE_ARGUMENTS = ("t", "horizon", "evaluations")
 FACTORY_ARGUMENTS = ("base_lr", "total_steps", "steps_per_epoch")
 
 # Annotations of arguments, by which they are checked. A list of epochs must be in ascending order,
 # with none twice.
 Numbers = Annotated[list[float], NOT_NEGATIVE]
 Share = Annotated[float, SHARE]
-Divisor = Annotated[float, COUNT]
+Divisor = Annotated[float, Range(1)]
 Epochs = Annotated[float, Range(0.001)]
 Momentum = Annotated[float | None, SHARE_BELOW_1]
 Anneal = Literal["cos", "linear"]
@@ -47,10 +46,10 @@ Evaluations = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Horizon:
-    """What a curve is computed from. A unit of time is one step, or one epoch with
-    `schedule.by_epoch`.
+    """The highest learning rate of a curve and its length. A unit of time is one step, or one epoch
+    with `schedule.by_epoch`.
 
-    base_lr: the highest learning rate. length: the duration of the curve in units.
+    length: the duration of the curve in units.
     """
 
     base_lr: float
@@ -101,7 +100,8 @@ def multistep(t: float, horizon: Horizon, milestones_epochs: Numbers, gamma: Sha
     """Multiply the rate by gamma at the start of each of the given epochs, counted from 0, as
     torch's MultiStepLR.
 
-    timm's fires one unit of time earlier: its milestone 30 is 29 here.
+    A milestone at the end of the horizon has no effect, since the last value stays during the
+    cooldown. timm's scheduler fires one unit of time earlier: its milestone 30 is 29 here.
     """
     milestones = [milestone * horizon.units_per_epoch for milestone in milestones_epochs]
     return horizon.base_lr * gamma ** sum(
@@ -126,11 +126,11 @@ def one_cycle(
     min_momentum: Momentum = None,
     max_momentum: Momentum = None,
 ) -> float:
-    """Up from base_lr / div_factor to base_lr in the first share pct_start of the horizon, then
-    down to the start's rate / final_div_factor in the last step (Smith and Topin,
-    "Super-Convergence", 2018). As torch's OneCycleLR in two phases.
+    """The rate rises from base_lr / div_factor to base_lr in the first share pct_start of the
+    horizon. Then it falls to base_lr / div_factor / final_div_factor in the last step (Smith and
+    Topin, "Super-Convergence", 2018). Equal to torch's OneCycleLR in two phases.
 
-    The momentum is constant, unlike there, unless both momenta are given: see `Schedule.momentum`.
+    Unlike there, the momentum is constant unless both momenta are given: see `Schedule.momentum`.
     """
     start = horizon.base_lr / div_factor
     rates = (start, horizon.base_lr, start / final_div_factor)
@@ -377,12 +377,12 @@ def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) ->
         factory = find_factory("schedule", schedule.name, BUILT_IN)
     except LookupError as error:
         return [Problem("schedule.name", str(error))]
-    reserved = FACTORY_ARGUMENTS if is_factory else RESERVED
-    problems = kwargs_problems("schedule.kwargs", factory, schedule.kwargs, reserved)
+    passed = FACTORY_ARGUMENTS if is_factory else CURVE_ARGUMENTS
+    problems = kwargs_problems("schedule.kwargs", factory, schedule.kwargs, passed)
     names, takes_any = keyword_names(factory)
-    missing = [name for name in reserved if name not in names]
+    missing = [name for name in passed if name not in names]
     if is_factory and missing and not takes_any:
-        text = f"must take the arguments {', '.join(reserved)}, and has no {missing[0]}"
+        text = f"must take the arguments {', '.join(passed)}, and has no {missing[0]}"
         problems.append(Problem("schedule.name", f"{schedule.name!r} {text}"))
     if problems or is_factory:
         return problems
