@@ -31,9 +31,9 @@ _RETRY_SEC = 0.2
 # If ranks are missing, rank 0 serves the store for this much longer, so that the other ranks can
 # read which ones are missing.
 _SERVE_SEC = 2.0
-_RENDEZVOUS_EXTRA_SEC = 10.0  # a rendezvous has failed after two timeouts and this
-# nccl's watchdog ends a process without naming a rank. So its timeout is longer than the timeout of
-# CPU group and heartbeat.
+_RENDEZVOUS_EXTRA_SEC = 10.0  # a rendezvous fails after two timeouts and this time
+# nccl's watchdog ends a process without naming a rank. So its timeout is longer than the timeouts
+# of the CPU group and of the heartbeat.
 _NCCL_EXTRA = timedelta(seconds=10)
 
 
@@ -49,11 +49,11 @@ class Heartbeat(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """One rank's view of all ranks.
+    """This rank, its device, and its connections to the other ranks.
 
-    cpu_group: the gloo group; None for a single rank. rendezvous_file: the file of a `file://`
-    rendezvous. address: the address by which other ranks reach this machine. heartbeat: None for a
-    single rank.
+    The main process group is torch's default group, without an attribute here. cpu_group: the gloo
+    group; None for a single rank. rendezvous_file: the file of a `file://` rendezvous. address: the
+    address by which other ranks reach this machine. heartbeat: None for a single rank.
     """
 
     rank_info: RankInfo
@@ -78,7 +78,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Either an address and a port, or a file. served: torchrun's agent serves the store there."""
+    """Where the ranks meet: at an address and a port, or at a file.
+
+    served: whether torchrun's agent serves torch's store there; otherwise rank 0 does.
+    """
 
     host: str = ""
     port: int = 0
@@ -328,13 +331,14 @@ def nccl_error(error: BaseException, rank: int) -> ResourceError | None:
 
 
 def destroy_group(group: Group, failed: bool) -> None:
-    """Leave the other ranks: together with them, at the end or a stop of the run, or alone after
-    this rank's error.
+    """Leave the process groups. failed: whether this rank leaves alone because of its error;
+    otherwise it first waits for all others.
     """
     if group.cpu_group is None:
         return
-    # wait for all: rank 0 may be saving, and a launcher ends all ranks once one has failed
     if not failed:
+        # Rank 0 may be saving, and a launcher ends all ranks once one has exited with an error
+        # code, as after a stop.
         if group.heartbeat is not None:
             group.heartbeat.aborts = False
         with contextlib.suppress(RuntimeError):
