@@ -49,15 +49,15 @@ def is_config(source: str) -> bool:
 
 
 def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
-    """The config of a training on a data set. overrides: also of `SHORT_KEYS`.
+    """The config of a training on a data set. overrides: `key=value`, also with `SHORT_KEYS`.
 
     Lists the images, since the batch size follows from their number. Raises ConfigError, DataError
     or UsageError.
     """
     path = Path(source).expanduser()
     overrides = expand_short_keys(overrides, pretrained=True)
-    found = _without(data_overrides(path), overrides)
-    loaded = load_config(OWN_DATASET, [*found, *overrides])
+    derived = _without(data_overrides(path), overrides)
+    loaded = load_config(OWN_DATASET, [*derived, *overrides])
     if loaded.config.data.name not in ("folder", "list"):
         raise UsageError(
             f"data.name={loaded.config.data.name} beside {source}: that data set is not a path.",
@@ -68,8 +68,8 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     data = open_datasets(loaded.config.data)
     assert data.train is not None
     batch = batch_size_for(len(data.train))
-    chosen = _without([f"train.global_batch_size={batch}"], overrides)
-    loaded = load_config(OWN_DATASET, [*chosen, *found, *overrides])
+    derived += _without([f"train.global_batch_size={batch}"], overrides)
+    loaded = load_config(OWN_DATASET, [*derived, *overrides])
     note = describe_data(source, loaded, data)
     full = path.resolve()
     name = full.name if full.is_dir() else full.stem
@@ -116,12 +116,12 @@ def _find_splits(folder: Path) -> tuple[str | None, str | None]:
     """The names of the training and the validation set in a folder; None for what is missing."""
     content = list_folder(os.fsencode(folder))
     names = [os.fsdecode(name) for name in [*content.folders, *content.others]]
-    by_stem = {name.lower(): name for name in names}
+    found = {name.lower(): name for name in names}
     for name in names:
         if is_archive(name):
-            by_stem.setdefault(Path(name).stem.lower(), name)
-    train = next((by_stem[name] for name in _TRAIN_NAMES if name in by_stem), None)
-    val = next((by_stem[name] for name in _VAL_NAMES if name in by_stem), None)
+            found.setdefault(Path(name).stem.lower(), name)
+    train = next((found[name] for name in _TRAIN_NAMES if name in found), None)
+    val = next((found[name] for name in _VAL_NAMES if name in found), None)
     if train is None:
         return None, None  # a class may be called `test`
     return train, val

@@ -47,9 +47,9 @@ class Layers:
     """The merged layers of a config.
 
     errors: a line for each problem of a file or argument that can't be read. replaced: a line for
-    each argument that a later one replaces. removed: the values
-    that were dropped because a layer chose another model, optimizer or other component: for each
-    key its value, and the key of that choice, such as `model.name`.
+    each argument that a later one replaces. removed: the values that were dropped because a layer
+    chose another model, optimizer or other component: for each key its value, and the key of that
+    choice, such as `model.name`.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Layers:
                 if key in before and key != name and f"{key}.".startswith(f"{section}."):
                     self.removed[key] = before[key], name
             self._reset(section, new_value)
-        if "optimizer.kwargs" in deleted:  # also those of the new name
+        if "optimizer.kwargs" in deleted:  # removes the default arguments of a new optimizer, too
             self._reset("optimizer.kwargs")
         _merge(self.tree, layer)
 
@@ -96,7 +96,7 @@ class Layers:
             kwargs = DEFAULT_KWARGS.get(str(new_name or keys.default_of("optimizer.name")), {})
             self.tree[key] = Tree({"kwargs": Tree(kwargs)})
 
-    def removed_values(self) -> Iterator[Problem]:
+    def removed_value_warnings(self) -> Iterator[Problem]:
         """A warning for each changed name that removed values which no layer gives again."""
         now = dict(walk(self.tree))
         places: dict[str, list[str]] = {}
@@ -129,6 +129,7 @@ class Layers:
         self._files.add(os.path.realpath(path))
         shown = Path(shown_path(path))
         try:
+            # A name without a suffix may be a misspelled name of a shipped config.
             tree = reader.read_file(path, shown, () if path.suffix else shipped_configs())
             if not isinstance(tree, Tree | None):
                 raise ConfigError(
@@ -153,9 +154,9 @@ class Layers:
         for base in (find_config(name, chain[-1].parent) for name in names):
             real = os.path.realpath(base)
             if real in real_chain:
-                circle = [*chain[real_chain.index(real) :], base]
+                cycle = [*chain[real_chain.index(real) :], base]
                 self.errors.append(
-                    f"{place}these files include each other: {' -> '.join(map(shown_path, circle))}"
+                    f"{place}these files include each other: {' -> '.join(map(shown_path, cycle))}"
                 )
             elif real not in self._files:
                 self.add_file(base, chain, place)

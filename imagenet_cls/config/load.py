@@ -70,7 +70,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     if problems:
         raise ConfigError(format_problems(problems, builder.origins))
     warnings: list[str] = []
-    for found in (layers.removed_values(), unused_values(config)):
+    for found in (layers.removed_value_warnings(), unused_values(config)):
         warnings += format_problems(found, builder.origins)
     return LoadedConfig(config, builder.origins, file.stem, warnings, layers.replaced)
 

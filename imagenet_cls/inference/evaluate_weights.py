@@ -59,10 +59,10 @@ _MAX_CLASSES_IN_TABLE = 50
 class WeightsEvaluation:
     """The result of an evaluation.
 
-    messages: about the images and the weights. metrics: of `evaluate`, by the name of the weights.
-    weights: the name of the weights that `rows` are of. rows: on rank 0 an array of `image_dtype`
-    for all images in their order, if they were recorded; else None. present: see
-    `EvaluationLabels`. settings: values of `EVALUATION_KEYS` as text.
+    messages: lines about the images and the weights. metrics: the result of `evaluate` for each
+    kind of weights, `raw` or `ema`. weights: the kind of weights whose outputs `rows` describes.
+    rows: on rank 0 an array of `image_dtype` for all images in their order, if they were recorded;
+    else None. present: see `EvaluationLabels`. settings: values of `EVALUATION_KEYS` as text.
     """
 
     messages: list[str]
@@ -85,9 +85,9 @@ def evaluate_weights(
     """Evaluate weights on the validation images of the config, or on a separate test set. A
     collective.
 
-    test_set: of `locate_test_set`. record: keep what `prediction_rows` and `write_report` need; up
-    to 50 outputs this is kept in any case, for `class_table`. Raises CheckpointError if outputs are
-    NaN or infinite.
+    test_set: the result of `locate_test_set`. record: keep what `prediction_rows` and
+    `write_report` need; up to 50 outputs this is kept in any case, for `class_table`. Raises
+    CheckpointError if outputs are NaN or infinite.
     """
     trained, images = load_weights_and_images(config, weights, group, test_set)
     data_messages = run_on_main(
@@ -219,6 +219,7 @@ def check_not_trained_on(
         return []
     is_training_part = images.digest() == trained.data_digest
     if test_set is not None and not is_training_part:
+        # the location as a training part, which is compared with the training part of the run
         location = replace(test_set, train=test_set.val or "", exclude=data.exclude)
         is_training_part = has_training_images(trained, location)
     if is_training_part:
@@ -418,6 +419,8 @@ def write_report(evaluation: WeightsEvaluation, folder: Path, link_js: bool = Fa
         present = evaluation.present.numpy()
         classes = tuple(classes[i] for i in present)
         rows = rows.copy()
+        # Only the likeliest class is used below. It is present; less likely ones may be absent, and
+        # get wrong numbers.
         for name in ("target", "top"):
             rows[name] = np.searchsorted(present, rows[name])
     statistics, confusion = evaluation_statistics(rows, classes, images.name)

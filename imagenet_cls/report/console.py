@@ -88,8 +88,8 @@ class BackgroundStream:
 
 
 class Highlighter(RegexHighlighter):
-    """Colors warnings, and the best result so far in the line of an epoch. A group has the name of
-    its color.
+    """Colors warnings, and the best result so far in the line of an epoch. The name of each group
+    is its color.
     """
 
     highlights = (r"(?m)^(?P<yellow>warning: .*)", r"(?P<green>\S+ % \*)")
@@ -128,8 +128,10 @@ class Console:
             self._stream.write(f"{text}\n")
 
     def show_step(self, record: Record, total_steps: int, total_epochs: int) -> None:
-        """Show the last step of a logging interval. record: of kind "train", see `jsonl`. A line
-        has the fields that fit into 80 columns for a long run; the bar, those that fit beside it.
+        """Show the last step of a logging interval. record: a record of kind "train", see `jsonl`.
+
+        A plain line has few fields, so that it fits into 80 columns in a long run. A terminal shows
+        as many fields as fit beside the bar.
         """
         step = record["step"]
         epoch = f"epoch {record['epoch'] + 1}/{total_epochs}"
@@ -232,7 +234,7 @@ def _bar_width(console: RichConsole) -> int:
 
 
 def _format_lr(lr: float) -> str:
-    """Four decimals, or scientific where those would hide it."""
+    """The learning rate with four decimals, or in scientific notation if it is small or large."""
     return f"{lr:.4f}" if lr == 0 or 1e-3 <= lr < 1e4 else f"{lr:.2e}"
 
 
@@ -265,6 +267,7 @@ def open_log(folder: Path | None, rank: int) -> logging.Logger:
         with explain_write_errors(path, WRITE_REMEDY):
             path.parent.mkdir(parents=True, exist_ok=True)
             handler = RankLogHandler(path, encoding="utf-8")
+    # `basicConfig` closes these handlers. They keep their records, since they have no target.
     earlier = [old for old in logging.root.handlers if isinstance(old, MemoryHandler)]
     line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(handlers=[handler], format=line, level=logging.INFO, force=True)
