@@ -105,7 +105,7 @@ class Meter:
         return records
 
     def describe_epoch(self, steps: int) -> str:
-        """`  train loss 0.5123, 85.2 %`: the mean loss and top-1 of the last epoch's steps in this
+        """`train loss 0.5123, 85.2 %`: the mean loss and top-1 of the last epoch's steps in this
         process; "" if there are none.
 
         steps: the number of steps of the epoch. After a resume this process may have made fewer;
@@ -116,7 +116,7 @@ class Meter:
             return ""
         loss = sum(record["loss"] for record in self.epoch_records) / made
         top1_pct = sum(record["top1_pct"] for record in self.epoch_records) / made
-        text = f"  train loss {loss:.4f}, {top1_pct:.1f} %"
+        text = f"train loss {loss:.4f}, {top1_pct:.1f} %"
         return text if made == steps else f"{text} in {made} steps"
 
     def describe_total(self) -> str:

@@ -227,11 +227,13 @@ def epoch_lines(
     `eval.metrics` are set, a line with all other values follows for each kind of weights.
 
     records: one of kind "eval" for each kind of weights. training: the result of
-    `Meter.describe_epoch`, which begins with two spaces.
+    `Meter.describe_epoch`.
     """
     best = progress.best
     marked = best_weights(best) if best else None
-    columns = [f"epoch {records[0]['epoch'] + 1}/{parts.plan.epochs}{training}"]
+    columns = [f"epoch {records[0]['epoch'] + 1}/{parts.plan.epochs}"]
+    if training:
+        columns.append(training)
     lines = []
     for record in records:
         name = record["weights"]

@@ -71,12 +71,12 @@ def test_means_of_an_epoch_are_of_its_steps_in_this_process() -> None:
     m.flush()
     add(m, 4, loss=0.4)
     m.flush()
-    assert m.describe_epoch(steps=4) == "  train loss 0.6000, 30.0 % in 2 steps"
+    assert m.describe_epoch(steps=4) == "train loss 0.6000, 30.0 % in 2 steps"
     for step in (5, 6, 7, 8):
         m.add(StepResult(step, 1, 0.1, torch.tensor([step / 8, 0.5]), torch.ones(()), NOT_SKIPPED))
         m.flush()
-    assert m.describe_epoch(steps=4) == "  train loss 0.8125, 50.0 %"
-    assert m.flush() == [] and m.describe_epoch(steps=4) == "  train loss 0.8125, 50.0 %"
+    assert m.describe_epoch(steps=4) == "train loss 0.8125, 50.0 %"
+    assert m.flush() == [] and m.describe_epoch(steps=4) == "train loss 0.8125, 50.0 %"
 
 
 def test_a_norm_that_is_nan_is_recorded() -> None:

@@ -19,7 +19,7 @@ from imagenet_cls.engine.summary import epoch_lines, final_message
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 
-TRAINING = "  train loss 2.0412, 75.2 %"
+TRAINING = "train loss 2.0412, 75.2 %"
 EVALUATION = {"kind": "eval", "step": 20, "epoch": 3, "top1_pct": 97.213, "top5_pct": 99.9}
 EVALUATION |= {"loss": 0.1, "balanced_accuracy_pct": 90.0, "images": 359, "seconds": 0.5}
 RAW = {**EVALUATION, "weights": "raw"}
