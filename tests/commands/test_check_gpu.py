@@ -2,13 +2,12 @@
 killed.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import REPOSITORY, environment, run, wait_for
@@ -29,12 +28,11 @@ from imagenet_cls.errors import UsageError
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "check_gpu.py")]
 
 
-def written(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "check_gpu.json").read_text())
-
-
 def results(folder: Path) -> dict[str, str]:
-    return {row["check"]: row["result"] for row in written(folder)["checks"]}
+    """The result of each check in the table."""
+    lines = (folder / "check_gpu.md").read_text().splitlines()
+    cells = [line.split(" | ") for line in lines if line.startswith("| ")]
+    return {row[0].removeprefix("| "): row[1] for row in cells[1:]}
 
 
 def running_with(text: str) -> list[str]:
@@ -54,39 +52,24 @@ def python(code: str) -> list[str]:
 
 
 def test_precisions_on_a_cpu(tmp_path: Path) -> None:
-    words = [
-        "--only",
-        "precision-fp32",
-        "precision-bf16",
-        "sanitizer",
-        "--skip",
-        "precision-fp32",
-        "--out",
-        "out",
-    ]
-    done = run([*TOOL, *words], cwd=tmp_path)
+    names = ["precision-bf16", "sanitizer"]
+    done = run([*TOOL, "--only", *names, "--out", "out"], cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    content = written(tmp_path / "out")
     assert results(tmp_path / "out") == {
         "machine": "pass",
         "sanitizer": "skipped",
         "precision-bf16": "pass",
     }
-    assert content["finished"] and content["machine"]["torch"] and content["machine"]["gpus"] == []
-    assert all(row["line"] and row["seconds"] >= 0 for row in content["checks"])
     table = (tmp_path / "out" / "check_gpu.md").read_text()
-    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 1 + len(
-        content["checks"]
-    )
+    assert "no GPU" in table and "torch 2" in table and "more checks" not in table
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_unknown_check_exits_with_2(call, tmp_path: Path) -> None:
-    for option in ("--only", "--skip"):
-        code, _, error = call(
-            check_gpu_command, option, "resume", "determinstic", "--out", tmp_path / "out"
-        )
-        assert code == 2 and "deterministic" in error
+    code, _, error = call(
+        check_gpu_command, "--only", "resume", "determinstic", "--out", tmp_path / "out"
+    )
+    assert code == 2 and "deterministic" in error
     assert not (tmp_path / "out").exists()
 
 
@@ -99,8 +82,12 @@ def test_failing_and_hanging_checks_do_not_stop_the_others(tmp_path: Path, capsy
         f"start_new_session=True)"
     )
 
-    def run_code(code: str, limit_sec: float = 60) -> Check:
-        return Check(lambda task: task.run(python(code)), limit_sec)
+    def run_code(code: str) -> Check:
+        return Check(lambda task: task.run(python(code)))
+
+    def hangs(task: Task) -> str:
+        task.end = time.monotonic() + 1
+        return task.run(python(hanging))
 
     def skips(task: Task) -> str:
         raise CheckSkipped("not here")
@@ -111,10 +98,10 @@ def test_failing_and_hanging_checks_do_not_stop_the_others(tmp_path: Path, capsy
     checks = {
         "fails": run_code("raise ValueError('no such | kernel')"),
         "exits": run_code("import sys; sys.exit(7)"),
-        "hangs": run_code(hanging, 1),
-        "has a bug": Check(ends_badly, 60),
-        "skips": Check(skips, 60),
-        "needs two": Check(skips, 60, min_gpus=2),
+        "hangs": Check(hangs),
+        "has a bug": Check(ends_badly),
+        "skips": Check(skips),
+        "needs two": Check(skips, min_gpus=2),
         "passes": run_code("print('done')"),
     }
     found = {result.check: result for result in run_checks(checks, tmp_path / "out")}
@@ -128,10 +115,9 @@ def test_failing_and_hanging_checks_do_not_stop_the_others(tmp_path: Path, capsy
         "needs two": "skipped",
     }
     assert outcomes == {**expected, "passes": "pass"} and list(outcomes) == ["machine", *checks]
-    assert (
-        found["fails"].line == "ValueError: no such | kernel"
-        and "Traceback" in found["fails"].output
-    )
+    assert found["fails"].line == "ValueError: no such | kernel"
+    log = (tmp_path / "out" / "check_gpu_logs" / "fails.txt").read_text()
+    assert "Traceback" in log
     assert "7" in found["exits"].line and "time limit" in found["hangs"].line
     assert running_with(marker) == []
     assert len(capsys.readouterr().out.splitlines()) == len(found) + 1
@@ -139,7 +125,7 @@ def test_failing_and_hanging_checks_do_not_stop_the_others(tmp_path: Path, capsy
 
 
 def test_failed_check_exits_with_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = Check(lambda task: task.run(python("raise ValueError('bad')")), 60)
+    check = Check(lambda task: task.run(python("raise ValueError('bad')")))
     monkeypatch.setitem(CHECKS, "sanitizer", check)
     assert check_gpu_command(["--only", "sanitizer", "--out", str(tmp_path / "out")]) == 5
     assert results(tmp_path / "out")["sanitizer"] == "fail"
@@ -170,7 +156,7 @@ def test_killed_run_keeps_its_table(tmp_path: Path, number: signal.Signals) -> N
         code = process.wait(240)
     assert code == -number if number == signal.SIGKILL else code == 128 + number
     assert results(tmp_path / "out") == {"machine": "pass", "sanitizer": "skipped"}
-    assert not written(tmp_path / "out")["finished"]
+    assert "1 more checks" in (tmp_path / "out" / "check_gpu.md").read_text()
     if number == signal.SIGKILL:
         for line in running_with(str(temporary)):
             assert "train" in line  # a short run, which ends by itself
@@ -226,7 +212,7 @@ def test_libraries_of_reports_may_be_missing(
 @pytest.mark.nightly
 def test_checks_that_a_cpu_can_run_pass(tmp_path: Path) -> None:
     # The compiled checks take minutes on a CPU: see tests/distributed/test_compiled_runs.py.
-    names = ["deterministic", "resume", "ddp", "find-batch"]
+    names = ["deterministic", "resume", "ddp"]
     done = run([*TOOL, "--only", *names, "--out", "out"], timeout_sec=540, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert results(tmp_path / "out") == dict.fromkeys(["machine", *names], "pass")
