@@ -4,8 +4,6 @@ Each row is a real run of `tools/train.py` in a temporary run folder.
 """
 
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -22,9 +20,9 @@ import yaml
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import child_command
 from imagenet_cls.config.layers import find_config
-from imagenet_cls.config.load import DEMO, LoadedConfig, format_problems, load_config
-from imagenet_cls.engine.plan import batch_problem, micro_batch_for
-from imagenet_cls.errors import ConfigError, UsageError, UserError
+from imagenet_cls.config.load import DEMO, LoadedConfig, load_config
+from imagenet_cls.engine.plan import ceil_div, micro_batch_for
+from imagenet_cls.errors import UsageError, UserError
 from imagenet_cls.parallel.environment import find_rank_info
 from imagenet_cls.parallel.signals import handle_interrupts
 from imagenet_cls.report.jsonl import read_metrics
@@ -53,19 +51,14 @@ images/forward: images that BatchNorm normalizes together. A row with fewer has 
   the first step on, and that is correct.
 first loss diff, max loss diff, weight diff: the largest differences from the run in one process.
 img/s: of all ranks. MiB: the peak of rank 0. See docs/parallel.md."""
-# Overrides of keys that each row sets itself.
-ROW_OVERRIDES = re.compile(r"parallel(=|\.(mode|device_ids|output_device|sync_bn)\b)")
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A row of the table: overrides and options for train.py. missing: why the mode can't run here,
-    or "".
-    """
+    """A row of the table. arguments: of train.py. missing: why the mode can't run here, or ""."""
 
     name: str
-    overrides: Sequence[str]
-    options: Sequence[str]
+    arguments: Sequence[str]
     images_per_forward: int
     use: str
     missing: str = ""
@@ -95,20 +88,19 @@ def compare_command(argv: Sequence[str]) -> None:
     # so that nothing is left behind
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as name:
-        folder, outcomes = Path(name), []
+        folder = Path(name)
+        outcomes: list[Outcome | None] = []
         config = write_config(folder / "compare.yaml", configs[0] if configs else None)
         modes = plan_modes(config, overrides, arguments.ranks)
         for number, mode in enumerate(modes, start=1):
-            print(
-                f"{number} of {len(modes)}: {mode.name}{mode.missing and ': ' + mode.missing}",
-                file=sys.stderr,
-            )
-            run_arguments = [config, *replace_overrides(overrides, mode.overrides), *mode.options]
-            outcomes.append(
-                None
-                if mode.missing
-                else read_outcome(run(mode.name, run_arguments, folder / str(number)))
-            )
+            text = ": ".join(filter(None, [mode.name, mode.missing]))
+            print(f"{number} of {len(modes)}: {text}", file=sys.stderr)
+            outcome = None
+            if not mode.missing:
+                # the last of two equal keys counts
+                run_arguments = [config, *overrides, *mode.arguments]
+                outcome = read_outcome(run(mode.name, run_arguments, folder / str(number)))
+            outcomes.append(outcome)
     print(table(modes, outcomes), NOTES, sep="\n\n")
 
 
@@ -121,16 +113,8 @@ def write_config(path: Path, config: str | None) -> str:
     return str(path)
 
 
-def replace_overrides(overrides: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Overrides with `new` ones, which replace overrides of the same keys."""
-    keys = {override.partition("=")[0] for override in new}
-    return [*(override for override in overrides if override.partition("=")[0] not in keys), *new]
-
-
 def plan_modes(config: str, overrides: Sequence[str], ranks: int) -> list[Mode]:
-    """The rows, in order; the others are compared with the first. Raises ConfigError or UsageError
-    for any row.
-    """
+    """The rows, in order; the others are compared with the first. Raises UserError."""
     if ranks < 2:
         raise UsageError("--ranks 1: there is nothing to compare.", "Ask for two ranks or more.")
     if find_rank_info(os.environ) is not None:
@@ -138,62 +122,43 @@ def plan_modes(config: str, overrides: Sequence[str], ranks: int) -> list[Mode]:
             "This process is a rank of a launcher.",
             "Start the tool without one: it starts its own ranks.",
         )
-    for override in overrides:
-        if ROW_OVERRIDES.match(override):
-            raise UsageError(
-                f"{override}: each row of the table sets this key itself.", "Leave it out."
-            )
     loaded = load_config(config, overrides)
-    if problem := batch_problem(loaded.config.train, ranks):
-        raise ConfigError(format_problems([problem], loaded.origins))
-    batch, limit = loaded.config.train.global_batch_size, loaded.config.train.micro_batch_size
+    batch = loaded.config.train.global_batch_size
+    limit = loaded.config.train.micro_batch_size
     share = micro_batch_for(batch, ranks, limit)
-    part = micro_batch_for(batch, ranks, max(1, share // 2))
-    if share == 1 or (part == 1 and batch % ranks):
+    if batch < 2 * ranks or share < 2:
         raise UsageError(
             f"{batch} images on {ranks} ranks are too few to accumulate gradients.",
             "Give a larger batch.",
         )
-
-    def passes(size: int) -> int:  # of each rank in a step
-        return -(-batch // (ranks * size))
-
+    part = micro_batch_for(batch, ranks, share // 2)
+    accumulation = ceil_div(batch, ranks * part)
+    on_all_ranks = ceil_div(batch, ceil_div(batch, ranks * share))
     none = ["--launcher", "none"]
-    spawn, torchrun = (["--launcher", name, "--gpus", str(ranks)] for name in ("spawn", "pytorch"))
-    dp = ["parallel.mode=dp", f"parallel.device_ids={list(range(ranks))}"]
+    spawn = ["--launcher", "spawn", "--gpus", str(ranks), "parallel.mode=ddp"]
+    torchrun = ["--launcher", "pytorch", "--gpus", str(ranks), "parallel.mode=ddp"]
+    dp = [*none, "parallel.mode=dp", f"parallel.device_ids={list(range(ranks))}"]
+    accumulated = [*spawn, f"train.micro_batch_size={part}"]
+    sync_bn = [*spawn, "parallel.sync_bn=true"]
     why_no_dp = missing_for_dp(loaded, ranks)
-    ddp = ["parallel.mode=ddp"]
-    sync_bn = [*ddp, "parallel.sync_bn=true"]
-    accumulated = [*ddp, f"train.micro_batch_size={part}"]
-    on_all_ranks = -(-batch // passes(share))
-    modes = [
+    return [
         Mode(
             "one process",
-            ["parallel.mode=none"],
-            none,
+            [*none, "parallel.mode=none"],
             micro_batch_for(batch, 1, limit),
             "one GPU, debugging",
         ),
+        Mode(f"DP, {ranks} GPUs", dp, share, "old scripts: no launcher, but slower", why_no_dp),
+        Mode("DDP by spawn", spawn, share, "all GPUs of a machine, without a launcher"),
+        Mode("DDP by torchrun", torchrun, share, "one machine or many; can restart"),
         Mode(
-            f"DP, {ranks} GPUs", dp, none, share, "old scripts: no launcher, but slower", why_no_dp
-        ),
-        Mode("DDP by spawn", ddp, spawn, share, "all GPUs of a machine, without a launcher"),
-        Mode("DDP by torchrun", ddp, torchrun, share, "one machine or many; can restart"),
-        Mode(
-            f"DDP, {passes(part)} accumulation steps",
+            f"DDP, {accumulation} accumulation steps",
             accumulated,
-            spawn,
             part,
             "a batch that the GPUs can't hold",
         ),
-        Mode(
-            "DDP with SyncBN", sync_bn, spawn, on_all_ranks, "BatchNorm with few images on each GPU"
-        ),
+        Mode("DDP with SyncBN", sync_bn, on_all_ranks, "BatchNorm with few images on each GPU"),
     ]
-    for mode in modes:
-        if not mode.missing:
-            load_config(config, replace_overrides(overrides, mode.overrides))
-    return modes
 
 
 def missing_for_dp(loaded: LoadedConfig, gpus: int) -> str:
@@ -218,11 +183,9 @@ def run(name: str, arguments: Sequence[str], folder: Path) -> Path:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
     )
     if code := done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        problem, remedy = lines[-1], f"Run it alone: {shlex.join(command)}"
-        if code != 1 and len(lines) > 1:  # 1 is a bug, with a traceback
-            problem, remedy = "\n".join(lines[:-1]), lines[-1]
-        error = UserError(f"{name}: {problem}", remedy)
+        lines = done.stderr.strip().splitlines() or [f"exit code {code}, without a message"]
+        *problem, remedy = lines[-2:]
+        error = UserError(": ".join([name, *problem]), remedy)
         error.exit_code = 128 - code if code < 0 else code
         raise error
     return folder / "run"
