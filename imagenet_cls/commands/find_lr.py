@@ -1,9 +1,7 @@
 """`tools/find_lr.py`: train with a growing learning rate, and plot the loss over it."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +34,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
     add(
         "--from",
         dest="low",
-        type=rate,
+        type=cli.positive_float,
         default=1e-6,
         metavar="LR",
         help="of the first step (default: 1e-6)",
@@ -44,7 +42,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
     add(
         "--to",
         dest="high",
-        type=rate,
+        type=cli.positive_float,
         default=10.0,
         metavar="LR",
         help="of the last step (default: 10)",
@@ -118,14 +116,3 @@ def find_lr_command(argv: Sequence[str]) -> None:
         f"A suggestion is a hint, not a promise: for a global batch of {batch} images and the peak "
         f"of the schedule. Factors of parameter groups were applied.\nwrote {path}"
     )
-
-
-def rate(text: str) -> float:
-    """An argparse type: a learning rate."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not (isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return number

@@ -127,8 +127,11 @@ def micro_batch_trials(
     config = trial_config(config)
     is_cpu = group.device.type == "cpu"
     low, high = 0, most + 1
-    while high - low > size_unit(low):
-        size = next_size(low, high, most, 2 if is_cpu else 8)
+    first = 2 if is_cpu else 8
+    while high - low > (1 if low < 8 else max(8, low // 8)):
+        size = (low + high) // 2
+        if high > most:  # every size so far fits
+            size = min(2 * low or first, most)
         expected = expected_bytes(trials, size)
         if is_cpu and expected > _USABLE_MEMORY * memory_limit_bytes():
             trial = Trial(
@@ -146,23 +149,6 @@ def micro_batch_trials(
             low = size
             trials.append(trial)
         yield trial
-
-
-def size_unit(low: int) -> int:
-    """The difference of sizes to try above `low`, which fits: above 8 multiples of 8, and above 64
-    steps of at most an eighth.
-    """
-    return 1 if low < 8 else max(8, low // 64 * 8)
-
-
-def next_size(low: int, high: int, most: int, first: int) -> int:
-    """The next size to try: `low` fits and `high` does not. While every size so far fits, `high` is
-    above `most`, and the size is doubled, beginning with `first`. Then about the middle.
-    """
-    if high > most:
-        return min(2 * low if low else first, most)
-    unit = size_unit(low)
-    return low + max(unit, (high - low) // 2 // unit * unit)
 
 
 def expected_bytes(trials: list[Trial], images: int) -> float:
