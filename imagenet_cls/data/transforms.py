@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
@@ -95,10 +95,6 @@ class TrainTransform:
         # sample's generators.
         sizes = [height_width(size_px) for size_px in sizes_px(augment)]
         self.policies = {size: build_policy(augment, min(size), mean) for size in sizes}
-        pad = {"padding": augment.pad_px, "padding_mode": augment.pad_mode}
-        self.pad_crops = {
-            size: v2.RandomCrop(size, **pad) for size in sizes if augment.crop == "pad_crop"
-        }
         # float32, as in torchvision
         self.log_ratio: list[float] = torch.tensor(augment.ratio).log().tolist()
         jitter = augment.color_jitter
@@ -139,15 +135,33 @@ class TrainTransform:
         interpolation: str = augment.interpolation
         if interpolation == "random":
             interpolation = RANDOM_INTERPOLATIONS[int(torch.randint(2, ()))]
-        image = to_channels(image[:, top : top + height, left : left + width], self.channels)
+        if (height, width) != image.shape[1:]:
+            image = image[:, top : top + height, left : left + width]
+        image = to_channels(image, self.channels)
         image = resize(image, list(size), interpolation)
         if augment.crop == "pad_crop":
-            image = self.pad_crops[size](image)
+            image = self.pad_and_crop(image)
         if draw_bernoulli(augment.hflip_prob):
-            image = F.horizontal_flip(image)
+            image = image.flip(2)
         if draw_bernoulli(augment.vflip_prob):
-            image = F.vertical_flip(image)
+            image = image.flip(1)
         return image
+
+    def pad_and_crop(self, image: torch.Tensor) -> torch.Tensor:
+        """A random crop of the padded image, of the image's size: the same draws and pixels as of
+        `v2.RandomCrop`, in less time.
+        """
+        pad_px = self.augment.pad_px
+        if pad_px == 0:
+            return image
+        top = int(torch.randint(2 * pad_px + 1, ()))
+        left = int(torch.randint(2 * pad_px + 1, ()))
+        if self.augment.pad_mode == "constant":  # negative padding crops
+            down, right = pad_px - top, pad_px - left
+            return pad(image, [right, -right, down, -down])
+        height, width = image.shape[1:]
+        image = F.pad(image, [pad_px], padding_mode=self.augment.pad_mode)
+        return image[:, top : top + height, left : left + width]
 
     def draw_crop(self, height: int, width: int) -> Box:
         """A random crop, from the draws of `v2.RandomResizedCrop`, in less time; else the whole
@@ -180,7 +194,9 @@ class TrainTransform:
         """
         policy = self.policies[image.shape[1], image.shape[2]]
         if policy is not None:
-            image = policy(image if isinstance(policy, OnPillow) else image.contiguous())
+            if not isinstance(policy, OnPillow):  # a user's, which may write into its argument
+                image = image.clone(memory_format=torch.contiguous_format)
+            image = policy(image)
         jitter_prob = self.augment.color_jitter.prob
         if self.jitter is not None and (jitter_prob == 1 or draw_bernoulli(jitter_prob)):
             # with channels-last memory, some sums round differently
@@ -196,6 +212,8 @@ def to_channels(image: torch.Tensor, channels: int) -> torch.Tensor:
     """
     if channels == 3:
         return image
+    if image.stride(0) == 0:  # an expanded gray image, which Pillow would not change
+        return image[:1]
     return torch.from_numpy(np.array(to_pil_image(image).convert("L")))[None]
 
 
@@ -206,13 +224,10 @@ def resize(image: torch.Tensor, size: list[int], interpolation: str) -> torch.Te
     torch's AVX2 kernel is fastest on channels-last memory without gaps; it converts any other crop
     to planes first.
     """
+    if list(image.shape[1:]) == size:
+        return image
     is_channels_last = image.stride(0) == 1  # as decoders return it
-    if (
-        HAS_AVX2
-        and is_channels_last
-        and interpolation in RANDOM_INTERPOLATIONS
-        and list(image.shape[1:]) != size
-    ):
+    if HAS_AVX2 and is_channels_last and interpolation in RANDOM_INTERPOLATIONS:
         image = image[None].contiguous(memory_format=torch.channels_last)
         return interpolate(image, size, mode=interpolation, antialias=True)[0]
     return F.resize(image, size, interpolation=INTERPOLATIONS[interpolation], antialias=True)

@@ -115,6 +115,30 @@ EQUAL = {
             v2.RandomHorizontalFlip(0.5),
         ],
     ),
+    "pad_crop edge": (
+        AugmentConfig(size_px=32, crop="pad_crop", pad_px=3, pad_mode="edge"),
+        [
+            v2.Resize((32, 32)),
+            v2.RandomCrop(32, padding=3, padding_mode="edge"),
+            v2.RandomHorizontalFlip(0.5),
+        ],
+    ),
+    "pad_crop symmetric": (
+        AugmentConfig(size_px=32, crop="pad_crop", pad_mode="symmetric"),
+        [
+            v2.Resize((32, 32)),
+            v2.RandomCrop(32, padding=4, padding_mode="symmetric"),
+            v2.RandomHorizontalFlip(0.5),
+        ],
+    ),
+    "pad_crop by 31": (
+        AugmentConfig(size_px=32, crop="pad_crop", pad_px=31),
+        [
+            v2.Resize((32, 32)),
+            v2.RandomCrop(32, padding=31),
+            v2.RandomHorizontalFlip(0.5),
+        ],
+    ),
     "pad_crop without padding": (
         AugmentConfig(size_px=32, crop="pad_crop", pad_px=0),
         [v2.Resize((32, 32)), v2.RandomHorizontalFlip(0.5)],
