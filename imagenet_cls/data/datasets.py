@@ -26,6 +26,7 @@ from imagenet_cls.data.index import (
 )
 from imagenet_cls.data.lists import BAD_IMAGES_FILE, exclude_images, index_list
 from imagenet_cls.data.sources import (
+    ArraySource,
     FolderSource,
     ImageSource,
     MapSource,
@@ -81,6 +82,14 @@ CLASSIFICATION_SETS = (
     "StanfordCars",
     "USPS",
 )
+# Methods that make a Pillow image of `self.data[i]`: of CIFAR-10 and -100, of MNIST, Fashion-MNIST,
+# KMNIST and EMNIST, and of two others.
+READ_FROM_ARRAY = {
+    torchvision.datasets.CIFAR10.__getitem__,
+    torchvision.datasets.MNIST.__getitem__,
+    torchvision.datasets.SEMEION.__getitem__,
+    torchvision.datasets.USPS.__getitem__,
+}
 TORCHVISION_RESERVED = ("root", "train", "transform", "target_transform", "transforms", "download")
 
 
@@ -348,8 +357,11 @@ def _map_source(data: DataConfig, part: str) -> MapSource:
     root = Path(data.root).expanduser()
     name = f"{data.name}/{part}"
     dataset: Any
+    kind = MapSource
     if data.name.startswith(TORCHVISION):
         dataset = _open_torchvision(data.name.removeprefix(TORCHVISION), root, part, data.kwargs)
+        if type(dataset).__getitem__ in READ_FROM_ARRAY:
+            kind = ArraySource
     else:
         dataset = import_factory(data.name)(root=str(root), part=part, **data.kwargs)
     has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -358,7 +370,7 @@ def _map_source(data: DataConfig, part: str) -> MapSource:
             f"data.name: {data.name!r} returned {type(dataset).__name__}, which is no dataset.",
             "Return a map-style dataset: len(dataset), and dataset[i] -> (image, target).",
         )
-    return MapSource(dataset, name, classes_of_dataset(dataset, name))
+    return kind(dataset, name, classes_of_dataset(dataset, name))
 
 
 def accepted_names(factory: Any) -> list[str]:

@@ -246,6 +246,25 @@ class MapSource(ImageSource):
         return digest.hexdigest()
 
 
+@dataclass(eq=False)
+class ArraySource(MapSource):
+    """A dataset of torchvision that holds all images in one array, from which they are read without
+    Pillow: the same pixels in less time.
+
+    dataset.data: uint8 (N, H, W), gray, or (N, H, W, 3). Raises DataError for targets out of range.
+    """
+
+    def __post_init__(self) -> None:
+        images = torch.as_tensor(self.dataset.data)
+        is_gray = images.ndim == 3
+        channels_last = images[..., None].expand(-1, -1, -1, 3) if is_gray else images
+        self.images = channels_last.permute(0, 3, 1, 2)
+        self.targets = required_targets(self, "data.name")
+
+    def load(self, i: int) -> tuple[torch.Tensor, int]:
+        return self.images[i], int(self.targets[i])
+
+
 class SubsetSource(ImageSource):
     """Some images of another source, in the order of `rows`, int64 (N,).
 
