@@ -442,7 +442,8 @@ def _with_files(factory: Any, arguments: dict[str, Any], root: Path) -> Any:
                 return factory(**arguments, download=True)
     except (RuntimeError, OSError) as error:
         reason = f"its files are missing, and the download failed: {first_line(error).rstrip(':')}"
-    raise DataError(
-        f"torchvision:{factory.__name__}: {reason}",
-        f"Put its files under {root}, as torchvision documents them.",
-    )
+    remedy = f"Put its files under {root}, as torchvision documents them."
+    folder = root / factory.__name__ / "raw"  # of MNIST and the sets derived from it
+    if any(folder.glob("*-ubyte.gz")):
+        remedy = f"Unpack its files: gunzip --keep {shlex.quote(str(folder))}/*.gz"
+    raise DataError(f"torchvision:{factory.__name__}: {reason}", remedy)

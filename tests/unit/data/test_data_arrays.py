@@ -1,6 +1,7 @@
 """Datasets of torchvision that hold all images in one array: the bits of the path by Pillow."""
 
 import struct
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,23 @@ def test_policy_that_writes_into_its_image_does_not_change_the_dataset(
     inverted = two_epochs(train_loader(source, policy, channels, 0))
     assert torch.equal(source.images, before)
     assert same([batch._replace(images=~batch.images) for batch in inverted], plain)
+
+
+# ---- files
+
+
+def test_packed_files_that_torchvision_does_not_accept(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remedy of the error is a command that unpacks them."""
+    monkeypatch.setattr(torchvision.datasets.FashionMNIST, "mirrors", ["http://127.0.0.1:1/"])
+    data = DataConfig(name="torchvision:FashionMNIST", root=str(root))
+    expected = open_both("FashionMNIST", root)[0].digest()
+    subprocess.run(["gzip", *(root / "FashionMNIST" / "raw").iterdir()], check=True)
+    with pytest.raises(DataError) as raised:
+        open_datasets(data)
+    command = raised.value.remedy.partition(": ")[2]
+    assert command.startswith("gunzip")
+    subprocess.run(["sh", "-c", command], check=True)
+    source = open_datasets(data).train
+    assert source is not None and source.digest() == expected
