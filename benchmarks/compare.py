@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs" / "benchmarks.md"
 IMPLEMENTATIONS = ROOT / "benchmarks" / "implementations.py"
-COMMANDS = ("decode", "loader", "index", "memory", "step", "startup", "gpu")
+COMMANDS = ("decode", "loader", "index", "memory", "step", "arrays", "startup", "gpu")
 NOT_MEASURED = "not measured"
 Row = dict[str, Any]
 

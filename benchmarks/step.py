@@ -89,8 +89,10 @@ class PartialRun(Run):
 class TrainingLoop:
     """`train()` of a config, some steps at a time. Its synthetic batches are made once."""
 
-    def __init__(self, overrides: Sequence[str], group: Group, folder: Path):
-        config = load_config("resnet50", [*SETTINGS, *overrides]).config
+    def __init__(
+        self, overrides: Sequence[str], group: Group, folder: Path, config_name: str = "resnet50"
+    ):
+        config = load_config(config_name, [*SETTINGS, *overrides]).config
         self.parts, self.progress = build(config, group), Progress()
         if config.data.name == "synthetic":
             batches = list(islice(self.parts.train_loader.epoch(0), BATCHES))

@@ -142,7 +142,7 @@ def test_docs_have_the_results():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("command", ["step", "memory", "gpu"])
+@pytest.mark.parametrize("command", ["step", "arrays", "memory", "gpu"])
 def test_rows_are_measured(tool, folder, command):
     code, result = benchmark(tool, folder, command)
     (rows,) = result["tables"].values()
