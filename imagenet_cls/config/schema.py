@@ -140,6 +140,9 @@ REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
 HOLDS_OUT = Condition(
     "data.val_fraction or data.fold", lambda c: any((c.data.val_fraction, c.data.fold))
 )
+FOLDS_OF_IMAGES = Condition(
+    "data.fold without data.group", lambda c: c.data.fold is not None and c.data.group is None
+)
 PROGRESSIVE = Condition(
     "augment.progressive.epochs", lambda c: c.augment.progressive.epochs is not None
 )
@@ -242,6 +245,9 @@ class DataConfig:
     fold: list[int] | None = key(
         None, Range(0, 1000), count=2, excludes=("data.val", "data.val_fraction")
     )
+    # Folds by class: the images of each class are ordered by the hash of their path and cut into k
+    # equal blocks, so that each fold has its share of each class, to within one image.
+    stratify: bool = key(False, needs=FOLDS_OF_IMAGES)
     # Images of a group are held out together. A regular expression that is searched in the path of
     # each image below the training part: its group 1, or the whole match, names the image's group.
     # null: each image is a group.

@@ -28,7 +28,9 @@ def split_by_config(
     Raises DataError if the config holds out none, and for a name that `data.group` does not match.
     """
     groups = None if data.group is None else group_names(names, data.group)
-    if data.fold is not None:
+    if data.fold is not None and data.stratify and groups is None:
+        mask = stratified_fold_mask(names, targets, data.fold)
+    elif data.fold is not None:
         mask = fold_mask(names if groups is None else groups, data.fold)
     elif data.val_fraction is not None:
         mask = held_out_mask(names, targets, data.val_fraction, groups)
@@ -52,6 +54,23 @@ def fold_mask(names: Names, fold: Sequence[int]) -> np.ndarray:
     """
     number, folds = fold
     mask: np.ndarray = name_hashes(names) % np.uint64(folds) == np.uint64(number)
+    return mask
+
+
+def stratified_fold_mask(names: Names, targets: np.ndarray, fold: Sequence[int]) -> np.ndarray:
+    """Which images are of fold i of k, where fold is [i, k]: bool (N,). The images of each class,
+    by ascending hash of their names, are cut into k blocks, and block i is in the fold.
+
+    The sizes of the blocks of a class differ by at most one. Which of them are the larger ones
+    varies with the class, so that folds have about the same size. n added images of a class move at
+    most (k - 1) * n other images of it to another fold.
+    """
+    number, folds = fold
+    mask = np.zeros(len(names), bool)
+    for rows in _by_class(name_hashes(names), targets):
+        shift = int(targets[rows[0]]) % folds
+        first, end = ((i * len(rows) + shift) // folds for i in (number, number + 1))
+        mask[rows[first:end]] = True
     return mask
 
 

@@ -25,7 +25,17 @@ from imagenet_cls.files import is_url
 from imagenet_cls.lookup import is_user_factory
 
 # Keys of `data` that choose the training images below data.root.
-_PART_KEYS = ("train", "val", "val_fraction", "fold", "group", "classes", "fraction", "exclude")
+_PART_KEYS = (
+    "train",
+    "val",
+    "val_fraction",
+    "fold",
+    "stratify",
+    "group",
+    "classes",
+    "fraction",
+    "exclude",
+)
 
 
 def same_parts_warning(data: DataConfig, opened: RunData) -> str | None:

@@ -239,7 +239,7 @@ def check_split(data: DataConfig, trained: TrainedModels) -> list[str]:
         return part.name, os.path.realpath(Path(part.root).expanduser() / part.train)
 
     def split(part: DataConfig) -> tuple[object, ...]:
-        return part.val_fraction, part.fold, part.group
+        return part.val_fraction, part.fold, part.stratify, part.group
 
     run_data = trained.config.data
     is_same = has_training_images(trained, data)

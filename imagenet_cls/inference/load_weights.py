@@ -54,6 +54,7 @@ EVALUATION_KEYS = (
     "data.val",
     "data.val_fraction",
     "data.fold",
+    "data.stratify",
     "data.group",
     "data.kwargs",
     "data.exif",

@@ -50,6 +50,12 @@ CONDITIONS: list[tuple[Condition, dict[str, Any], dict[str, Any]]] = [
     (schema.REPEATS, {}, {"data.repeats": 3}),
     (schema.HOLDS_OUT, {}, {"data.val": None, "data.fold": [0, 5]}),
     (schema.HOLDS_OUT, {}, {"data.val": None, "data.val_fraction": 0.1}),
+    (schema.FOLDS_OF_IMAGES, {}, {"data.val": None, "data.fold": [0, 5]}),
+    (
+        schema.FOLDS_OF_IMAGES,
+        {"data.val": None, "data.fold": [0, 5], "data.group": "p"},
+        {"data.val": None, "data.fold": [0, 5]},
+    ),
     (schema.PROGRESSIVE, {}, {"augment.progressive": {"epochs": [0], "sizes_px": [224]}}),
     (schema.CROPS_RANDOMLY, {"augment.crop": "pad_crop"}, {}),
     (schema.CROPS_RANDOMLY, {"augment.crop": "resize"}, {}),

@@ -12,7 +12,13 @@ import torch
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.data.splits import fold_mask, fraction_rows, group_names, held_out_mask
+from imagenet_cls.data.splits import (
+    fold_mask,
+    fraction_rows,
+    group_names,
+    held_out_mask,
+    stratified_fold_mask,
+)
 from imagenet_cls.errors import DataError
 
 # 200 images of four classes, by 40 persons; each person has images of two classes.
@@ -69,9 +75,10 @@ def opened(root: Path, kind: str, **changes: object) -> DataSets:
     return open_datasets(DataConfig(name=name, root=str(root), train=train, val=None, **changes))
 
 
+@pytest.mark.parametrize("stratify", [False, True])
 @pytest.mark.parametrize("kind", ["folder", "list", "map-style"])
-def test_each_image_is_held_out_in_one_fold(photos: Path, kind: str) -> None:
-    folds = [opened(photos, kind, fold=[number, 3]) for number in range(3)]
+def test_each_image_is_held_out_in_one_fold(photos: Path, kind: str, stratify: bool) -> None:
+    folds = [opened(photos, kind, fold=[number, 3], stratify=stratify) for number in range(3)]
     held_out = [names(fold.val) for fold in folds]
     whole = sorted(names(folds[0].train) + held_out[0])
     assert sorted(chain(*held_out)) == whole and min(map(len, held_out)) > 20
@@ -88,6 +95,40 @@ def test_fold_is_the_hash_modulo_the_folds_whatever_else_is_there() -> None:
     ]
     assert fold_mask(NAMES, [3, 5]).tolist() == expected
     assert fold_mask(NAMES[::7], [3, 5]).tolist() == expected[::7]
+
+
+@pytest.mark.parametrize("folds", [2, 3, 7, 45])
+def test_stratified_folds_have_their_share_of_each_class(folds: int) -> None:
+    masks = [stratified_fold_mask(NAMES, CLASSES, [i, folds]) for i in range(folds)]
+    assert np.array_equal(np.sum(masks, axis=0), np.ones(len(NAMES)))
+    counts = np.array([np.bincount(CLASSES[mask], minlength=4) for mask in masks])
+    assert (abs(counts - np.bincount(CLASSES) / folds) < 1).all()
+
+
+def test_stratified_folds_of_many_classes_have_the_same_size() -> None:
+    numbered = [b"%d" % i for i in range(70)]
+    masks = [stratified_fold_mask(numbered, np.arange(70) // 7, [i, 5]) for i in range(5)]
+    assert [mask.sum() for mask in masks] == [14] * 5
+
+
+@pytest.mark.parametrize("added", [1, 3, 20])
+def test_images_added_to_a_class_move_few_images_of_it_to_another_fold(added: int) -> None:
+    def fold_of(names: list[bytes], classes: np.ndarray) -> dict[bytes, int]:
+        masks = [stratified_fold_mask(names, classes, [i, 5]) for i in range(5)]
+        return dict(zip(names, np.argmax(masks, axis=0), strict=True))
+
+    before = fold_of(NAMES, CLASSES)
+    for seed in range(20):
+        new = [b"c/new_%d_%d.jpg" % (seed, i) for i in range(added)]
+        after = fold_of(NAMES + new, np.append(CLASSES, [2] * added))
+        moved = [name for name in NAMES if before[name] != after[name]]
+        assert len(moved) <= 4 * added and all(name.startswith(b"c/") for name in moved)
+
+
+def test_groups_are_not_stratified(photos: Path) -> None:
+    split = {"fold": [1, 4], "group": PERSONS}
+    plain, stratified = (opened(photos, "folder", **split, stratify=on) for on in (False, True))
+    assert names(plain.val) == names(stratified.val)
 
 
 @pytest.mark.parametrize("split", [{"fold": [1, 4]}, {"val_fraction": 0.25}])
