@@ -161,6 +161,12 @@ class NonFiniteError(UserError):
     exit_code = 6
 
 
+class RunsFailed(UserError):
+    """Some runs of a sweep failed."""
+
+    exit_code = 7
+
+
 class Stopped(UserError):
     """The run was stopped by a signal, after a save. Exit code 128 + the number of the signal."""
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "publish": ("publish_command", "write a timm model as a folder for the Hugging Face Hub"),
     "configs": ("configs_command", "list the shipped configs"),
     "print-config": ("print_config_command", "print a resolved config"),
+    "sweep": ("sweep_command", "train a grid of settings, seeds or folds, or search settings"),
     "plot-schedule": ("plot_schedule_command", "plot the learning rate of a config"),
     "show-batch": ("show_batch_command", "draw the training images as the model gets them"),
     "find-batch": ("find_batch_command", "find the largest micro-batch that fits on a device"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.commands import cli
@@ -51,6 +52,18 @@ def report_command(argv: Sequence[str]) -> None:
     out = arguments.out or folder / "report.html"
     if out.suffix.lower() != ".html" or out.is_dir():
         raise UsageError(f"--out {out}: the page is an HTML file.", "Name it *.html.")
+    write_page(runs, out, arguments.link_js)
+
+
+def write_page(
+    runs: Sequence[Path],
+    out: Path,
+    link_js: bool = False,
+    settings: tuple[Sequence[tuple[str, str]], Sequence[Sequence[Any]]] | None = None,
+) -> None:
+    """Write the page of run folders. settings: columns and rows of a table above the runs, see
+    `table` in templates/macros.html. Raises a UserError.
+    """
     from imagenet_cls.report.render import PLOTLY_FILE, check_packages, plotly_script
     from imagenet_cls.report.runs import read_run, run_names, runs_page
 
@@ -73,10 +86,10 @@ def report_command(argv: Sequence[str]) -> None:
     for run, name in zip(runs, run_names(runs), strict=True):
         checkpoints = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
         records.append(read_run(run, name, checkpoints))
-    page = runs_page(records, batches, differences, notes, out.parent, arguments.link_js)
+    page = runs_page(records, batches, differences, notes, out.parent, link_js, settings)
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
-    if arguments.link_js:
+    if link_js:
         write_output(out.with_name(PLOTLY_FILE), plotly_script())
     write_output(out, page)
     print(f"wrote {out}")

@@ -150,6 +150,15 @@ def read_metrics(path: str | Path) -> list[Record]:
     return [record for _, record in _read_lines(file)]
 
 
+def read_evaluations(path: Path) -> list[Record]:
+    """The records of kind "eval" of a file; none without a file. Records of steps, which are most,
+    are not parsed. Raises CheckpointError as `read_metrics`.
+    """
+    if not path.is_file():
+        return []
+    return [record for _, record in _read_lines(path, b'"eval"') if record["kind"] == "eval"]
+
+
 def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
     """Drop the records of steps after `step`, the evaluations after `evaluated_step`, and an
     unfinished last line.
@@ -167,12 +176,14 @@ def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
         write_file(path, b"".join(kept))
 
 
-def _read_lines(path: Path) -> Iterator[tuple[bytes, Record]]:
-    """Each finished line with its record."""
+def _read_lines(path: Path, containing: bytes = b"") -> Iterator[tuple[bytes, Record]]:
+    """Each finished line that contains these bytes, with its record."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return  # the last line of a run that was killed while it wrote
+            if containing not in line:
+                continue
             try:
                 items = json.loads(line).items()
                 record = {

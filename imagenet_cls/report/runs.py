@@ -211,12 +211,14 @@ def runs_page(
     notes: Iterable[str],
     folder: Path,
     link_js: bool,
+    settings: tuple[Sequence[tuple[str, str]], Sequence[Sequence[Any]]] | None = None,
 ) -> bytes:
     """The page of the runs.
 
     global_batches: the global batch sizes of each run, None if unknown. differences: values of the
     configs by key, in the order of the runs. notes: to be said first. folder: the folder of the
-    page, from which the links to checkpoints lead. link_js: see `render`.
+    page, from which the links to checkpoints lead. link_js: see `render`. settings: columns and
+    rows of the table of settings of a sweep.
     """
     pairs = zip(runs, global_batches, strict=True)
     statistics = [run_statistics(run, batch) for run, batch in pairs]
@@ -234,6 +236,7 @@ def runs_page(
         link_js,
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         notes=[*notes, *incomplete],
+        settings=settings,
         runs=runs,
         statistics=statistics,
         states=states,

@@ -1,0 +1,335 @@
+"""`tools/sweep.py`: train a grid of settings, seeds or folds, or search settings, and compare them.
+
+Each run is a process of `train` with its own run folder, in the folder of the sweep.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from imagenet_cls.checkpoint.progress import METRICS
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.distributed import child_command
+from imagenet_cls.commands.sweep_plan import (
+    SweepRun,
+    load_runs,
+    plan_grid,
+    read_runs,
+    stratified,
+    write_runs,
+)
+from imagenet_cls.commands.sweep_results import is_finished, show_results
+from imagenet_cls.commands.sweep_search import Search
+from imagenet_cls.errors import ResourceError, RunsFailed, Stopped, UsageError
+from imagenet_cls.files import explain_write_errors, is_locked, take_lock
+from imagenet_cls.parallel.cpus import cpu_threads
+from imagenet_cls.parallel.environment import RankInfo, find_rank_info
+from imagenet_cls.parallel.signals import handle_stop_signals, set_parent_death_signal
+from imagenet_cls.text import command_line, join_names
+
+_POLL_SEC = 0.2
+
+
+def sweep_command(argv: Sequence[str]) -> None:
+    """Run the sweep and show its results. Raises RunsFailed if runs fail, Stopped after a stop
+    signal, or another UserError.
+    """
+    arguments = cli.parse(sweep_parser(), argv)
+    failed = [] if arguments.table else run_sweep(arguments)
+    if not arguments.dry_run:
+        show_results(arguments.out)
+    if failed:
+        raise RunsFailed(
+            f"Failed runs: {join_names(failed)}.",
+            f"See {arguments.out}/*.log. The same command starts them again.",
+        )
+
+
+def sweep_parser() -> argparse.ArgumentParser:
+    parser = cli.build_parser(
+        "sweep",
+        "Train every combination of the values of some keys, each with several seeds or on all "
+        "folds, or search values; then compare the settings. The same command continues a sweep "
+        "that was stopped.",
+        "[CONFIG | DATA] [key=value,value ...] [seed=0..2] --out DIR [options]",
+    )
+    cli.add_config_arguments(parser)
+    add = parser.add_argument
+    add("--out", type=cli.path, required=True, metavar="DIR", help="the folder of the sweep")
+    add(
+        "--folds",
+        type=cli.positive,
+        metavar="K",
+        help="train K runs for each combination, each of which holds out another fold",
+    )
+    add(
+        "--search",
+        type=cli.positive,
+        metavar="N",
+        help="N trials, with values from ranges such as optimizer.lr=log:0.01..1",
+    )
+    add(
+        "--parallel",
+        type=cli.num_ranks,
+        default=1,
+        metavar="N",
+        help="runs at a time (default: %(default)s)",
+    )
+    add(
+        "--gpus-per-run",
+        type=cli.num_ranks,
+        default=1,
+        metavar="N",
+        help="ranks of a run, on GPUs if there are any (default: %(default)s)",
+    )
+    add(
+        "--launcher",
+        choices=("local", "slurm"),
+        default="local",
+        help="slurm: submit each run by sbatch, with the options in SBATCH_ARGS",
+    )
+    add("--dry-run", action="store_true", help="check the configs, and print the commands")
+    add("--table", action="store_true", help="only show the results so far")
+    return parser
+
+
+def run_sweep(arguments: argparse.Namespace) -> list[str]:
+    """Start the runs that are not finished. Returns the names of those that failed."""
+    if find_rank_info(os.environ) is not None:
+        raise UsageError(
+            "This process is a rank of a launcher.",
+            "Start the sweep without one: it starts its own runs.",
+        )
+    out = arguments.out
+    overrides, source = cli.split_overrides(arguments, ["one config or data set"])
+    known = read_runs(out)
+    search = None
+    new: Iterable[SweepRun]
+    if arguments.search is None:
+        planned = plan_grid(source, overrides, arguments.folds, known.values())
+        configs = load_runs([run.arguments for run in planned])
+        if arguments.folds is not None:
+            for i, loaded in enumerate(configs):
+                planned[i], configs[i] = stratified(planned[i], loaded)
+        new = [
+            run
+            for run, loaded in zip(planned, configs, strict=True)
+            if not is_finished(out / run.name, loaded.config)
+        ]
+        known |= {run.name: run for run in planned}
+    elif arguments.folds is not None or arguments.launcher == "slurm":
+        raise UsageError(
+            "--search takes neither --folds nor --launcher slurm.", "Leave one of them out."
+        )
+    else:
+        search = Search(out, source, overrides)
+        configs = load_runs(search.arguments_to_check())
+        search.metric = METRICS[configs[0].config.checkpoint.best]
+        new = search.runs(list(known.values()), arguments.search)
+    for warning in dict.fromkeys(line for loaded in configs for line in loaded.warnings):
+        print(f"warning: {warning}")
+    if arguments.dry_run:
+        for run in new:
+            print(command_line("train"), shlex.join(run_arguments(run, arguments)))
+        return []
+    gpus = visible_gpus(arguments, {loaded.config.device for loaded in configs})
+    with explain_write_errors(out, "Name another folder with --out."):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(out, "Wait for that sweep, or name another folder with --out.")
+    with lock:
+        write_runs(out, known.values())
+        if arguments.launcher == "slurm":
+            for run in new:
+                submit(run, arguments)
+            return []
+        return Runner(arguments, known, search, gpus).run(iter(new))
+
+
+def run_arguments(run: SweepRun, arguments: argparse.Namespace) -> list[str]:
+    """The arguments of `train` for a run, which resumes if it has begun."""
+    ranks = arguments.gpus_per_run
+    options = ["--gpus", str(ranks)] if ranks > 1 else []
+    return [*run.arguments, *options, "--work-dir", str(arguments.out / run.name), "--resume"]
+
+
+def visible_gpus(arguments: argparse.Namespace, devices: set[str]) -> list[str]:
+    """The GPUs to divide among the runs, as in CUDA_VISIBLE_DEVICES; none if each run may choose,
+    or runs on CPUs. Raises UsageError if they are too few.
+    """
+    needed = arguments.parallel * arguments.gpus_per_run
+    if arguments.parallel == 1 or arguments.launcher == "slurm" or devices == {"cpu"}:
+        return []
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpus = list(filter(None, os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+    else:
+        import torch
+
+        gpus = [str(number) for number in range(torch.cuda.device_count())]
+    if 0 < len(gpus) < needed:
+        raise UsageError(
+            f"{needed} GPUs are needed, and there are {len(gpus)}.",
+            "Give a smaller --parallel or --gpus-per-run, or device=cpu.",
+        )
+    return gpus
+
+
+class Runner:
+    """Starts the runs of a sweep, at most `--parallel` at a time, and waits for them.
+
+    known: all runs of the folder; new ones are added. gpus: to be divided among the runs.
+    """
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        known: dict[str, SweepRun],
+        search: Search | None,
+        gpus: Sequence[str],
+    ):
+        self.arguments = arguments
+        self.out: Path = arguments.out
+        self.known = known
+        self.search = search
+        self.gpus = gpus
+        self.running: dict[int, tuple[SweepRun, subprocess.Popen[bytes]]] = {}  # by slot
+        self.failed: list[str] = []
+        self.stop_signals: list[int] = []
+
+    def run(self, runs: Iterator[SweepRun]) -> list[str]:
+        """Returns the names of the runs that failed. Raises Stopped."""
+        handlers = handle_stop_signals(lambda number, _: self.stop_signals.append(number))
+        is_stopping = False
+        try:
+            while True:
+                if not self.stop_signals:
+                    self.start_runs(runs)
+                elif not is_stopping:
+                    is_stopping = True
+                    for _, process in self.running.values():
+                        process.terminate()
+                if not self.running:
+                    break
+                time.sleep(_POLL_SEC)
+                for slot in list(self.running):
+                    self.check(slot)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if self.stop_signals:
+            name = signal.Signals(self.stop_signals[0]).name
+            raise Stopped(
+                f"The sweep was stopped by {name}, and its runs have saved.",
+                "The same command continues it.",
+                self.stop_signals[0],
+            )
+        return self.failed
+
+    def start_runs(self, runs: Iterator[SweepRun]) -> None:
+        """Start runs in all free slots."""
+        for slot in set(range(self.arguments.parallel)) - self.running.keys():
+            run = next(runs, None)
+            if run is None:
+                return
+            if run.name not in self.known:
+                self.record(run)
+            # A run of a sweep that was killed may still be saving.
+            while is_locked(self.out / run.name) and not self.stop_signals:
+                time.sleep(_POLL_SEC)
+            self.running[slot] = run, self.start(run, slot)
+            print(f"{run.name}: started", flush=True)
+
+    def start(self, run: SweepRun, slot: int) -> "subprocess.Popen[bytes]":
+        ranks = self.arguments.gpus_per_run
+        parallel = self.arguments.parallel
+        command = [*child_command("train"), *run_arguments(run, self.arguments)]
+        env = dict(os.environ)
+        cpus: list[int] = []
+        if parallel > 1:
+            threads = cpu_threads(RankInfo(local_world_size=parallel * ranks))
+            env.setdefault("OMP_NUM_THREADS", str(threads))
+            if hasattr(os, "sched_getaffinity"):  # not on macOS
+                # Data workers follow from the number of CPUs, too.
+                every = sorted(os.sched_getaffinity(0))
+                cpus = every[slot::parallel] or every
+        if self.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[slot * ranks : (slot + 1) * ranks])
+        with self.log(run).open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env,
+                process_group=0,  # Ctrl-C in a terminal reaches it once, as SIGTERM from here
+                preexec_fn=partial(_prepare_child, cpus),
+            )
+
+    def check(self, slot: int) -> None:
+        """Record the end of a run, or stop one that the search gives up."""
+        run, process = self.running[slot]
+        code = process.poll()
+        if code is None:
+            if self.search is not None and not run.pruned and self.search.is_hopeless(run):
+                run = replace(run, pruned=True)
+                self.record(run)  # first, so that it is not resumed after a kill
+                self.running[slot] = run, process
+                process.terminate()
+            return
+        del self.running[slot]
+        outcome = "finished"
+        if code != 0 and run.pruned:
+            outcome = "pruned"
+        elif code != 0 and self.stop_signals:
+            outcome = "stopped"
+        elif code != 0:
+            self.failed.append(run.name)
+            outcome = f"failed with exit code {128 - code if code < 0 else code}: {self.log(run)}"
+        print(f"{run.name}: {outcome}", flush=True)
+        if self.search is not None:
+            self.search.tell(run)
+
+    def record(self, run: SweepRun) -> None:
+        self.known[run.name] = run
+        write_runs(self.out, self.known.values())
+
+    def log(self, run: SweepRun) -> Path:
+        return self.out / f"{run.name}.log"
+
+
+def _prepare_child(cpus: Sequence[int]) -> None:
+    set_parent_death_signal(signal.SIGTERM)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+
+
+def submit(run: SweepRun, arguments: argparse.Namespace) -> None:
+    """Submit a run as a job of SLURM. Raises ResourceError.
+
+    A job waits until an earlier one of the same name, which is the run folder, has ended. So
+    nothing happens twice if a sweep is started again while its jobs wait or run.
+    """
+    folder = (arguments.out / run.name).absolute()
+    command = [*child_command("train"), *run_arguments(run, arguments)]
+    options = [
+        f"--job-name={folder}",
+        "--dependency=singleton",
+        f"--output={folder}.log",
+        "--open-mode=append",
+        *shlex.split(os.environ.get("SBATCH_ARGS", "")),
+        f"--wrap=exec {shlex.join(command)}",
+    ]
+    try:
+        done = subprocess.run(["sbatch", *options], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = " ".join(str(getattr(error, "stderr", "") or error).split())
+        raise ResourceError(
+            f"sbatch failed for {run.name}: {reason[:300]}", "Correct SBATCH_ARGS."
+        ) from error
+    print(f"{run.name}: {done.stdout.strip()}")

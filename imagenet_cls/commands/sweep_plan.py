@@ -1,0 +1,164 @@
+"""The runs of a sweep: from the values on the command line to the arguments of each run.
+
+`sweep.json` in the folder of the sweep lists all its runs, also those of earlier calls.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.train import load_for_training, train_parser
+from imagenet_cls.config.load import LoadedConfig
+from imagenet_cls.config.reader import parse
+from imagenet_cls.errors import CheckpointError, ConfigError, UsageError, explain_content_errors
+from imagenet_cls.files import explain_write_errors, write_file
+
+# Keys whose values repeat a setting: the table has their mean.
+REPEATS = ("seed", "data.fold")
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+RANGE = re.compile(rf"(log:)?({_NUMBER})\.\.({_NUMBER})")
+_MAX_VALUES = 1000  # of a range; catches typos
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """A run of a sweep.
+
+    name: of its folder. values: of the swept keys. arguments: of `train`, without those of the run
+    folder. best_arguments: those of the setting alone, without seed and fold. search: the arguments
+    of the search that drew the values; empty in a grid. drawn: the values as Optuna has them.
+    pruned: whether the search stopped the run.
+    """
+
+    name: str
+    values: dict[str, str]
+    arguments: list[str]
+    best_arguments: list[str]
+    search: list[str] = field(default_factory=list)
+    drawn: dict[str, Any] = field(default_factory=dict)
+    pruned: bool = False
+
+    @property
+    def setting(self) -> dict[str, str]:
+        return {key: value for key, value in self.values.items() if key not in REPEATS}
+
+
+def read_runs(folder: Path) -> dict[str, SweepRun]:
+    """All runs of a sweep by name; none for a new folder. Raises CheckpointError."""
+    file = folder / "sweep.json"
+    if not file.exists():
+        return {}
+    with explain_content_errors(CheckpointError, file):
+        runs = [SweepRun(**run) for run in json.loads(file.read_bytes())]
+    return {run.name: run for run in runs}
+
+
+def write_runs(folder: Path, runs: Iterable[SweepRun]) -> None:
+    file = folder / "sweep.json"
+    with explain_write_errors(file, "Free space, or name another folder with --out."):
+        write_file(file, json.dumps([asdict(run) for run in runs], indent=1))
+
+
+def split_overrides(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each `key=value,value`. Of equal keys the last one counts."""
+    pairs = [override.partition("=") for override in overrides]
+    return {key.strip(): split_values(text) for key, _, text in pairs}
+
+
+def split_values(text: str) -> list[str]:
+    """The values between the commas that are neither in brackets nor in quotes."""
+    flow = f"[{text}\n]"
+    try:
+        items = parse(flow, "").value
+    except ConfigError:  # the loader explains what is wrong with it
+        return [text]
+    values = [flow[item.start_mark.index : item.end_mark.index] for item in items]
+    return list(dict.fromkeys(values)) if len(values) > 1 else [text]
+
+
+def expand_range(key: str, text: str) -> list[str]:
+    """The whole numbers of `0..2`; any other value as it is. Raises UsageError."""
+    match = RANGE.fullmatch(text)
+    if match is None:
+        return [text]
+    try:
+        numbers = range(int(match[2]), int(match[3]) + 1)
+    except ValueError:
+        numbers = range(0)
+    if match[1] or not 0 < len(numbers) <= _MAX_VALUES:
+        raise UsageError(
+            f"{key}={text}: without --search, a range has 1 to {_MAX_VALUES} whole numbers.",
+            "Give one such as 0..2, or list the values: 0.1,0.2.",
+        )
+    return [str(number) for number in numbers]
+
+
+def plan_grid(
+    source: Sequence[str], overrides: Sequence[str], folds: int | None, known: Iterable[SweepRun]
+) -> list[SweepRun]:
+    """A run for each combination of values, and each fold.
+
+    A name has the keys with several values, and those that the names of `known` runs have: a sweep
+    may grow by single values.
+    """
+    values = {
+        key: [value for text in texts for value in expand_range(key, text)]
+        for key, texts in split_overrides(overrides).items()
+    }
+    swept = {*REPEATS, *(key for run in known for key in run.values)}
+    swept |= {key for key, texts in values.items() if len(texts) > 1}
+    fixed = [f"{key}={texts[0]}" for key, texts in values.items() if key not in swept]
+    of_folds = []
+    if folds is not None:
+        of_folds = [f"{key}=null" for key in ("data.val", "data.val_fraction") if key not in values]
+        values["data.fold"] = [f"[{number},{folds}]" for number in range(folds)]
+    keys = sorted(swept & values.keys(), key=lambda key: (key in REPEATS, key))
+    runs = []
+    for texts in product(*(values[key] for key in keys)):
+        chosen = dict(zip(keys, texts, strict=True))
+        words = [f"{key}={text}" for key, text in chosen.items()]
+        setting = [word for word in words if word.partition("=")[0] not in REPEATS]
+        runs.append(
+            SweepRun(
+                name=name_of(words),
+                values=chosen,
+                arguments=[*source, *fixed, *of_folds, *words],
+                best_arguments=[*source, *fixed, *setting],
+            )
+        )
+    return runs
+
+
+def name_of(words: Sequence[str]) -> str:
+    """The name of a run folder, without characters that paths or shells treat specially."""
+    return quote(re.sub(r"[\[\]]", "", ",".join(words)), safe="=,:+") or "run"
+
+
+def load_runs(runs: Sequence[Sequence[str]]) -> list[LoadedConfig]:
+    """The configs of runs. runs: their arguments. Raises ConfigError with the problems of all."""
+    configs = []
+    lines = []
+    for arguments in runs:
+        try:
+            configs.append(load_for_training(cli.parse(train_parser(), arguments)))
+        except ConfigError as error:
+            lines += error.lines
+    if lines:
+        raise ConfigError(list(dict.fromkeys(lines)))
+    return configs
+
+
+def stratified(run: SweepRun, loaded: LoadedConfig) -> tuple[SweepRun, LoadedConfig]:
+    """A run of `--folds` with `data.stratify`, unless its config sets the key or has groups."""
+    data = loaded.config.data
+    if "data.stratify" in loaded.origins or data.group is not None:
+        return run, loaded
+    config = replace(loaded.config, data=replace(data, stratify=True))
+    run = replace(run, arguments=[*run.arguments, "data.stratify=true"])
+    return run, replace(loaded, config=config)

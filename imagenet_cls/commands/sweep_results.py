@@ -1,0 +1,127 @@
+"""The results of a sweep: which runs are finished, and the table of settings."""
+
+import csv
+import io
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from imagenet_cls.checkpoint.progress import best_metric, best_weights, score
+from imagenet_cls.checkpoint.select import state_of_newest
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.report import write_page
+from imagenet_cls.commands.sweep_plan import SweepRun, read_runs
+from imagenet_cls.config.load import dump_yaml
+from imagenet_cls.config.schema import Config
+from imagenet_cls.errors import CheckpointError, UsageError
+from imagenet_cls.files import write_output
+from imagenet_cls.report.render import format_cell
+from imagenet_cls.text import command_line
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting in the table. results: of its finished runs. metric: their name; "" without any."""
+
+    setting: dict[str, str]
+    runs: list[SweepRun]
+    metric: str
+    results: list[float]
+
+    @property
+    def mean(self) -> float | None:
+        return fmean(self.results) if self.results else None
+
+    @property
+    def std(self) -> float | None:
+        return stdev(self.results) if len(self.results) > 1 else None
+
+
+def finished_progress(folder: Path) -> dict[str, Any] | None:
+    """The progress of a run that has reached its end and evaluated there, else None."""
+    with suppress(CheckpointError):  # no checkpoint
+        state = state_of_newest(folder)
+        if state is not None:
+            progress: dict[str, Any] = state["progress"]
+            is_last = progress["step"] >= state["plan"]["total_steps"]
+            is_evaluated = progress["evaluated_step"] == progress["step"]
+            if (is_last or progress["stopped_early"]) and is_evaluated:
+                return progress
+    return None
+
+
+def is_finished(folder: Path, config: Config) -> bool:
+    """Whether the run in a folder is finished, and has this config. For a changed config `train`
+    reports the change.
+    """
+    file = folder / "config.yaml"
+    is_same = file.is_file() and file.read_text() == dump_yaml(config)
+    return is_same and finished_progress(folder) is not None
+
+
+def best_result(folder: Path) -> tuple[str, float] | None:
+    """The metric of `checkpoint.best` and its best value in a finished run; None for another run,
+    or without a finite loss.
+    """
+    progress = finished_progress(folder)
+    if progress is None or not progress["best"]:
+        return None
+    best = progress["best"][best_weights(progress["best"])]
+    metric = best_metric(best)
+    return metric, best[metric]
+
+
+def read_table(folder: Path) -> list[Row]:
+    """The settings of a sweep, the best first, and those without a result last."""
+    runs: dict[tuple[Any, ...], list[SweepRun]] = {}
+    for run in read_runs(folder).values():
+        runs.setdefault(tuple(run.setting.items()), []).append(run)
+    rows = []
+    for setting, repeated in runs.items():
+        found = [best_result(folder / run.name) for run in repeated]
+        results = [result for result in found if result is not None]
+        metric = results[0][0] if results else ""
+        rows.append(Row(dict(setting), repeated, metric, [value for _, value in results]))
+    done = [row for row in rows if row.results]
+    done.sort(key=lambda row: score({row.metric: row.mean}, row.metric), reverse=True)
+    return [*done, *(row for row in rows if not row.results)]
+
+
+def show_results(folder: Path) -> None:
+    """Print the table, and write `table.csv` and `report.html`. Raises UsageError for a folder
+    without a sweep.
+    """
+    rows = read_table(folder)
+    if not rows:
+        raise UsageError(f"{folder}: no sweep (it has no sweep.json).", "Start one first.")
+    keys = list(dict.fromkeys(key for row in rows for key in row.setting))
+    metric = rows[0].metric
+    digits = ".2f" if metric.endswith("_pct") else ".4f"
+    header = [*keys, f"mean {metric}".strip(), "std", "finished", "runs"]
+    formats = [*[""] * len(keys), digits, digits, "d", "d"]
+    cells = []
+    for row in rows:
+        values = [row.setting.get(key) for key in keys]
+        cells.append([*values, row.mean, row.std, len(row.results), len(row.runs)])
+    texts = [list(map(format_cell, line, formats)) for line in cells]
+    print(cli.format_columns([header, *texts]))
+    file = io.StringIO()
+    csv.writer(file).writerows([header, *cells])
+    write_output(folder / "table.csv", file.getvalue())
+    runs = [folder / run.name for row in rows for run in row.runs]
+    begun = [run for run in runs if (run / "metrics.jsonl").is_file()]
+    if begun:
+        columns = list(zip(header, formats, strict=True))
+        try:
+            write_page(begun, folder / "report.html", settings=(columns, cells))
+        except UsageError as error:  # a missing package, which the results do not need
+            print(error)
+    # Settings with fewer finished runs than others would be best by chance.
+    most = max(len(row.results) for row in rows)
+    if most > 0:
+        best = next(row for row in rows if len(row.results) == most)
+        arguments = shlex.join(best.runs[0].best_arguments)
+        print(f"the best setting: {command_line('train')} {arguments}")

@@ -1,0 +1,158 @@
+"""The search of a sweep: Optuna draws the values of each run, and stops runs early."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from imagenet_cls.checkpoint.progress import score
+from imagenet_cls.commands.sweep_plan import RANGE, REPEATS, SweepRun, split_overrides
+from imagenet_cls.commands.sweep_results import best_result
+from imagenet_cls.config.keys import split_optional, value_types
+from imagenet_cls.errors import UsageError
+from imagenet_cls.report.jsonl import read_evaluations
+
+
+class Search:
+    """A search, each trial of which is a run.
+
+    The study of Optuna is in memory. `runs` builds it again from the runs of an earlier call.
+
+    ranges: Optuna's distribution of each key. metric: of the results, set before `runs` is called.
+    """
+
+    metric: str
+
+    def __init__(self, folder: Path, source: Sequence[str], overrides: Sequence[str]):
+        try:
+            import optuna
+        except ImportError as error:
+            raise UsageError(
+                "--search needs the package optuna, which is not installed.",
+                "Install it (pip install optuna), or this package with its extra `search`.",
+            ) from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.optuna = optuna
+        self.study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner())
+        self.folder = folder
+        self.arguments = [*source, *overrides]
+        self.fixed = list(source)
+        self.ranges: dict[str, Any] = {}
+        self._to_check: dict[str, list[str]] = {}
+        self._trials: dict[str, Any] = {}  # by the name of the run
+        self._reported: set[tuple[str, int]] = set()  # names and steps
+        for key, texts in split_overrides(overrides).items():
+            match = RANGE.fullmatch(texts[0])
+            if len(texts) == 1 and match is None:
+                self.fixed.append(f"{key}={texts[0]}")
+                continue
+            if key in REPEATS:
+                raise UsageError(
+                    f"{key}: a trial of --search is one run.", "Give the key one value."
+                )
+            if len(texts) > 1:
+                self.ranges[key] = optuna.distributions.CategoricalDistribution(texts)
+                self._to_check[key] = texts
+            else:
+                assert match is not None
+                self.ranges[key] = self._range(key, *match.groups())
+                self._to_check[key] = [match[2], match[3]]
+        if not self.ranges:
+            raise UsageError(
+                "--search: no key has a range.", "Give one, such as optimizer.lr=log:0.01..1."
+            )
+
+    def _range(self, key: str, log: str | None, low: str, high: str) -> Any:
+        """The distribution of `low..high`. Whole numbers if both are, and the key takes them."""
+        hint, _ = split_optional(value_types().get(key, int))
+        distributions = self.optuna.distributions
+        try:
+            if low.isdecimal() and high.isdecimal() and hint is not float:
+                return distributions.IntDistribution(int(low), int(high), log=log is not None)
+            return distributions.FloatDistribution(float(low), float(high), log=log is not None)
+        except ValueError as error:
+            raise UsageError(f"{key}: {error}", "Give another range.") from error
+
+    def arguments_to_check(self) -> list[list[str]]:
+        """Arguments of runs that have both ends of each range, and every listed value."""
+        count = max(map(len, self._to_check.values()))
+        return [
+            [
+                *self.fixed,
+                *(f"{key}={texts[i % len(texts)]}" for key, texts in self._to_check.items()),
+            ]
+            for i in range(count)
+        ]
+
+    def runs(self, known: Iterable[SweepRun], trials: int) -> Iterator[SweepRun]:
+        """The runs to start, up to `trials` in all. known: all runs in the folder."""
+        names = {run.name for run in known}
+        earlier = [run for run in known if run.search == self.arguments]
+        unfinished = []
+        for run in earlier:
+            state, value = self._outcome(run)
+            if state == self.optuna.trial.TrialState.FAIL:
+                unfinished.append(run)
+                continue
+            trial = self.optuna.trial.create_trial(
+                state=state,
+                value=value,
+                params=run.drawn,
+                distributions=self.ranges,
+                intermediate_values=self._evaluations(run),
+            )
+            self.study.add_trial(trial)
+        for run in unfinished:
+            self.study.enqueue_trial(run.drawn)
+            self._trials[run.name] = self.study.ask(self.ranges)
+            yield run
+        for number in range(len(earlier), trials):
+            # Values depend on the number and the results, also after an interruption.
+            self.study.sampler = self.optuna.samplers.TPESampler(seed=number)
+            trial = self.study.ask(self.ranges)
+            name = f"trial-{len(names):03}"
+            names.add(name)
+            self._trials[name] = trial
+            words = [f"{key}={value}" for key, value in trial.params.items()]
+            yield SweepRun(
+                name=name,
+                values={key: _short(value) for key, value in trial.params.items()},
+                arguments=[*self.fixed, *words],
+                best_arguments=[*self.fixed, *words],
+                search=self.arguments,
+                drawn=trial.params,
+            )
+
+    def is_hopeless(self, run: SweepRun) -> bool:
+        """Whether the results of a running run are below the median of the others at a step."""
+        trial = self._trials[run.name]
+        for step, value in self._evaluations(run).items():
+            if (run.name, step) not in self._reported:
+                self._reported.add((run.name, step))
+                trial.report(value, step)
+                if trial.should_prune():
+                    return True
+        return False
+
+    def tell(self, run: SweepRun) -> None:
+        """Pass the outcome of a run that has ended to the study."""
+        state, value = self._outcome(run)
+        self.study.tell(self._trials[run.name], value, state)
+
+    def _outcome(self, run: SweepRun) -> tuple[Any, float | None]:
+        states = self.optuna.trial.TrialState
+        result = best_result(self.folder / run.name)
+        if result is not None:
+            return states.COMPLETE, score({self.metric: result[1]}, self.metric)
+        return (states.PRUNED if run.pruned else states.FAIL), None
+
+    def _evaluations(self, run: SweepRun) -> dict[int, float]:
+        """The best score of the raw and the EMA weights by step."""
+        found: dict[int, float] = {}
+        for record in read_evaluations(self.folder / run.name / "metrics.jsonl"):
+            value = score(record, self.metric)
+            found[record["step"]] = max(value, found.get(record["step"], value))
+        return found
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,201 @@
+"""sweep.py with its runs: two at once, failed, killed, stopped, searched, under SLURM."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+from helpers import (
+    REPOSITORY,
+    arguments,
+    environment,
+    evaluations,
+    newest,
+    run,
+    steps_done,
+    wait_for,
+)
+
+from imagenet_cls.commands.sweep import sweep_command
+
+TOOL = [sys.executable, str(REPOSITORY / "tools" / "sweep.py")]
+RUNS_FAILED = 7
+
+
+def words(digits: Path, out: Path, **changes: Any) -> list[str]:
+    """Arguments of sweep.py for runs of two steps."""
+    changes = {"train__max_steps": 2, "eval__batch_size": 512} | changes
+    return [*arguments(digits, out, **changes)[:-2], "--out", str(out)]
+
+
+def table(out: Path) -> list[dict[str, str]]:
+    with (out / "table.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def best_top1(folder: Path) -> float:
+    return max(record["top1_pct"] for record in evaluations(folder))
+
+
+def test_two_runs_at_once_of_which_one_fails(
+    digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPUs of the environment, which are not there, and the CPU threads are divided."""
+    for name, value in environment(CUDA_VISIBLE_DEVICES="5,7").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    out = tmp_path / "out"
+    argv = words(digits, out, model="plain,helpers:missing", train__precision="fp32")
+    code, printed, err = call(sweep_command, *argv, "--parallel", 2)
+    assert code == RUNS_FAILED
+    good, bad = (f"model.name=helpers:{name}" for name in ("plain", "missing"))
+    assert bad in err and good not in err
+    assert f"{bad}: failed with exit code 2: {out / bad}.log" in printed.splitlines()
+    assert "helpers:missing" in (out / f"{bad}.log").read_text()
+    rows = table(out)
+    assert [(row["model.name"], row["finished"]) for row in rows] == [
+        ("helpers:plain", "1"),
+        ("helpers:missing", "0"),
+    ]
+    assert float(rows[0]["mean top1_pct"]) == best_top1(out / good)
+    assert re.search(r"best setting: python tools/train\.py .*model\.name=helpers:plain", printed)
+    page = (out / "report.html").read_text()
+    assert "<h2>Settings</h2>" in page and "helpers:missing</td>" in page
+    variables = json.loads((out / good / "env.json").read_text())["variables"]
+    assert variables["CUDA_VISIBLE_DEVICES"] == "5"
+    assert variables["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+def start(argv: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*TOOL, *argv],
+        env=environment(),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def children(pid: int) -> list[int]:
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+# Runs of 14 slow steps, which the tests below stop or extend.
+SLOW: dict[str, Any] = {
+    "model": "noisy",
+    "model__kwargs": "{pause_sec: 0.1}",
+    "train__max_steps": 14,
+    "checkpoint__every_steps": 2,
+    "seed": "0..2",
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sweep") / "out"
+    assert run([*TOOL, *words(digits, out, **SLOW), "--parallel", "2"]).returncode == 0
+    return out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_sweep_that_is_stopped_and_started_again_gives_the_same_table(
+    digits: Path, tmp_path: Path, undisturbed: Path, number: signal.Signals
+) -> None:
+    """A finished run is kept, and an interrupted one resumes."""
+    out = tmp_path / "out"
+    first, second = out / "seed=0", out / "seed=1"
+    with start(words(digits, out, **SLOW)) as sweep:
+        wait_for(lambda: steps_done(second) >= 4, "the second run")
+        runs = children(sweep.pid)
+        sweep.send_signal(number)
+        if number == signal.SIGKILL:
+            for pid in runs:
+                os.kill(pid, signal.SIGKILL)
+        sweep.communicate(timeout=240)
+    assert sweep.returncode == (-9 if number == signal.SIGKILL else 130)
+    log = Path(f"{first}.log").read_text()
+    assert run([*TOOL, *words(digits, out, **SLOW)]).returncode == 0
+    assert Path(f"{first}.log").read_text() == log
+    assert "resumed from" in Path(f"{second}.log").read_text()
+    (row,) = table(out)
+    assert [row] == table(undisturbed)
+    results = [best_top1(folder) for folder in (first, second, out / "seed=2")]
+    assert float(row["mean top1_pct"]) == pytest.approx(fmean(results))
+    assert float(row["std"]) == pytest.approx(stdev(results))
+    assert (row["finished"], row["runs"]) == ("3", "3")
+
+
+@pytest.mark.nightly
+def test_sweep_grows_and_a_changed_config_is_the_error_of_the_run(
+    digits: Path, undisturbed: Path
+) -> None:
+    more = SLOW | {"seed": 0, "optimizer__lr": "0.01,0.02", "train__max_steps": 2}
+    done = run([*TOOL, *words(digits, undisturbed, **more), "--parallel", "2"])
+    assert done.returncode == 0 and done.stdout.count(": started") == 2
+    rows = table(undisturbed)
+    assert {row["optimizer.lr"]: row["runs"] for row in rows} == {"": "3", "0.01": "1", "0.02": "1"}
+    changed = more | {"optimizer__lr": 0.02, "loss__label_smoothing": 0.3}
+    assert run([*TOOL, *words(digits, undisturbed, **changed)]).returncode == RUNS_FAILED
+    log = (undisturbed / "optimizer.lr=0.02,seed=0.log").read_text()
+    assert "--allow-change loss.label_smoothing" in log
+
+
+@pytest.mark.nightly
+def test_search_prunes_and_continues(
+    digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs with a tiny learning rate are pruned: they save, and are not started again. A run that
+    is not finished resumes with its values.
+    """
+    pytest.importorskip("optuna", reason="needs the extra search")
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    changes: dict[str, Any] = {"model": "noisy", "model__kwargs": "{pause_sec: 0.1}"}
+    changes |= {"train__max_steps": 30, "eval__every_epochs": 1, "seed": 0}
+    out = tmp_path / "out"
+    argv = words(digits, out, **changes, optimizer__lr="log:1e-4..0.1", train__epochs=3)
+    code, printed, _ = call(sweep_command, *argv, "--search", 8, "--parallel", 2)
+    pruned = re.findall(r"^(\S+): pruned$", printed, re.M)
+    finished = re.findall(r"^(\S+): finished$", printed, re.M)
+    assert code == 0 and pruned and len(pruned) + len(finished) == 8
+    for name in pruned:
+        assert "saved in" in " ".join((out / f"{name}.log").read_text().split())
+    logs = {path: path.read_text() for path in out.glob("*.log")}
+    shutil.rmtree(newest(out / finished[0]))
+    code, printed, _ = call(sweep_command, *argv, "--search", 9)
+    assert code == 0 and re.findall(r"^(\S+): started", printed, re.M) == [finished[0], "trial-008"]
+    assert [path.stem for path in logs if logs[path] != path.read_text()] == [finished[0]]
+    assert "resumed from" in (out / f"{finished[0]}.log").read_text()
+    rows = table(out)
+    assert len(rows) == 9
+    best = max(finished, key=lambda name: best_top1(out / name))
+    results = [float(row["mean top1_pct"]) for row in rows if row["finished"] == "1"]
+    assert results == sorted(results, reverse=True) and results[0] >= best_top1(out / best)
+
+
+@pytest.mark.nightly
+def test_jobs_of_slurm(digits: Path, tmp_path: Path, slurm: dict[str, str]) -> None:
+    """Jobs of runs that are submitted twice end without training twice."""
+    argv = [*TOOL, *words(digits, tmp_path / "out", seed="0,1"), "--launcher", "slurm"]
+    for _ in range(2):
+        done = run(argv, SBATCH_ARGS="--time=30", **slurm)
+        assert done.returncode == 0 and done.stdout.count("Submitted batch job") == 2
+
+    def no_job() -> bool:
+        return run(["squeue", "--noheader"], **slurm).stdout == ""
+
+    wait_for(no_job, "the jobs")
+    assert run([*TOOL, "--table", "--out", tmp_path / "out"]).returncode == 0
+    (row,) = table(tmp_path / "out")
+    assert (row["finished"], row["runs"]) == ("2", "2")
+    assert steps_done(tmp_path / "out" / "seed=0") == 2

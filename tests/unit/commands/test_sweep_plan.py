@@ -1,0 +1,181 @@
+"""The runs of a sweep: values, names, folds, checks before anything starts."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import arguments
+
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.sweep import run_sweep, sweep_command, sweep_parser
+from imagenet_cls.commands.sweep_plan import SweepRun, plan_grid, split_values
+from imagenet_cls.commands.train import load_for_training, train_parser
+from imagenet_cls.data.datasets import DataSets, open_datasets
+from imagenet_cls.data.sources import targets_of
+from imagenet_cls.errors import ConfigError, UsageError
+
+
+def words(root: Any, **changes: Any) -> list[str]:
+    """Arguments of sweep.py: those of train.py without the run folder."""
+    return arguments(root, "", **changes)[:-2]
+
+
+def grid(*overrides: str, folds: int | None = None, known: list[SweepRun] | None = None) -> Any:
+    return plan_grid(["demo"], overrides, folds, known or [])
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0.1", ["0.1"]),
+        ("0.05,0.1", ["0.05", "0.1"]),
+        ("[0.5, 0.5]", ["[0.5, 0.5]"]),
+        ("[0.5,0.5], [0.4,0.4]", ["[0.5,0.5]", "[0.4,0.4]"]),
+        ("{a: 1, b: 2},null", ["{a: 1, b: 2}", "null"]),
+        ("'a,b',torchvision:c", ["'a,b'", "torchvision:c"]),
+        ("0,1,0", ["0", "1"]),
+        ("", [""]),
+        ("[1,2", ["[1,2"]),
+        ("train-{0000..0003}.tar", ["train-{0000..0003}.tar"]),
+    ],
+)
+def test_values_are_separated_by_commas_outside_of_brackets_and_quotes(
+    text: str, values: list[str]
+) -> None:
+    assert split_values(text) == values
+
+
+def test_grid_has_each_combination() -> None:
+    runs = grid("optimizer.lr=0.1,0.2", "train.epochs=3", "seed=0..2")
+    assert len({run.name for run in runs}) == 6
+    assert runs[4].name == "optimizer.lr=0.2,seed=1"
+    assert runs[4].arguments == ["demo", "train.epochs=3", "optimizer.lr=0.2", "seed=1"]
+    assert runs[4].best_arguments == ["demo", "train.epochs=3", "optimizer.lr=0.2"]
+    assert runs[4].setting == {"optimizer.lr": "0.2"}
+    same = grid("seed=0..2", "train.epochs=3", "optimizer.lr=0.2,0.1")
+    assert {run.name for run in same} == {run.name for run in runs}
+
+
+def test_single_value_of_a_key_that_the_sweep_has_adds_a_run() -> None:
+    known = grid("optimizer.lr=0.1,0.2", "seed=0,1")
+    (run,) = grid("optimizer.lr=0.3", "seed=2", known=known)
+    assert run.name == "optimizer.lr=0.3,seed=2"
+    assert [run.name for run in grid("optimizer.lr=0.3")] == ["run"]
+
+
+def test_names_are_paths_of_one_part() -> None:
+    names = [run.name for run in grid("model.name=hf-hub:a/b,c", "data.mean=[0.5,0.5],[0.1, 0.2]")]
+    assert names[0] == "data.mean=0.5,0.5,model.name=hf-hub:a%2Fb"
+    assert len(set(names)) == 4 and all(len(Path(name).parts) == 1 for name in names)
+
+
+@pytest.mark.parametrize("text", ["0.1..0.5", "log:1..10", "3..1", "0..1000000000"])
+def test_range_that_is_no_list_of_whole_numbers_is_an_error(text: str) -> None:
+    with pytest.raises(UsageError, match=r"optimizer\.lr"):
+        grid(f"optimizer.lr={text}")
+
+
+def dry_run(call: Callable, *argv: Any) -> list[list[str]]:
+    """The arguments of train.py in the lines that a dry run prints."""
+    code, out, _ = call(sweep_command, *argv, "--dry-run")
+    assert code == 0
+    commands = [shlex.split(line) for line in out.splitlines()]
+    assert all(command[:2] == ["python", "tools/train.py"] for command in commands)
+    return [command[2:] for command in commands]
+
+
+def opened(words: list[str]) -> DataSets:
+    return open_datasets(load_for_training(cli.parse(train_parser(), words)).config.data)
+
+
+def test_dry_run_prints_commands_and_writes_nothing(tmp_path: Path, call: Callable) -> None:
+    argv = [*words("nowhere"), "seed=0,1", "--out", tmp_path / "out", "--gpus-per-run", 2]
+    commands = dry_run(call, *argv)
+    folders = [command[command.index("--work-dir") + 1] for command in commands]
+    assert folders == [str(tmp_path / "out" / name) for name in ("seed=0", "seed=1")]
+    assert all("--resume" in command and "--gpus" in command for command in commands)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folds_hold_out_each_image_once_and_their_share_of_each_class(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    commands = dry_run(call, *words(digits), "--folds", 3, "--out", tmp_path)
+    folds = [opened(command) for command in commands]
+    held_out = [[fold.val.name(i) for i in range(len(fold.val))] for fold in folds]
+    whole = [*held_out[0], *(folds[0].train.name(i) for i in range(len(folds[0].train)))]
+    assert len(held_out) == 3 and sorted(chain(*held_out)) == sorted(whole)
+    counts = np.array([np.bincount(targets_of(fold.val), minlength=10) for fold in folds])
+    assert (np.ptp(counts, axis=0) <= 1).all()
+
+
+def test_data_set_in_place_of_a_config_has_folds(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    commands = dry_run(call, digits, "model=resnet10t", "--folds", 2, "--out", tmp_path / "out")
+    parts = [opened(command) for command in commands]
+    assert len(parts[0].val) + len(parts[1].val) == len(parts[0].train) + len(parts[0].val)
+
+
+@pytest.mark.parametrize("given", ["data.stratify=false", r"data.group=\d+"])
+def test_folds_are_not_stratified_where_the_user_decides(
+    tmp_path: Path, call: Callable, given: str
+) -> None:
+    argv = [*words("nowhere", data__name="folder"), given, "--folds", 2, "--out", tmp_path]
+    assert not any("data.stratify=true" in command for command in dry_run(call, *argv))
+
+
+def test_all_mistakes_are_reported_at_once_and_nothing_starts(tmp_path: Path) -> None:
+    wrong = [*words("nowhere"), "seed=0,1,-1", "optimizr.lr=1,2", "train.precision=fp32,fp33"]
+    with pytest.raises(ConfigError) as raised:
+        run_sweep(cli.parse(sweep_parser(), [*wrong, "--out", str(tmp_path / "out")]))
+    lines = raised.value.lines
+    assert raised.value.exit_code == 2 and not (tmp_path / "out").exists()
+    for key in ("seed", "optimizr", "train.precision"):
+        assert any(f": {key}: " in line for line in lines)
+    assert len(lines) == len(set(lines)) == 4  # of each wrong value one
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["optimizer.lr=log:0.1..50000000000000000000"],  # the upper end is out of range
+        ["optimizer.lr=0.1..1", "model.name=a,b", "seed=0..2"],
+        ["optimizer.lr=1..0.1"],
+        ["optimizer.lr=0.1"],
+        ["optimizer.lr=0.1..1", "--folds", "2"],
+        ["optimizer.lr=0.1..1", "--launcher", "slurm"],
+    ],
+)
+def test_searches_that_are_errors(tmp_path: Path, call: Callable, more: list[str]) -> None:
+    pytest.importorskip("optuna", reason="needs the extra search")
+    argv = [*words("nowhere")[:1], "--search", 2, "--out", tmp_path / "out", *more]
+    assert call(sweep_command, *argv)[0] == 2 and list(tmp_path.iterdir()) == []
+
+
+def test_search_without_optuna_says_what_to_install(
+    tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    argv = ["demo", "optimizer.lr=0.1..1", "--search", 2, "--out", tmp_path / "out"]
+    code, _, err = call(sweep_command, *argv)
+    assert code == 2 and "pip install optuna" in err
+
+
+def test_gpus_are_not_given_to_two_runs(
+    tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    argv = ["demo", "seed=0,1", "--gpus-per-run", 2, "--parallel", 2, "--out", tmp_path / "out"]
+    assert call(sweep_command, *argv)[0] == 2 and list(tmp_path.iterdir()) == []
+
+
+def test_table_without_a_sweep_is_an_error(tmp_path: Path, call: Callable) -> None:
+    assert call(sweep_command, "--table", "--out", tmp_path)[0] == 2
+    (tmp_path / "sweep.json").write_text("[{}]")
+    assert call(sweep_command, "--table", "--out", tmp_path)[0] == 4

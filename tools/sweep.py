@@ -1,0 +1,12 @@
+"""Train a grid of settings, seeds or folds, or search settings, and compare them. See --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.sweep import sweep_command
+
+if __name__ == "__main__":
+    cli.main(sweep_command)
