@@ -86,7 +86,7 @@ def read_table(folder: Path) -> list[Row]:
         metric = results[0][0] if results else ""
         rows.append(Row(dict(setting), repeated, metric, [value for _, value in results]))
     done = [row for row in rows if row.results]
-    done.sort(key=lambda row: score({row.metric: row.mean}, row.metric), reverse=True)
+    done.sort(key=lambda row: score({row.metric: fmean(row.results)}, row.metric), reverse=True)
     return [*done, *(row for row in rows if not row.results)]
 
 

@@ -51,9 +51,8 @@ FOREIGN_OPTIONS = {
 # of tests/configs/golden.py, of pip
 FOREIGN_OPTIONS |= {"--write", "--no-deps", "--no-build-isolation"}
 # SLURM
-FOREIGN_OPTIONS |= {
-    f"--{name}" for name in ("job-name", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
-}
+FOREIGN_OPTIONS |= {"--partition", "--gres", "--job-name"}
+FOREIGN_OPTIONS |= {f"--{name}" for name in ("ntasks-per-node", "gpus-per-node", "cpus-per-task")}
 FOREIGN_OPTIONS |= {"--repo-type", "--local-dir"}  # of the Hugging Face Hub's client
 FOREIGN_OPTIONS |= {"--strict", "--use-ema"}  # of mkdocs, of timm's validate.py
 # SLURM, docker

@@ -54,22 +54,19 @@ def test_two_runs_at_once_of_which_one_fails(
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OMP_NUM_THREADS")
     out = tmp_path / "out"
-    argv = words(digits, out, model="plain,helpers:missing", train__precision="fp32")
+    argv = words(digits, out, model__checkpoint="null,missing.pth")
     code, printed, err = call(sweep_command, *argv, "--parallel", 2)
     assert code == RUNS_FAILED
-    good, bad = (f"model.name=helpers:{name}" for name in ("plain", "missing"))
+    good, bad = "model.checkpoint=null", "model.checkpoint=missing.pth"
     assert bad in err and good not in err
-    assert f"{bad}: failed with exit code 2: {out / bad}.log" in printed.splitlines()
-    assert "helpers:missing" in (out / f"{bad}.log").read_text()
+    assert f"{bad}: failed with exit code 4: {out / bad}.log" in printed.splitlines()
+    assert "missing.pth" in (out / f"{bad}.log").read_text()
     rows = table(out)
-    assert [(row["model.name"], row["finished"]) for row in rows] == [
-        ("helpers:plain", "1"),
-        ("helpers:missing", "0"),
-    ]
+    assert [list(row.values())[0:4:3] for row in rows] == [["null", "1"], ["missing.pth", "0"]]
     assert float(rows[0]["mean top1_pct"]) == best_top1(out / good)
-    assert re.search(r"best setting: python tools/train\.py .*model\.name=helpers:plain", printed)
+    assert re.search(r"best setting: python tools/train\.py .*model\.checkpoint=null$", printed)
     page = (out / "report.html").read_text()
-    assert "<h2>Settings</h2>" in page and "helpers:missing</td>" in page
+    assert "<h2>Settings</h2>" in page and "<td>missing.pth</td>" in page
     variables = json.loads((out / good / "env.json").read_text())["variables"]
     assert variables["CUDA_VISIBLE_DEVICES"] == "5"
     assert variables["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
