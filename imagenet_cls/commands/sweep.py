@@ -233,7 +233,9 @@ class Runner:
 
     def start_runs(self, runs: Iterator[SweepRun]) -> None:
         """Start runs in all free slots."""
-        for slot in set(range(self.arguments.parallel)) - self.running.keys():
+        for slot in range(self.arguments.parallel):
+            if slot in self.running:
+                continue
             run = next(runs, None)
             if run is None:
                 return
@@ -320,7 +322,7 @@ def submit(run: SweepRun, arguments: argparse.Namespace) -> None:
     options = [
         f"--job-name={folder}",
         "--dependency=singleton",
-        f"--output={folder}.log",
+        f"--output={str(folder).replace('%', '%%')}.log",
         "--open-mode=append",
         *shlex.split(os.environ.get("SBATCH_ARGS", "")),
         f"--wrap=exec {shlex.join(command)}",

@@ -10,7 +10,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 from imagenet_cls.checkpoint.progress import best_metric, best_weights, score
-from imagenet_cls.checkpoint.select import state_of_newest
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.report import write_page
 from imagenet_cls.commands.sweep_plan import SweepRun, read_runs
@@ -42,6 +41,8 @@ class Row:
 
 def finished_progress(folder: Path) -> dict[str, Any] | None:
     """The progress of a run that has reached its end and evaluated there, else None."""
+    from imagenet_cls.checkpoint.select import state_of_newest  # imports torch
+
     with suppress(CheckpointError):  # no checkpoint
         state = state_of_newest(folder)
         if state is not None:

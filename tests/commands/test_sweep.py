@@ -31,7 +31,7 @@ TOOL = [sys.executable, str(REPOSITORY / "tools" / "sweep.py")]
 RUNS_FAILED = 7
 
 
-def words(digits: Path, out: Path, **changes: Any) -> list[str]:
+def words(digits: Path | str, out: Path, **changes: Any) -> list[str]:
     """Arguments of sweep.py for runs of two steps."""
     changes = {"train__max_steps": 2, "eval__batch_size": 512} | changes
     return [*arguments(digits, out, **changes)[:-2], "--out", str(out)]
@@ -182,8 +182,9 @@ def test_search_prunes_and_continues(
 
 @pytest.mark.nightly
 def test_jobs_of_slurm(digits: Path, tmp_path: Path, slurm: dict[str, str]) -> None:
-    """Jobs of runs that are submitted twice end without training twice."""
-    argv = [*TOOL, *words(digits, tmp_path / "out", seed="0,1"), "--launcher", "slurm"]
+    """Jobs of runs that are submitted twice end without training twice. Names have escapes."""
+    roots = f"{digits},{digits}/."
+    argv = [*TOOL, *words(roots, tmp_path / "out"), "--launcher", "slurm"]
     for _ in range(2):
         done = run(argv, SBATCH_ARGS="--time=30", **slurm)
         assert done.returncode == 0 and done.stdout.count("Submitted batch job") == 2
@@ -193,6 +194,7 @@ def test_jobs_of_slurm(digits: Path, tmp_path: Path, slurm: dict[str, str]) -> N
 
     wait_for(no_job, "the jobs")
     assert run([*TOOL, "--table", "--out", tmp_path / "out"]).returncode == 0
-    (row,) = table(tmp_path / "out")
-    assert (row["finished"], row["runs"]) == ("2", "2")
-    assert steps_done(tmp_path / "out" / "seed=0") == 2
+    assert [row["finished"] for row in table(tmp_path / "out")] == ["1", "1"]
+    folders = list((tmp_path / "out").glob("*/"))
+    assert [steps_done(folder) for folder in folders] == [2, 2]
+    assert all("%2F" in folder.name and Path(f"{folder}.log").is_file() for folder in folders)
