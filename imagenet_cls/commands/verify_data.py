@@ -17,14 +17,13 @@ import numpy as np
 
 from imagenet_cls.commands import cli
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.archive_files import ArchiveChangedError, archive_members, open_archive
-from imagenet_cls.data.archives import index_archives, is_archive
+from imagenet_cls.data.archive_files import ArchiveChangedError
+from imagenet_cls.data.archives import index_members, is_archive
 from imagenet_cls.data.index import (
     ImageIndex,
     count_others,
     describe_unread,
     images_of_tree,
-    is_image,
     list_tree,
 )
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
@@ -155,36 +154,20 @@ def indexes_below(root: Path) -> list[ImageIndex]:
                 f"{root}: a file, but no .tar or .zip.",
                 "Give a folder, an archive that ends so, or a config.",
             )
-        return [index_archives(root.parent, root.name, [root])]
+        return [index_members(root, [root])]
     tree = list_tree(os.fsencode(root), b".")
     unread = count_others(tree)
     for suffix in (b".tar", b".zip"):  # they are read below
         del unread[suffix]
     names = np.array(images_of_tree(tree), bytes)
-    indexes = [ImageIndex(root, names, np.zeros(len(names), np.int64), (), unread=unread)]
-    for folder_name in sorted(tree):
-        folder = root / os.fsdecode(folder_name)
-        files = sorted(folder / os.fsdecode(name) for name in tree[folder_name].others)
-        archives = [file for file in files if is_archive(file.name) and file.is_file()]
-        archives = [archive for archive in archives if has_images(archive)]
-        if not archives:
-            continue
-        try:
-            indexes.append(index_archives(folder.parent, folder.name, archives))
-        except DataError:  # not the shards, or the class tars, of one part
-            indexes += [index_archives(folder, path.name, [path]) for path in archives]
-    return indexes
-
-
-def has_images(archive: Path) -> bool:
-    """Whether an archive holds images, or tars. Raises DataError if it is damaged before the first
-    one.
-    """
-    with open_archive(str(archive)) as file:
-        return any(
-            is_image(member.name.rpartition(b"/")[2]) or member.name.endswith(b".tar")
-            for member in archive_members(file, str(archive))
-        )
+    images = ImageIndex(root, names, np.zeros(len(names), np.int64), (), unread=unread)
+    archives = sorted(
+        path
+        for folder, content in tree.items()
+        for path in (root / os.fsdecode(folder) / os.fsdecode(name) for name in content.others)
+        if is_archive(path.name) and path.is_file()
+    )
+    return [images, index_members(root, archives)] if archives else [images]
 
 
 def indexes_of(data: DataConfig) -> list[ImageIndex]:
@@ -219,7 +202,7 @@ def images_by_key(indexes: Sequence[ImageIndex], root: Path) -> dict[Key, Image]
             offset = 0
             if index.byte_ranges is not None:
                 archive = index.byte_ranges.archive(i)
-                offset = int(index.byte_ranges.offset[i])
+                offset = int(index.byte_ranges.places[i, 1])
             images[os.path.relpath(index.path(i), root), archive, offset] = source, i
     return images
 

@@ -8,33 +8,26 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from io import FileIO
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from imagenet_cls.errors import DataError, explain_content_errors
-from imagenet_cls.files import check_regular
 from imagenet_cls.text import printable, shorten
 
-# tarfile reads an extension header (long names, pax records) whole, whatever size it says.
-_MAX_EXTENSION_BYTES = 1 << 20
 _END_OF_TAR = bytes(1024)
 _ENTRY = b"PK\1\2"  # the start of an entry of a zip's directory
 _DAMAGED = "Copy or download it again."
 _DAMAGED_TAR = "Copy or download it again; unpack a compressed tar (.tar.gz) to .tar."
-_PLAIN_ZIP = "Make the archive again: zip -0 -r"
-_PLAIN_TAR = (
-    "Make the archive again with GNU tar: --dereference --hard-dereference, and without --sparse "
-    "and --listed-incremental."
-)
 
 
 class Member(NamedTuple):
     """A file in an archive.
 
     offset: the offset of the data in a tar, of the local header in a zip. compressed: the
-    compressed size in a zip, 0 in a tar. problem, remedy: why it can't be read as an image, and
-    what to do; problem is None if it can.
+    compressed size in a zip, 0 in a tar. problem: why it can't be read as an image; None if it can.
     """
 
     name: bytes
@@ -42,7 +35,6 @@ class Member(NamedTuple):
     size: int
     compressed: int
     problem: str | None
-    remedy: str
 
 
 class ArchiveChangedError(DataError):
@@ -51,31 +43,21 @@ class ArchiveChangedError(DataError):
 
 @dataclass(frozen=True, eq=False)
 class ByteRanges:
-    """Where each image lies: in `archives[archive_index]` at `offset` with `size` bytes, int arrays
-    (N,).
+    """Where each image lies in archives.
 
-    compressed: the compressed size in a zip, where `offset` is the offset of the local header; 0 in
-    a tar. statuses: `archive_status` of each archive when it was indexed.
+    statuses: `archive_status` of each archive when it was indexed. places: int64 (N, 4), for each
+    image the index of its archive, and offset, size and compressed size as in `Member`.
     """
 
     archives: tuple[str, ...]
     statuses: tuple[tuple[int, ...], ...]
-    archive_index: np.ndarray
-    offset: np.ndarray
-    size: np.ndarray
-    compressed: np.ndarray
+    places: np.ndarray
 
     def select(self, rows: np.ndarray) -> "ByteRanges":
-        return replace(
-            self,
-            archive_index=self.archive_index[rows],
-            offset=self.offset[rows],
-            size=self.size[rows],
-            compressed=self.compressed[rows],
-        )
+        return replace(self, places=self.places[rows])
 
     def archive(self, i: int) -> str:
-        return self.archives[self.archive_index[i]]
+        return self.archives[self.places[i, 0]]
 
     def read(self, i: int) -> bytes:
         """The file of image `i`. Opens the archive each time: with thousands of shards, open
@@ -84,9 +66,8 @@ class ByteRanges:
         Raises ArchiveChangedError. For a member that can't be read: OSError, and DataError with the
         reason, without names.
         """
-        path = self.archive(i)
-        size = int(self.size[i])
-        compressed = int(self.compressed[i])
+        archive_index, offset, size, compressed = self.places[i].tolist()
+        path = self.archives[archive_index]
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -95,13 +76,12 @@ class ByteRanges:
                 "Make this archive readable again, and continue with --resume.",
             ) from None
         try:
-            if archive_status(os.fstat(file)) != self.statuses[self.archive_index[i]]:
+            if archive_status(os.fstat(file)) != self.statuses[archive_index]:
                 raise ArchiveChangedError(
                     f"{path}: the archive was changed or replaced after it was listed.",
                     "Start again with --resume, which lists it again; or put the former one back "
                     "first.",
                 )
-            offset = int(self.offset[i])
             if not compressed:
                 data = os.pread(file, size, offset)
             else:
@@ -146,123 +126,69 @@ def decode_name(name: bytes) -> str:
 
 
 @contextlib.contextmanager
-def open_archive(path: str) -> Iterator[int]:
-    """A descriptor of an archive. Raises DataError if it can't be opened or read."""
+def open_archive(path: str) -> Iterator[FileIO]:
+    """An archive, opened without a buffer. Raises DataError if it can't be opened or read."""
     try:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            check_regular(file)
+        with Path(path).open("rb", buffering=0) as file:
             yield file
-        finally:
-            os.close(file)
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}.", "Check data.root, data.train and data.val."
         ) from None
 
 
-def archive_members(
-    file: int, path: str, start: int = 0, end: int | None = None
-) -> Iterator[Member]:
+def archive_members(file: FileIO, start: int = 0, end: int | None = None) -> Iterator[Member]:
     """The files of a zip, or of a tar, which lies in `file` from `start` to `end` (None: to its
     end). Raises DataError.
     """
-    if path.lower().endswith(".zip"):
-        return zip_members(file, path)
-    return tar_members(file, path, start, end)
+    if str(file.name).lower().endswith(".zip"):
+        return zip_members(file)
+    return tar_members(file, start, end)
 
 
-class _Section:
-    """The bytes from `start` to `end` of a file, for tarfile, which reads headers and no data."""
-
-    def __init__(self, file: int, path: str, start: int, end: int):
-        self.file = file
-        self.path = path
-        self.start = start
-        self.end = end
-        self.position = 0
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, position: int) -> None:
-        self.position = position
-
-    def read(self, size: int) -> bytes:
-        if not 0 <= size <= _MAX_EXTENSION_BYTES:
-            raise DataError(
-                f"{self.path}: an extension header of {size} bytes at byte "
-                f"{self.start + self.position}.",
-                _DAMAGED_TAR,
-            )
-        offset = self.start + self.position
-        data = os.pread(self.file, max(min(size, self.end - offset), 0), offset)
-        self.position += len(data)
-        return data
-
-
-def tar_members(file: int, path: str, start: int = 0, end: int | None = None) -> Iterator[Member]:
+def tar_members(file: FileIO, start: int = 0, end: int | None = None) -> Iterator[Member]:
     """The files of a tar, which lies in `file` from `start` to `end` (None: to its end). Raises
     DataError.
     """
-    end = os.fstat(file).st_size if end is None else end
-    section: Any = _Section(file, path, start, end)
+    path = file.name
+    end = os.fstat(file.fileno()).st_size if end is None else end
     with explain_content_errors(DataError, path, "not a tar archive, or damaged", _DAMAGED_TAR):
-        tar: Any = tarfile.TarFile(fileobj=section, encoding="utf-8", errors="surrogateescape")
+        file.seek(start)
+        tar: Any = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
         while (member := tar.next()) is not None:
             tar.members.clear()  # tarfile keeps all
             name = member.name.encode("utf-8", "surrogateescape")
-            offset = start + member.offset_data
-            is_sparse = member.issparse() or any("GNU.sparse." in key for key in member.pax_headers)
-            stated = None if is_sparse else member.pax_headers.get("size")
-            if member.size < 0 or stated not in (None, str(member.size)):
-                # tarfile takes 0 for a size that is no number.
-                raise DataError(f"{path}: a damaged pax header of {decode_name(name)}.", _DAMAGED)
-            if start + tar.offset > end:
+            if not member.offset_data <= tar.offset <= end:
                 raise DataError(
-                    f"{path}: cut short in {decode_name(name)}: it ends at byte {end}.", _DAMAGED
+                    f"{path}: cut short at byte {end}, or damaged, in {decode_name(name)}.",
+                    _DAMAGED,
                 )
             if not member.isdir():
-                has_atime = _has_atime(os.pread(file, 512, offset - 512))
-                is_plain = member.isreg() and not is_sparse and not has_atime
+                is_plain = member.isreg() and not member.issparse()
                 problem = None if is_plain else "is a link, a sparse file or no plain file"
-                yield Member(name, offset, member.size, 0, problem, _PLAIN_TAR)
+                yield Member(name, member.offset_data, member.size, 0, problem)
         # tarfile takes a damaged header for the end of the archive.
-        section.seek(tar.offset)
-        found = section.read(len(_END_OF_TAR))
-        if found != _END_OF_TAR:
-            kind = "cut short: no end" if len(found) < len(_END_OF_TAR) else "a damaged header"
-            raise DataError(f"{path}: {kind} at byte {start + tar.offset}.", _DAMAGED_TAR)
+        found = os.pread(file.fileno(), len(_END_OF_TAR), tar.offset)
+        if found != _END_OF_TAR or tar.offset + len(_END_OF_TAR) > end:
+            raise DataError(
+                f"{path}: cut short, or a damaged header, at byte {tar.offset}.", _DAMAGED_TAR
+            )
 
 
-def _has_atime(header: bytes) -> bool:
-    """Whether GNU tar (--listed-incremental) wrote a time of access where tarfile reads the start
-    of a long name.
-    """
-    return header[257:265] == b"ustar  \0" and header[345:346] != b"\0"
-
-
-def zip_members(file: int, path: str) -> Iterator[Member]:
+def zip_members(file: FileIO) -> Iterator[Member]:
     """The files of a zip, from its directory. Raises DataError."""
-    total = os.fstat(file).st_size
-    with (
-        explain_content_errors(DataError, path, "no zip archive, cut short or damaged", _DAMAGED),
-        open(file, "rb", closefd=False) as content,
-    ):
-        for info in zipfile.ZipFile(content).infolist():
+    path = file.name
+    total = os.fstat(file.fileno()).st_size
+    with explain_content_errors(DataError, path, "no zip archive, cut short or damaged", _DAMAGED):
+        for info in zipfile.ZipFile(file).infolist():
             # zipfile decodes names without the flag of UTF-8 as code page 437.
             name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
-            if any(_ENTRY in field for field in (name, info.extra, info.comment)):
-                # A damaged length hides the next entries in this one. zipfile does not count them.
+            is_inside = 0 <= info.header_offset <= total - info.compress_size
+            # A damaged length hides the next entries in this one. zipfile does not count them.
+            hides_entries = any(_ENTRY in field for field in (name, info.extra, info.comment))
+            if hides_entries or not is_inside:
                 raise DataError(
-                    f"{path}: a damaged zip directory at {decode_name(name)}.", _DAMAGED
-                )
-            offset = info.header_offset
-            compressed = info.compress_size
-            if offset < 0 or offset + compressed > total or compressed == 0 < info.file_size:
-                raise DataError(
-                    f"{path}: cut short, or damaged: {decode_name(name)} can't lie at byte "
-                    f"{offset}.",
+                    f"{path}: a damaged zip directory at {decode_name(name)}, or cut short.",
                     _DAMAGED,
                 )
             if name.endswith(b"/"):  # a folder
@@ -272,4 +198,4 @@ def zip_members(file: int, path: str) -> Iterator[Member]:
                 problem = "is encrypted"
             elif info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 problem = f"is compressed by method {info.compress_type}, which is not supported"
-            yield Member(name, offset, info.file_size, compressed, problem, _PLAIN_ZIP)
+            yield Member(name, info.header_offset, info.file_size, info.compress_size, problem)

@@ -13,15 +13,18 @@ import re
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from io import FileIO
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from imagenet_cls.data.archive_files import (
     ByteRanges,
+    Member,
     archive_members,
     archive_status,
     decode_name,
@@ -39,13 +42,15 @@ TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
 _NUMBER_RANGE = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")  # {0000..1023}
 _MAX_FILES = 1_000_000
-_PATTERN = re.compile(r"[*?\[]|\{\d+\.\.\d+\}")
 _THREADS = 16  # they wait for the disk
 _MAX_IMAGE_BYTES = 1 << 30  # a damaged zip may claim any size
-_LABEL_SUFFIXES = (b".cls", b".json")
 _LAYOUT_REMEDY = (
     "Name the images CLASS/NAME.jpg; or, in a WebDataset shard, KEY.jpg, each with its label in "
     "KEY.cls, or as `label` in KEY.json."
+)
+_PLAIN_REMEDY = (
+    "Make the archive again: zip -0 -r, or GNU tar with --dereference --hard-dereference and "
+    "without --sparse."
 )
 
 
@@ -59,16 +64,10 @@ def find_archives(root: Path, part: str) -> list[Path] | None:
     """
     if os.path.isfile(root):  # noqa: PTH113 (pathlib raises without permission)
         return [root]
-    path = root / part
-    if is_archive(path.name) and os.path.isfile(path):  # noqa: PTH113
-        return [path]
-    if os.path.isdir(path):  # noqa: PTH112
-        return _archives_in(path)
-    if _PATTERN.search(part):
-        paths = _expand(root, part)
-        return paths if paths and os.path.isfile(paths[0]) else None  # noqa: PTH113
-    own = root / {"train": TRAIN_TAR, "val": VAL_TAR}.get(part, "")
-    return [own] if os.path.isfile(own) else None  # noqa: PTH113
+    if os.path.isdir(root / part):  # noqa: PTH112
+        return _archives_in(root / part)
+    paths = _expand(root, {"train": TRAIN_TAR, "val": VAL_TAR}.get(part, part))
+    return paths if paths and os.path.isfile(paths[0]) else None  # noqa: PTH113
 
 
 def is_archive(name: str) -> bool:
@@ -82,18 +81,21 @@ def _archives_in(folder: Path) -> list[Path] | None:
     except OSError:  # the caller indexes it as class folders, and raises an error that explains it
         return None
     names = sorted(name for name in map(os.fsdecode, content.others) if is_archive(name))
-    names = [name for name in names if (folder / name).is_file()]
-    folders = set(map(os.fsdecode, content.folders))
-    tars = [name for name in names if name.lower().endswith(".tar")]
+    archives = [folder / name for name in names if (folder / name).is_file()]
+    if not content.folders:
+        return archives or None
     # A tar of a class may have been unpacked beside it, and its images count once.
-    not_unpacked = [name for name in tars if name[:-4] not in folders]
-    if folders and not_unpacked:
+    folders = set(map(os.fsdecode, content.folders))
+    not_unpacked = [
+        path.name for path in archives if path.suffix.lower() == ".tar" and path.stem not in folders
+    ]
+    if not_unpacked:
         raise DataError(
             f"{folder}: holds class folders, and archives that are not unpacked: "
             f"{join_names(not_unpacked)}.",
             "Unpack them, move them elsewhere, or keep the archives only.",
         )
-    return None if folders or not names else [folder / name for name in names]
+    return None
 
 
 def _expand(root: Path, pattern: str) -> list[Path]:
@@ -101,20 +103,20 @@ def _expand(root: Path, pattern: str) -> list[Path]:
     missing.
     """
     numbers = _NUMBER_RANGE.search(pattern)
-    if numbers is not None:
-        first, last = numbers.groups()
-        if int(last) - int(first) >= _MAX_FILES:
-            raise DataError(
-                f"{root}/{shorten(pattern, 100)} names more than {_MAX_FILES:,} files.",
-                "Correct the range.",
-            )
-        paths = []
-        for number in range(int(first), int(last) + 1):
-            padded = f"{number:0{len(first)}}"
-            paths += _expand(root, _NUMBER_RANGE.sub(padded, pattern, count=1))
-        return paths
-    names = glob.glob(pattern, root_dir=root)  # noqa: PTH207 (may be absolute)
-    return [root / name for name in sorted(names) or [pattern]]
+    if numbers is None:
+        names = glob.glob(pattern, root_dir=root)  # noqa: PTH207 (may be absolute)
+        return [root / name for name in sorted(names) or [pattern]]
+    first, last = numbers.groups()
+    if int(last) - int(first) >= _MAX_FILES:
+        raise DataError(
+            f"{root}/{shorten(pattern, 100)} names more than {_MAX_FILES:,} files.",
+            "Correct the range.",
+        )
+    paths = []
+    for number in range(int(first), int(last) + 1):
+        padded = f"{number:0{len(first)}}"
+        paths += _expand(root, _NUMBER_RANGE.sub(padded, pattern, count=1))
+    return paths
 
 
 def index_archives(
@@ -138,28 +140,22 @@ def index_archives(
         started = time.time()
         scan = _scan_archives(root, part, archives, listed, devkit)
         write_scan(part_path, scan, started)
-    arrays = dict(scan.arrays)
-    label_index = arrays.pop("label_index", None)
-    statuses = []
-    for path in paths:
-        status = scan.statuses[os.fsencode(path)]
-        assert status is not None, path  # only folders may have none
-        statuses.append(archive_status(status))
-    byte_ranges = ByteRanges(tuple(map(str, archives)), tuple(statuses), **arrays)
-    if label_index is None:
-        return index_scan(scan, part_path, byte_ranges)
-    targets = label_index.astype(np.int64)
-    index = ImageIndex(part_path, scan.names, targets, (), byte_ranges, scan.unread)
-    return _with_labels_resolved(index, scan.labels, archives[0].with_name("classes.txt"), classes)
+    statuses = tuple(archive_status(scan.statuses[os.fsencode(path)]) for path in paths)
+    byte_ranges = ByteRanges(tuple(map(str, archives)), statuses, scan.places)
+    index = index_scan(scan, part_path, byte_ranges)
+    if not scan.are_shards:
+        return index
+    return _with_labels_resolved(index, archives[0].with_name("classes.txt"), classes)
 
 
 def _with_labels_resolved(
-    index: ImageIndex, labels: Sequence[str], class_file: Path, classes: Sequence[str] | None
+    index: ImageIndex, class_file: Path, classes: Sequence[str] | None
 ) -> ImageIndex:
-    """The index of shards, whose targets are indices into `labels`, with targets that are classes.
+    """The index of shards, whose classes are labels, with the classes that the labels name.
 
     classes: the training classes, for a validation part. Raises DataError.
     """
+    labels = index.classes
     # In WebDataset `KEY.cls` holds an integer, so that numbers are lines of a classes.txt.
     target_of, names = resolve_labels(
         labels, classes, index.root, class_file, numbers_are_indices=True
@@ -173,6 +169,17 @@ def _with_labels_resolved(
             )
     targets = np.array([target_of[label] for label in labels], np.int64)[index.targets]
     return replace(index, targets=targets, classes=names)
+
+
+def index_members(root: Path, archives: Sequence[Path]) -> ImageIndex:
+    """Index all images in archives, without classes. root: of the index. Raises DataError."""
+    scans = _scan_pieces(archives)
+    statuses = tuple(archive_status(path.stat()) for path in archives)
+    places = np.concatenate([scan.places for scan in scans])
+    byte_ranges = ByteRanges(tuple(map(str, archives)), statuses, places)
+    names = np.array([name for scan in scans for name in scan.names], bytes)
+    unread = Counter(suffix_of(name) for scan in scans for name in scan.others)
+    return ImageIndex(root, names, np.zeros(len(names), np.int64), (), byte_ranges, unread)
 
 
 @dataclass(frozen=True)
@@ -193,22 +200,14 @@ class _Piece:
 class _PieceScan:
     """The images of a piece, in its order.
 
-    groups: the folder of each image, or in a shard its label. offset, size, compressed: see
+    labels: of each image of a shard; None for images that are in class folders. places: see
     `ByteRanges`. others: paths of files that are neither images nor labels.
     """
 
     names: list[bytes]
-    groups: list[bytes]
-    is_shard: bool
-    offset: np.ndarray
-    size: np.ndarray
-    compressed: np.ndarray
+    labels: list[bytes] | None
+    places: np.ndarray
     others: list[bytes]
-
-    def put_into(self, folders: Sequence[bytes]) -> None:
-        """Put a folder before the path of each image."""
-        self.names = [b"%b/%b" % pair for pair in zip(folders, self.names, strict=True)]
-        self.groups = _folders_of(self.names)
 
 
 def _scan_archives(
@@ -218,18 +217,20 @@ def _scan_archives(
     shards in theirs.
     """
     part_path = root / part
-    statuses: dict[bytes, os.stat_result | None] = {}
-    for path in map(os.fsencode, listed):
-        try:
-            statuses[path] = open_status(path)
-        except OSError as error:
-            raise DataError(
-                f"{os.fsdecode(path)}: {error.strerror}.",
-                "Check data.root, data.train and data.val, and the permissions.",
-            ) from None
-    pieces, scans = _scan_pieces(archives)
-    _add_class_folders(pieces, scans, devkit)
-    are_shards = [scan.is_shard for scan in scans if scan.names]
+    try:
+        statuses = {path: open_status(path) for path in map(os.fsencode, listed)}
+    except OSError as error:
+        raise DataError(
+            f"{os.fsdecode(error.filename)}: {error.strerror}.",
+            "Check data.root, data.train and data.val, and the permissions.",
+        ) from None
+    scans = _scan_pieces(archives)
+    if devkit is not None:
+        wnids = validation_labels(devkit)
+        for scan in scans:
+            folders = [wnid_of(wnids, os.fsdecode(name)).encode() for name in scan.names]
+            scan.names = [b"%b/%b" % pair for pair in zip(folders, scan.names, strict=True)]
+    are_shards = [scan.labels is not None for scan in scans if scan.names]
     if not are_shards:
         raise DataError(f"{part_path}: it contains no images.", _LAYOUT_REMEDY)
     if any(are_shards) != all(are_shards):
@@ -238,71 +239,46 @@ def _scan_archives(
             f"{part_path}: {count} of {len(are_shards)} archives have no labels.", _LAYOUT_REMEDY
         )
     names = np.concatenate([np.array(scan.names, bytes) for scan in scans])
-    groups, group_of_image = _unique([group for scan in scans for group in scan.groups])
-    archive_indices = np.array([piece.archive_index for piece in pieces], np.uint32)
-    arrays = {
-        "archive_index": np.repeat(archive_indices, [len(scan.names) for scan in scans]),
-        "offset": np.concatenate([scan.offset for scan in scans]),
-        "size": np.concatenate([scan.size for scan in scans]),
-        "compressed": np.concatenate([scan.compressed for scan in scans]),
-    }
-    others = [name for scan in scans for name in scan.others]
-    del scans  # frees all names, which they hold as Python objects
+    places = np.concatenate([scan.places for scan in scans])
+    others = list(chain.from_iterable(scan.others for scan in scans))
     if are_shards[0]:
-        arrays["label_index"] = group_of_image
+        label_of_image = list(chain.from_iterable(scan.labels or () for scan in scans))
+        labels = sorted(set(label_of_image))
+        label_to_idx = {label: i for i, label in enumerate(labels)}
+        label_index = np.array([label_to_idx[label] for label in label_of_image], np.int32)
         unread = Counter(map(suffix_of, others))
-        labels = list(map(os.fsdecode, groups))
-        return Scan(labels, [], names, unread, statuses, arrays)
+        labels_text = list(map(os.fsdecode, labels))
+        return Scan(labels_text, label_index, names, unread, statuses, places, are_shards=True)
+    del scans  # frees the names as Python objects
+    folders = [name[: max(name.rfind(b"/"), 0)] for name in names.tolist()]
     part_folder = os.fsencode(os.path.normpath(part)) if root.is_file() else b"."
-    prefix = _prefix_of_classes(groups, part_folder)
-    classes, counts, order = _order_of_folders(part_path, prefix, groups, group_of_image, names)
+    prefix = _prefix_of_classes(set(folders), part_folder)
+    classes, label_index, order = _order_of_folders(part_path, prefix, folders, names)
     names = names[order]
     equal = np.flatnonzero(names[1:] == names[:-1])
     if len(equal):
         repeated = decode_name(names[equal[0]])
         raise DataError(f"{part_path}: it contains {repeated} twice.", "Make the archive again.")
-    if prefix:
-        names = np.array([name[len(prefix) :] for name in names.tolist()])
+    names = np.array([name[len(prefix) :] for name in names.tolist()])
     unread = Counter(suffix_of(name) for name in others if name.startswith(prefix))
-    arrays = {key: values[order] for key, values in arrays.items()}
-    return Scan(classes, counts, names, unread, statuses, arrays)
+    return Scan(classes, label_index, names, unread, statuses, places[order])
 
 
-def _add_class_folders(
-    pieces: Sequence[_Piece], scans: Sequence[_PieceScan], devkit: Path | None
-) -> None:
-    """Put the class before the path of each image, where the devkit or the name of a tar tells
-    it.
+def _scan_pieces(archives: Sequence[Path]) -> list[_PieceScan]:
+    """List the images of all archives, and of the tars in them, in several threads.
+
+    Where several tars have no class folders, each is a class. Raises DataError.
     """
-    if devkit is not None:
-        wnids = validation_labels(devkit)
-        for scan in scans:
-            scan.put_into([wnid_of(wnids, os.fsdecode(name)).encode() for name in scan.names])
-    elif len(pieces) > 1:
-        for piece, scan in zip(pieces, scans, strict=True):
-            if b"" in scan.groups and not scan.is_shard:  # images at the top of a tar of one class
-                scan.put_into([piece.stem] * len(scan.names))
-
-
-def _scan_pieces(archives: Sequence[Path]) -> tuple[list[_Piece], list[_PieceScan]]:
-    """List all archives, in several threads, with a progress bar on a terminal."""
-    from rich.console import Console  # most runs have the list in the cache
-    from rich.progress import track
-
-    console = Console(stderr=True)
     with ThreadPoolExecutor(_THREADS) as pool:
-        pieces = []
-        for found in pool.map(_pieces, archives, range(len(archives))):
-            pieces += found
-        scans = track(
-            pool.map(_scan_piece, pieces),
-            "listing archives",
-            len(pieces),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        return pieces, list(scans)
+        found = pool.map(_pieces, archives, range(len(archives)))
+        pieces = list(chain.from_iterable(found))
+        scans = list(pool.map(_scan_piece, pieces))
+    if len(pieces) > 1:
+        for piece, scan in zip(pieces, scans, strict=True):
+            # images at the top of a tar of one class, which may also have folders
+            if scan.labels is None and any(b"/" not in name for name in scan.names):
+                scan.names = [b"%b/%b" % (piece.stem, name) for name in scan.names]
+    return scans
 
 
 def _pieces(path: Path, archive_index: int) -> list[_Piece]:
@@ -313,117 +289,81 @@ def _pieces(path: Path, archive_index: int) -> list[_Piece]:
     if path.suffix.lower() == ".zip":
         return [whole]
     with open_archive(whole.path) as file:
-        members = tar_members(file, whole.path)
+        members = tar_members(file)
         first = next(members, None)
         if first is None or not first.name.endswith(b".tar"):
             return [whole]
         tars = [member for member in (first, *members) if member.name.endswith(b".tar")]
-    pieces = []
-    for tar in tars:
-        stem = tar.name.rpartition(b"/")[2][:-4]
-        end = tar.offset + tar.size
-        pieces.append(_Piece(whole.path, archive_index, stem, tar.offset, end))
-    return pieces
+    return [
+        replace(
+            whole,
+            stem=tar.name.rpartition(b"/")[2][:-4],
+            start=tar.offset,
+            end=tar.offset + tar.size,
+        )
+        for tar in tars
+    ]
 
 
 def _scan_piece(piece: _Piece) -> _PieceScan:
     """List the images of a piece, and read the labels of a shard. Raises DataError."""
+    # WebDataset shards are tars. `_read_label` does not decompress members of a zip.
+    label_suffixes = () if piece.path.lower().endswith(".zip") else (b".cls", b".json")
     names: list[bytes] = []
-    offset = array("q")
-    size = array("I")
-    compressed = array("I")
-    label_files: dict[bytes, tuple[int, int]] = {}
+    places = array("q")
+    label_files: dict[bytes, Member] = {}
     others: list[bytes] = []
     with open_archive(piece.path) as file:
-        for member in archive_members(file, piece.path, piece.start, piece.end):
-            suffix = suffix_of(member.name)
-            is_image = suffix in IMAGE_SUFFIXES
-            # WebDataset shards are tars. `_read_label` does not decompress members of a zip.
-            is_label = suffix in _LABEL_SUFFIXES and not piece.path.lower().endswith(".zip")
-            if not is_image and not is_label:
-                others.append(member.name)
+        for member in archive_members(file, piece.start, piece.end):
+            parts = [part for part in member.name.split(b"/") if part not in (b"", b".")]
+            if any(part.startswith(b".") for part in parts):  # hidden
                 continue
-            name = _checked_name(member.name, piece.path)
-            if not name:
-                continue
-            if is_label:
-                label_files[name] = member.offset, member.size
-                continue
-            if member.problem is not None:
-                raise DataError(
-                    f"{piece.path}: {decode_name(name)} {member.problem}.", member.remedy
-                )
-            if max(member.size, member.compressed) > _MAX_IMAGE_BYTES:
-                raise DataError(
-                    f"{piece.path}: {decode_name(name)} has {member.size} bytes, more than "
-                    f"{_MAX_IMAGE_BYTES}.",
-                    "Make the archive again without it.",
-                )
-            names.append(name)
-            offset.append(member.offset)
-            size.append(member.size)
-            compressed.append(member.compressed)
-        labels = _labels(file, piece.path, names, label_files) if label_files else []
-    arrays = np.asarray(offset), np.asarray(size), np.asarray(compressed)
-    others = [name.removeprefix(b"./") for name in others]
-    others = [name for name in others if b"/." not in b"/" + name]
-    if not any(labels):
-        others += label_files
-        return _PieceScan(names, _folders_of(names), False, *arrays, others)
+            name = b"/".join(parts)
+            suffix = suffix_of(name)
+            if suffix in IMAGE_SUFFIXES:
+                _check_image(piece.path, name, member)
+                names.append(name)
+                places.extend((piece.archive_index, member.offset, member.size, member.compressed))
+            elif suffix in label_suffixes:
+                label_files[name] = member
+            else:
+                others.append(name)
+        labels = _labels(file, names, label_files)
+    placed = np.array(places, np.int64).reshape(-1, 4)
+    if labels is None:
+        return _PieceScan(names, None, placed, [*others, *label_files])
     kept = [i for i, label in enumerate(labels) if label is not None]
-    offsets, sizes, compressed_sizes = (values[kept] for values in arrays)
     return _PieceScan(
         [names[i] for i in kept],
         [label for label in labels if label is not None],
-        True,
-        offsets,
-        sizes,
-        compressed_sizes,
+        placed[kept],
         others,
     )
 
 
-def _folders_of(names: Sequence[bytes]) -> list[bytes]:
-    """The folder of each path, empty for none. Equal ones are one object, to save memory."""
-    folders: dict[bytes, bytes] = {}
-    found = (name[: max(name.rfind(b"/"), 0)] for name in names)
-    return [folders.setdefault(folder, folder) for folder in found]
-
-
-def _unique(values: Sequence[bytes]) -> tuple[list[bytes], np.ndarray]:
-    """The different values, in the order in which they appear, and the index of each value: int32
-    (N,).
-    """
-    index_of: dict[bytes, int] = {}
-    indices = [index_of.setdefault(value, len(index_of)) for value in values]
-    return list(index_of), np.array(indices, np.int32)
-
-
-def _checked_name(name: bytes, path: str) -> bytes:
-    """A member's path without `.` in it; empty for a hidden file. Raises DataError for one that
-    leads elsewhere.
-    """
-    parts = name.split(b"/")
-    if name.startswith(b"/") or b".." in parts:
-        raise DataError(
-            f"{path}: the member {decode_name(name)} has an absolute path, or one with `..`.",
-            "Make the archive again with paths relative to the folder that holds the classes.",
-        )
-    parts = [part for part in parts if part not in (b"", b".")]
-    return b"" if any(part.startswith(b".") for part in parts) else b"/".join(parts)
+def _check_image(path: str, name: bytes, member: Member) -> None:
+    """Raise DataError for an image that can't be read from its archive, or is too large."""
+    problem = member.problem
+    remedy = _PLAIN_REMEDY
+    if max(member.size, member.compressed) > _MAX_IMAGE_BYTES:
+        problem = f"has {member.size} bytes, more than {_MAX_IMAGE_BYTES}"
+        remedy = "Make the archive again without it."
+    if problem is not None:
+        raise DataError(f"{path}: {decode_name(name)} {problem}.", remedy)
 
 
 def _labels(
-    file: int, path: str, names: Sequence[bytes], label_files: Mapping[bytes, tuple[int, int]]
-) -> list[bytes | None]:
+    file: FileIO, names: Sequence[bytes], label_files: Mapping[bytes, Member]
+) -> list[bytes | None] | None:
     """The label of each image of a shard; None for further images of a sample, such as
     `KEY.mask.png`.
 
-    Empty if no image has a label, and all are in folders: class folders with other files in them.
-    As in WebDataset, a key ends at the first dot of the name.
-
-    label_files: offset and size of each .cls and .json. Raises DataError.
+    None without labels, and if no image has a label and all are in folders: class folders with
+    other files in them. As in WebDataset, a key ends at the first dot of the name.
+    label_files: each .cls and .json. Raises DataError.
     """
+    if not label_files:
+        return None
     labels: list[bytes | None] = []
     keys: list[bytes] = []
     unlabeled: list[bytes] = []
@@ -438,43 +378,42 @@ def _labels(
                 unlabeled.append(key)
         labels.append(label)
     if not any(labels) and all(b"/" in name for name in names):
-        return []
+        return None
     repeated = [key for key, count in Counter(keys).items() if count > 1]
     if repeated:
         raise DataError(
-            f"{path}: two images have the key {decode_name(repeated[0])}.",
+            f"{file.name}: two images have the key {decode_name(repeated[0])}.",
             "Give each sample its own key.",
         )
     if unlabeled:
         sample = decode_name(unlabeled[0])
         raise DataError(
-            f"{path}: the sample {sample} has no label.",
+            f"{file.name}: the sample {sample} has no label.",
             f"Add {sample}.cls, or `label` to its .json.",
         )
     return labels
 
 
-def _read_label(
-    file: int, key: bytes, label_files: Mapping[bytes, tuple[int, int]]
-) -> bytes | None:
+def _read_label(file: FileIO, key: bytes, label_files: Mapping[bytes, Member]) -> bytes | None:
     """The label of a sample; None if it has none. Of a .cls the whole content, without white space
     around it; of a .json `label`, or else `cls`, if that is a whole number or text.
     """
-    if key + b".cls" in label_files:
-        offset, size = label_files[key + b".cls"]
-        return os.pread(file, size, offset).strip()
-    if key + b".json" not in label_files:
+    is_text = key + b".cls" in label_files
+    member = label_files.get(key + (b".cls" if is_text else b".json"))
+    if member is None:
         return None
-    offset, size = label_files[key + b".json"]
+    content = os.pread(file.fileno(), member.size, member.offset)
+    if is_text:
+        return content.strip()
     with contextlib.suppress(ValueError, AttributeError, RecursionError):  # not such a .json
-        found = json.loads(os.pread(file, size, offset))
+        found = json.loads(content)
         label = found.get("label", found.get("cls"))
         if isinstance(label, (int, str)) and not isinstance(label, bool):
             return str(label).encode()
     return None
 
 
-def _prefix_of_classes(folders: Sequence[bytes], part_folder: bytes) -> bytes:
+def _prefix_of_classes(folders: Collection[bytes], part_folder: bytes) -> bytes:
     """The path above the class folders, with `/` at its end; empty if they are at the top.
 
     folders: the folders of the images. part_folder: the path of the folder that holds the classes;
@@ -490,22 +429,18 @@ def _prefix_of_classes(folders: Sequence[bytes], part_folder: bytes) -> bytes:
 
 
 def _order_of_folders(
-    path: Path,
-    prefix: bytes,
-    folders: Sequence[bytes],
-    folder_of_image: np.ndarray,
-    names: np.ndarray,
-) -> tuple[list[str], list[int], np.ndarray]:
-    """The classes below `prefix`, the number of images of each, and the rows of `names` in the
-    order of `index_folder`; images outside of `prefix` are left out.
+    path: Path, prefix: bytes, folders: Sequence[bytes], names: np.ndarray
+) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """The classes below `prefix`; the rows of `names` in the order of `index_folder`, without
+    images outside of `prefix`; and the class of each of these rows, int32.
 
-    folder_of_image: indices into `folders`, (N,).
+    folders: the folder of each image.
     """
-    class_of: dict[int, str] = {}
-    for number, folder in enumerate(folders):
-        name = folder.removeprefix(prefix).partition(b"/")[0]
-        if folder.startswith(prefix) and name:
-            class_of[number] = os.fsdecode(name)
+    class_of = {
+        folder: os.fsdecode(folder.removeprefix(prefix).partition(b"/")[0])
+        for folder in set(folders)
+        if folder and folder.startswith(prefix)
+    }
     if not class_of:
         found = join_names(sorted({decode_name(folder.partition(b"/")[0]) for folder in folders}))
         raise DataError(
@@ -513,15 +448,12 @@ def _order_of_folders(
             f"{found or 'no folder'}.",
             _LAYOUT_REMEDY,
         )
-    in_order = sorted(class_of, key=lambda number: (class_of[number], folders[number]))
-    position_of_folder = np.full(len(folders), -1, np.int32)
-    position_of_folder[in_order] = np.arange(len(in_order))
-    position_of_image = position_of_folder[folder_of_image]
-    order = np.lexsort((names, position_of_image))
-    order = order[np.count_nonzero(position_of_image < 0) :]  # without those outside of `prefix`
-    images = np.bincount(folder_of_image, minlength=len(folders))
-    counts = Counter[str]()
-    for number, class_name in class_of.items():
-        counts[class_name] += int(images[number])
-    classes = sorted(counts)
-    return classes, [counts[class_name] for class_name in classes], order
+    classes = sorted(set(class_of.values()))
+    class_to_idx = {name: i for i, name in enumerate(classes)}
+    in_order = sorted(class_of, key=lambda folder: (class_of[folder], folder))
+    class_index = np.array([class_to_idx[class_of[folder]] for folder in in_order], np.int32)
+    position_of = {folder: i for i, folder in enumerate(in_order)}
+    positions = np.array([position_of.get(folder, -1) for folder in folders])
+    order = np.lexsort((names, positions))
+    order = order[np.count_nonzero(positions < 0) :]  # without those outside of `prefix`
+    return classes, class_index[positions[order]], order

@@ -5,14 +5,13 @@ from pathlib import Path
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives
 from imagenet_cls.data.classes import chosen_classes, match_classes
-from imagenet_cls.data.index import check_level_on_disk, class_folders
+from imagenet_cls.data.index import class_folders
 from imagenet_cls.data.lists import LIST_REMEDY, read_bad_images
 from imagenet_cls.files import read_text
 
 
 def check_paths(data: DataConfig, *, allow_missing: bool = False) -> None:
-    """Raise DataError for missing folders and lists, classes a level deeper, and other classes in
-    validation.
+    """Raise DataError for missing folders and lists, and for other classes in validation.
 
     allow_missing: the validation folder need not have all classes.
     """
@@ -23,8 +22,6 @@ def check_paths(data: DataConfig, *, allow_missing: bool = False) -> None:
         folders = [part for part in parts if find_archives(root, part) is None]
         found = {part: class_folders(root / part) for part in folders}
         known = chosen or found.get(data.train)
-        if data.train in found:
-            check_level_on_disk(root / data.train, found[data.train])
         for part, names in found.items():
             if known is not None:
                 match_classes(

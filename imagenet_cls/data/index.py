@@ -113,7 +113,8 @@ def index_folder(folder: Path | str) -> ImageIndex:
         started = time.time()
         scan = scan_classes(root)
         write_scan(root, scan, started)
-    empty = [name for name, count in zip(scan.labels, scan.counts, strict=True) if count == 0]
+    counts = np.bincount(scan.label_index, minlength=len(scan.labels))
+    empty = [scan.labels[label] for label in np.flatnonzero(counts == 0)]
     if empty:
         others = f"; files not read: {describe_unread(scan.unread)}" if scan.unread else ""
         raise DataError(
@@ -122,20 +123,22 @@ def index_folder(folder: Path | str) -> ImageIndex:
             "Remove these folders, or restore their images (an interrupted extraction leaves such "
             "folders).",
         )
-    check_level(root, scan.labels, scan.names)
     return index_scan(scan, root)
 
 
 def index_scan(scan: Scan, root: Path, byte_ranges: ByteRanges | None = None) -> ImageIndex:
-    """The index of what was listed in class folders."""
-    targets = np.repeat(np.arange(len(scan.labels), dtype=np.int64), scan.counts)
+    """The index of what was listed. Raises DataError for classes a level deeper."""
+    if not scan.are_shards:
+        check_level(root, scan.labels, scan.names)
+    targets = scan.label_index.astype(np.int64)
     return ImageIndex(root, scan.names, targets, tuple(scan.labels), byte_ranges, scan.unread)
 
 
 def scan_classes(root: Path) -> Scan:
     """List all class folders in `root`. Raises DataError."""
     classes, content = _list_classes(root)
-    statuses = {b"": content.status if content.is_cacheable else None}
+    statuses = {b"": content.status}
+    is_cacheable = content.is_cacheable
     counts = []
     names = []
     unread = Counter[bytes]()
@@ -144,11 +147,19 @@ def scan_classes(root: Path) -> Scan:
         images = images_of_tree(tree)
         counts.append(len(images))
         # an array for each class, since all names as Python objects take 100 MB
-        names.append(np.array(images, f"S{max(map(len, images), default=1)}"))
+        names.append(np.array(images, bytes))
         unread += count_others(tree)
-        for path, content in tree.items():
-            statuses[path] = content.status if content.is_cacheable else None
-    return Scan(classes, counts, np.concatenate(names), unread, statuses)
+        statuses |= {path: content.status for path, content in tree.items()}
+        is_cacheable &= all(content.is_cacheable for content in tree.values())
+    return Scan(
+        classes,
+        np.repeat(np.arange(len(classes), dtype=np.int32), counts),
+        np.concatenate(names),
+        unread,
+        statuses,
+        places=np.empty((0, 4), np.int64),
+        is_cacheable=is_cacheable,
+    )
 
 
 def list_tree(base: bytes, folder: bytes) -> dict[bytes, FolderContent]:
@@ -262,18 +273,15 @@ def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
         raise DataError(f"{path}: {error.strerror}.", _layout_remedy(root)) from None
     classes = sorted(map(os.fsdecode, content.folders))
     if not classes:
-        images = content.images
         remedy = "Set data.root, data.train and data.val."
-        if images:
+        if content.images:
             remedy = (
-                "Sort them into folders named as the classes, or list them with their classes: "
-                "data.name=list"
+                f"Sort them into folders named as the classes (ImageNet's: {PREPARE_COMMAND}), or "
+                f"list them with their classes: data.name=list"
             )
-        if any(name.startswith(b"ILSVRC2012_val_") for name in images):  # ImageNet's archive
-            remedy = f"Sort ImageNet's validation images into classes: {PREPARE_COMMAND}"
         raise DataError(
-            f"{root}: holds {len(images)} images and no class folders. Each class needs a folder, "
-            f"{root}/CLASS/*.",
+            f"{root}: holds {len(content.images)} images and no class folders. Each class needs a "
+            f"folder, {root}/CLASS/*.",
             remedy,
         )
     return classes, content
@@ -285,24 +293,14 @@ def _layout_remedy(missing: Path) -> str:
     try:
         found = sorted(path.name for path in root.iterdir())
     except OSError:
-        remedy = "Set data.root to the folder that holds train/CLASS/* and val/CLASS/*."
-        if "imagenet" in root.name.lower():
-            remedy += f" From ImageNet's archives: {PREPARE_COMMAND}"
-        return remedy
-    remedy = f"{root} holds {join_names(found) or 'nothing'}: set data.root, data.train, data.val. "
-    if SPLIT_NAMES.isdisjoint(map(str.lower, found)):
-        return f"{remedy}If these are classes: data.train=. {NO_VALIDATION}"
-    return f"{remedy}Without validation images: {NO_VALIDATION}"
-
-
-def check_level_on_disk(root: Path, classes: Sequence[str]) -> None:
-    """`check_level` of class folders, before all images are listed."""
-    if not _may_be_parts(classes):
-        return
-    contents = [list_folder(os.fsencode(root / name)) for name in classes]
-    has_images = any(content.images for content in contents)
-    if not has_images and any(content.folders for content in contents):
-        raise _level_error(root, classes)
+        return (
+            "Set data.root to the folder that holds train/CLASS/* and val/CLASS/* (ImageNet's "
+            f"archives: {PREPARE_COMMAND})."
+        )
+    return (
+        f"{root} holds {join_names(found) or 'nothing'}: set data.root, data.train, data.val. "
+        f"Without validation images: {NO_VALIDATION}; for class folders in data.root: data.train=."
+    )
 
 
 def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:

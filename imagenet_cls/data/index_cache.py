@@ -9,15 +9,14 @@ import contextlib
 import io
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from imagenet_cls.files import TEMPORARY, check_regular, open_at_once
+from imagenet_cls.files import TEMPORARY
 
 CACHE_VARIABLE = "IMAGENET_CLS_CACHE"
 MIN_IMAGES = 10_000  # fewer are listed in milliseconds
@@ -31,31 +30,29 @@ FILE_SYSTEMS = frozenset(
 # for a file server whose clock is slow.
 MIN_AGE_SEC = 60
 _DIGEST_BYTES = 32  # at the end of a cache file
-FORMAT = 2  # raise it when other files are listed, in another order, or stored in another way
-# What is stored of every scan. Those of archives have further arrays.
-_KEYS = ("format", "paths", "times", "labels", "counts", "names", "suffixes", "num_unread")
+FORMAT = 3  # raise it when other files are listed, in another order, or stored in another way
 
 
 @dataclass(frozen=True)
 class Scan:
     """The images in the class folders, archives or shards of a dataset.
 
-    labels: the names of the class folders, sorted; of shards their labels, in the order in which
-    they appear. counts: the number of images of each class folder, at any depth; empty for shards.
-    names: (N,) paths relative to the dataset, of dtype S. unread: the number of other files, by
-    suffix. statuses: of what was listed, before it was listed: of folders by their paths relative
-    to the dataset, of archives by absolute paths; None for a folder that can't be cached
-    (`index.FolderContent`). arrays: of archives further arrays (N,), by name: `archive_index`,
-    `offset`, `size` and `compressed` as in `ByteRanges`; of shards also `label_index`, indices of
-    `labels`.
+    labels: the names of the class folders, or the labels of shards (are_shards), sorted.
+    label_index: int32 (N,), indices of `labels`. names: (N,) paths relative to the dataset, of
+    dtype S. unread: the number of other files, by suffix. statuses: of what was listed, before it
+    was listed: of folders by their paths relative to the dataset, of archives by absolute paths.
+    places: of images in archives, as in `ByteRanges`; empty for folders. is_cacheable: see
+    `index.FolderContent`.
     """
 
     labels: list[str]
-    counts: list[int]
+    label_index: np.ndarray
     names: np.ndarray
     unread: Mapping[bytes, int]
-    statuses: Mapping[bytes, os.stat_result | None]
-    arrays: Mapping[str, Any] = field(default_factory=dict)
+    statuses: Mapping[bytes, os.stat_result]
+    places: np.ndarray
+    are_shards: bool = False
+    is_cacheable: bool = True
 
 
 def open_status(path: bytes) -> os.stat_result:
@@ -78,19 +75,22 @@ def read_scan(root: Path, archives: Sequence[Path] = ()) -> Scan | None:
             paths = stored["paths"].tolist()
             if archives and paths != list(map(os.fsencode, archives)):
                 return None
-            statuses: dict[bytes, os.stat_result | None] = {}
-            for path in paths:
-                statuses[path] = open_status(os.path.join(os.fsencode(root), path))  # noqa: PTH118
-            if not np.array_equal(stored["times"], _times(statuses.values())):
+            folder = os.fsencode(root)
+            statuses = {
+                path: open_status(os.path.join(folder, path))  # noqa: PTH118
+                for path in paths
+            }
+            if not np.array_equal(stored["times"], _times(statuses)):
                 return None
             unread = zip(stored["suffixes"].tolist(), stored["num_unread"].tolist(), strict=True)
             return Scan(
                 list(map(os.fsdecode, stored["labels"].tolist())),
-                stored["counts"].tolist(),
+                stored["label_index"],
                 stored["names"],
                 dict(unread),
                 statuses,
-                {name: stored[name] for name in stored.files if name not in _KEYS},
+                stored["places"],
+                bool(stored["are_shards"]),
             )
     except Exception:  # zipfile and numpy raise anything for damaged files
         return None
@@ -101,7 +101,7 @@ def write_scan(root: Path, scan: Scan, started: float) -> None:
     `_is_cacheable`. Errors are ignored.
     """
     with contextlib.suppress(OSError, RuntimeError):  # a RuntimeError if there is no home folder
-        if len(scan.names) < MIN_IMAGES or not _is_cacheable(scan.statuses, started):
+        if len(scan.names) < MIN_IMAGES or not _is_cacheable(scan, started):
             return
         target = _cache_file(root)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -113,13 +113,14 @@ def write_scan(root: Path, scan: Scan, started: float) -> None:
                     content,
                     format=np.array(FORMAT),
                     paths=np.array(list(scan.statuses)),
-                    times=_times(scan.statuses.values()),
+                    times=_times(scan.statuses),
                     labels=np.array(list(map(os.fsencode, scan.labels))),
-                    counts=np.array(scan.counts),
+                    label_index=scan.label_index,
                     names=scan.names,
                     suffixes=np.array(list(scan.unread), bytes),
                     num_unread=np.array(list(scan.unread.values()), np.int64),
-                    **scan.arrays,
+                    places=scan.places,
+                    are_shards=np.array(scan.are_shards),
                 )
                 file.write(content.getbuffer())
                 file.write(_digest(content.getbuffer()))
@@ -130,15 +131,12 @@ def write_scan(root: Path, scan: Scan, started: float) -> None:
 
 
 def _read_verified(path: Path) -> bytes:
-    """The content of a cache file. Raises OSError or ValueError for no regular file or a damaged
-    one.
+    """The content of a cache file. Raises OSError or ValueError for a damaged one.
 
     numpy compares the checksum of an array only when it reads to its end. With a damaged header it
     may not.
     """
-    with open(path, "rb", opener=open_at_once) as file:
-        check_regular(file.fileno())
-        stored = file.read()
+    stored = path.read_bytes()
     content = stored[:-_DIGEST_BYTES]
     if stored[-_DIGEST_BYTES:] != _digest(content):
         raise ValueError(f"{path}: wrong checksum")
@@ -149,14 +147,13 @@ def _digest(content: bytes | memoryview) -> bytes:
     return blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-def _is_cacheable(statuses: Mapping[bytes, os.stat_result | None], started: float) -> bool:
+def _is_cacheable(scan: Scan, started: float) -> bool:
     """Whether any later change of what was listed will change its times, so that `read_scan`
     detects it.
     """
-    known = [status for status in statuses.values() if status is not None]
-    if len(known) < len(statuses):
-        return False
-    if any(max(s.st_mtime, s.st_ctime) > started - MIN_AGE_SEC for s in known):
+    statuses = scan.statuses.values()
+    latest = max(max(status.st_mtime, status.st_ctime) for status in statuses)
+    if not scan.is_cacheable or latest > started - MIN_AGE_SEC:
         return False
     file_systems = {}
     # only Linux has it: see proc(5)
@@ -164,13 +161,14 @@ def _is_cacheable(statuses: Mapping[bytes, os.stat_result | None], started: floa
         mount, _, file_system = line.partition(" - ")
         major, minor = mount.split()[2].split(":")
         file_systems[os.makedev(int(major), int(minor))] = file_system.split()[0]
-    return all(file_systems.get(status.st_dev, "unknown") in FILE_SYSTEMS for status in known)
+    return all(file_systems.get(status.st_dev, "unknown") in FILE_SYSTEMS for status in statuses)
 
 
-def _times(statuses: Iterable[os.stat_result | None]) -> np.ndarray:
+def _times(statuses: Mapping[bytes, os.stat_result]) -> np.ndarray:
     """Inode number and times in nanoseconds, as text, since an inode number may exceed int64."""
-    known = [status for status in statuses if status is not None]
-    return np.array([b"%d %d %d" % (s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in known])
+    return np.array(
+        [b"%d %d %d" % (s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in statuses.values()]
+    )
 
 
 def _cache_file(root: Path) -> Path:

@@ -156,7 +156,7 @@ def size_fingerprint(source: ImageSource) -> str | None:
         return None
     rows = np.linspace(0, len(source) - 1, min(len(source), _MAX_SIZES)).astype(int)
     if source.index.byte_ranges is not None:
-        sizes = source.index.byte_ranges.size[rows].tolist()
+        sizes = source.index.byte_ranges.places[rows, 2].tolist()
     else:
         paths = map(source.index.path, rows)
         sizes = [path.stat().st_size if path.is_file() else -1 for path in paths]

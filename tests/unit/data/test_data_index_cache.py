@@ -145,7 +145,8 @@ def test_link_that_may_become_a_folder_is_not_cached(cache: Path, root: Path, pl
     assert not cache.exists()
     touch(root.parent / "not mounted yet" / "9.jpg")
     index_folder(root)
-    assert read_scan(root).counts == ([2, 2, 1, 1] if place == "." else [3, 2, 1])
+    counts = np.bincount(read_scan(root).label_index).tolist()
+    assert counts == ([2, 2, 1, 1] if place == "." else [3, 2, 1])
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,6 @@ def replace_by_pickle(file: Path) -> None:
         lambda file: file.write_bytes(b"not a cache"),
         lambda file: (file.unlink(), file.mkdir()),
         lambda file: (file.unlink(), file.symlink_to(file)),
-        lambda file: (file.unlink(), os.mkfifo(file)),
     ],
 )
 def test_damaged_cache_is_ignored_and_replaced(
@@ -208,7 +208,7 @@ def test_cache_with_a_damaged_header_of_an_array_is_ignored(cache: Path, root: P
     whole = file.read_bytes()
     assert read_scan(root)
     shapes = [found.span(1) for found in re.finditer(rb"'shape': \(([\d, ]*)\)", whole)]
-    assert len(shapes) == 8
+    assert len(shapes) == 10
     for start, end in shapes:
         for bit in range(8 * start, 8 * end):
             damaged = bytearray(whole)
