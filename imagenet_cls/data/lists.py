@@ -74,6 +74,11 @@ def _read_rows(file: Path) -> list[_Row]:
     not parse.
     """
     text = read_text(file, LIST_REMEDY)
+    if "\0" in text:
+        raise DataError(
+            f"{file}: not a text file.",
+            "Give a list of images, a folder of classes, or a .tar or .zip archive.",
+        )
     if file.suffix.lower() == ".csv":
         return _csv_rows(file, text)
     rows = []

@@ -11,10 +11,8 @@ from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.classes import chosen_classes
 from imagenet_cls.data.datasets import describe_part, index_part, open_files
-from imagenet_cls.data.index import SPLIT_NAMES, list_folder
 from imagenet_cls.data.sources import ImageSource, targets_of, with_classes
 from imagenet_cls.errors import DataError
-from imagenet_cls.text import join_names
 
 
 def locate_test_set(path: Path, data: DataConfig, list_root: str | None = None) -> DataConfig:
@@ -29,12 +27,12 @@ def locate_test_set(path: Path, data: DataConfig, list_root: str | None = None) 
     archives = [p for p in path.parents if is_archive(p.name) and os.path.isfile(p)]  # noqa: PTH113
     if os.path.isdir(path):  # noqa: PTH112 (pathlib raises for names that no file can have)
         root = path
-        part = _validation_part(path)
+        parts = ("val", "val.tar", "val.zip")
+        part = next((p for p in parts if (path / p).is_dir() or find_archives(path, p)), ".")
     elif archives:
         root = archives[0]
         part = str(path.relative_to(root))
     elif os.path.isfile(path) and not is_archive(path.name):  # noqa: PTH113
-        check_text(path)
         name = "list"
         root = path.parent
         part = path.name
@@ -50,41 +48,6 @@ def locate_test_set(path: Path, data: DataConfig, list_root: str | None = None) 
     return replace(data, val_fraction=None, fold=None, group=None)
 
 
-def check_text(path: Path) -> None:
-    """Raise DataError for a file that is no list of images, such as a compressed archive."""
-    with path.open("rb") as file:
-        if b"\0" not in file.read(1024):
-            return
-    raise DataError(
-        f"{path}: not a text file, and only a .tar or .zip file is read as an archive.",
-        "Give a folder of classes, a .tar or .zip archive, or a list of images after --data.",
-    )
-
-
-def _validation_part(folder: Path) -> str:
-    """The part of a folder that holds the images to evaluate: its validation part, or all of it."""
-    for part in ("val", "val.tar", "val.zip"):
-        if (folder / part).is_dir() or find_archives(folder, part):
-            return part
-    try:
-        found = sorted(map(os.fsdecode, list_folder(os.fsencode(folder)).folders))
-    except OSError:  # `index_folder` raises an error that explains it
-        return "."
-    if found:
-        check_no_parts(folder, found)
-    return "."
-
-
-def check_no_parts(path: Path, found: Sequence[str]) -> None:
-    """Raise DataError if all folders in `path` are named as parts of a dataset."""
-    if SPLIT_NAMES.issuperset(map(str.lower, found)):
-        part = next((name for name in found if not name.lower().startswith("train")), found[0])
-        raise DataError(
-            f"{path}: holds the parts of a dataset ({join_names(found)}), not classes.",
-            f"Name the part to evaluate: --data {path / part}",
-        )
-
-
 def open_test_set(
     data: DataConfig, classes: Sequence[str] | None, *, allow_missing: bool = False
 ) -> ImageSource:
@@ -97,8 +60,6 @@ def open_test_set(
     path = Path(data.root).expanduser() / data.val
     chosen = chosen_classes(data)
     index = index_part(data, data.val, None if chosen else classes)
-    if index.byte_ranges is not None and (np.char.count(index.names, b"/") > 1).all():
-        check_no_parts(path, index.classes)
     source, _ = open_files(data, index, is_training=False)
     # The advice for a bad image would name keys of the training data, and not --data.
     source = replace(source, exclude_advice=None)
