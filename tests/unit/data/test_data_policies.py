@@ -149,25 +149,8 @@ def test_torchvision_policy_interpolates_as_the_crop_by_default(
 
 
 BAD_NAMES = [
-    *("randd-m9", "rand-m9-std0.5", "rand-m9.5", "rand-inc", "rand-tsmall", "rand-p2", "rand-p0.0"),
-    *(
-        "rand-",
-        "rand-n0",
-        "rand-n101",
-        "rand-m11-mstd0.5",
-        "rand-m21-mmax20",
-        "rand-m9-mmax31",
-        "rand-m" + "9" * 5000,
-    ),
-    *(
-        "rand-n16-tweights",
-        "augmix-w0",
-        "augmix-a0",
-        "augmix-d101",
-        "augmix-m30",
-        "original-m9",
-        "3b",
-    ),
+    *("randd-m9", "rand-m9-std0.5", "rand-m9.5", "rand-inc", "rand-tsmall", "rand-", "rand-mnine"),
+    *("rand-n16-tweights", "augmix-a0", "augmix-x3", "original-m9", "3b", "timm:rand", "a b:c"),
     *("torchvision:randaugment", "no_such_module:policy", "test_data_policies:sprinkl"),
     *("test_data_policies:floats", "test_data_policies:halves", "test_data_policies:OWN"),
 ]
@@ -190,24 +173,6 @@ def test_policy_problems_bad_name_is_one_short_problem(name: str) -> None:
         ("3a", {"magnitude": 9}, "magnitude"),
         (OWN, {"shar": 0.2}, "shar"),
         ("torchvision:rand_augment", {"magnitud": 9}, "magnitud"),
-        *(
-            ("torchvision:rand_augment", {"magnitude": value}, "magnitude")
-            for value in (-3, 9.5, True, "9", None)
-        ),
-        *(("torchvision:rand_augment", {"num_ops": value}, "num_ops") for value in (0, 10**9)),
-        ("torchvision:rand_augment", {"num_magnitude_bins": 0}, "num_magnitude_bins"),
-        (
-            "torchvision:rand_augment",
-            {"num_magnitude_bins": 1, "magnitude": 0},
-            "num_magnitude_bins",
-        ),
-        ("torchvision:trivial_augment_wide", {"num_magnitude_bins": 10**12}, "num_magnitude_bins"),
-        ("torchvision:trivial_augment_wide", {"magnitude": -3}, "magnitude"),
-        *(("torchvision:aug_mix", {"alpha": value}, "alpha") for value in (-1, 0, float("nan"))),
-        ("torchvision:aug_mix", {"mixture_width": 0}, "mixture_width"),
-        ("torchvision:aug_mix", {"chain_depth": 10**9}, "chain_depth"),
-        *(("torchvision:aug_mix", {"severity": value}, "severity") for value in (0, 11)),
-        *(("torchvision:auto_augment", {"fill": value}, "fill") for value in (256, [0, 0, -1])),
     ],
 )
 def test_policy_problems_bad_argument_is_a_problem_of_its_key(
@@ -217,28 +182,17 @@ def test_policy_problems_bad_argument_is_a_problem_of_its_key(
     assert problem.key == f"augment.policy_kwargs.{key}"
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs"),
-    [
-        ("rand_augment", {"magnitude": 0, "num_ops": 1, "num_magnitude_bins": 2}),
-        ("rand_augment", {"magnitude": 40, "num_magnitude_bins": 41, "fill": [124, 116, 104]}),
-        ("trivial_augment_wide", {"num_magnitude_bins": 2, "fill": 128}),
-        ("auto_augment", {"policy": "cifar10", "fill": None}),
-        ("aug_mix", {"severity": 10, "mixture_width": 1, "chain_depth": -1, "alpha": 0.001}),
-        (
-            "aug_mix",
-            {"severity": 1, "mixture_width": 2, "chain_depth": 2, "alpha": 1000, "all_ops": False},
-        ),
-    ],
-)
-def test_torchvision_policy_with_arguments_at_their_limits_works(
-    image: Tensor, name: str, kwargs: dict
-) -> None:
-    augment = AugmentConfig(size_px=32, policy=f"torchvision:{name}", policy_kwargs=kwargs)
-    assert policy_problems(augment) == []
-    policy = build_policy(augment, 32)
-    seed_generators(1)
-    assert policy is not None and any(not torch.equal(policy(image), image) for _ in range(20))
+def test_torchvision_policy_takes_whole_numbers_and_names(image: Tensor) -> None:
+    """AugMix draws from a Dirichlet distribution, which needs a float."""
+    for name, kwargs in (
+        ("auto_augment", {"policy": "cifar10", "fill": [124, 116, 104]}),
+        ("aug_mix", {"severity": 10, "mixture_width": 1, "alpha": 1000, "all_ops": False}),
+    ):
+        augment = AugmentConfig(size_px=32, policy=f"torchvision:{name}", policy_kwargs=kwargs)
+        assert policy_problems(augment) == []
+        policy = build_policy(augment, 32)
+        seed_generators(1)
+        assert policy is not None and any(not torch.equal(policy(image), image) for _ in range(20))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +204,8 @@ def test_torchvision_policy_with_arguments_at_their_limits_works(
         AugmentConfig(policy="torchvision:auto_augment", policy_kwargs={"policy": "cifar"}),
         AugmentConfig(policy="torchvision:auto_augment", policy_kwargs={"fill": [0, 0]}),
         AugmentConfig(policy="torchvision:rand_augment", policy_kwargs={"magnitude": 31}),
+        AugmentConfig(policy="torchvision:rand_augment", policy_kwargs={"num_ops": "2"}),
+        AugmentConfig(policy="torchvision:aug_mix", policy_kwargs={"severity": 11}),
     ],
 )
 def test_policy_problems_failing_trial_is_a_problem(augment: AugmentConfig) -> None:
