@@ -186,15 +186,11 @@ def exclude_images(
 
 def _bad_rows(index: ImageIndex, root: Path, path: Path) -> list[int]:
     """Rows of `index` that the list names. (An annotation file may name an image twice.)"""
-    data_root = os.fsencode(os.path.abspath(root))  # noqa: PTH100
-    index_root = os.fsencode(os.path.abspath(index.root))  # noqa: PTH100
+    index_root = os.path.abspath(index.root)  # noqa: PTH100
+    data_root = os.path.abspath(root)  # noqa: PTH100
 
-    def absolute(folder: bytes, name: bytes) -> bytes:
+    def absolute(folder: str, name: str) -> str:
         return os.path.normpath(os.path.join(folder, name))  # noqa: PTH118
 
-    paths = {absolute(data_root, os.fsencode(name)) for name in read_bad_images(path)}
-    # File names are compared first: normpath of all paths of ImageNet takes seconds.
-    file_names = {path.rpartition(b"/")[2] for path in paths}
-    names = index.names.tolist()
-    rows = [i for i, name in enumerate(names) if name.rpartition(b"/")[2] in file_names]
-    return [i for i in rows if absolute(index_root, index.names[i]) in paths]
+    paths = {absolute(data_root, name) for name in read_bad_images(path)}
+    return [i for i in range(len(index)) if absolute(index_root, index.name(i)) in paths]
