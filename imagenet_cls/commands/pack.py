@@ -23,12 +23,11 @@ from PIL import Image
 from imagenet_cls.commands import cli
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import index_archives
-from imagenet_cls.data.classes import match_labels, read_classes
-from imagenet_cls.data.index import is_image
+from imagenet_cls.data.classes import match_classes, match_labels, read_classes
+from imagenet_cls.data.index import IMAGE_SUFFIXES, suffix_of
 from imagenet_cls.errors import DataError, UsageError, explain_content_errors
 from imagenet_cls.files import (
     TEMPORARY,
-    check_regular,
     explain_write_errors,
     fsync,
     take_lock,
@@ -36,14 +35,13 @@ from imagenet_cls.files import (
 )
 from imagenet_cls.parallel.cpus import cpu_threads
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.text import first_line, format_value, join_names, printable, shorten
+from imagenet_cls.text import first_line, format_value, join_names, printable
 
 # Of a part, the files with the first prefix that any has.
 PARQUET_PARTS = {"train": ("train-",), "val": ("validation-", "valid-", "val-", "test-")}
 # In shards. WebDataset's and timm's readers look for `jpg`.
 SUFFIXES = {"jpeg": "jpg", "jpe": "jpg", "jfif": "jpg", "mpo": "jpg", "jpeg2000": "jp2"}
 SHARD_FORMAT = 2  # 1: images have the suffixes of their files
-UNREADABLE = "Check its permissions, or use another SOURCE."
 PLAN_FILE = "pack.json"  # what the shards beside it were made of, and the options
 
 # name of an image below its class, the file, target; a description of the image, for messages
@@ -146,14 +144,10 @@ def check_class_names(classes: Sequence[str], source: str) -> None:
     the shards.
     """
     for name, count in Counter(classes).items():
-        problem = None
-        if count > 1:
-            problem = "is there twice"
-        elif name.strip() != name or name.splitlines() != [name] or "\0" in name:
-            problem = "is empty, or has white space at an end, a line break or a NUL"
-        if problem is not None:
+        if count > 1 or [line.strip() for line in name.splitlines()] != [name]:
             raise DataError(
-                f"{source}: the class {format_value(name)} {problem}.",
+                f"{source}: the class {format_value(name)} is there twice, is empty, or has white "
+                f"space at an end or a line break.",
                 "Rename it: shards list their classes in classes.txt.",
             )
 
@@ -164,7 +158,7 @@ def open_parts(source: str, overrides: Sequence[str], per_shard: int) -> dict[st
     if data is not None:
         return indexed_parts(data, per_shard)
     root = Path(source).expanduser()
-    files = parquet_files(root)
+    files = [*sorted(root.glob("*.parquet")), *sorted(root.glob("data/*.parquet"))]
     parts: dict[str, Part] = {}
     for name, prefixes in PARQUET_PARTS.items():
         chosen = with_first_prefix(files, prefixes)
@@ -178,19 +172,6 @@ def open_parts(source: str, overrides: Sequence[str], per_shard: int) -> dict[st
     if files:
         print(printable(f"not packed: {join_names([path.name for path in files])}"))
     return parts
-
-
-def parquet_files(root: Path) -> list[Path]:
-    """The Parquet files in a folder and in `data` in it, sorted. Raises DataError."""
-    found: list[Path] = []
-    for folder in (root, root / "data"):
-        try:
-            found += sorted(path for path in folder.iterdir() if path.suffix == ".parquet")
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            raise DataError(f"{folder}: {error.strerror}.", UNREADABLE) from None
-    return found
 
 
 def with_first_prefix(files: Sequence[Path], prefixes: Sequence[str]) -> list[Path]:
@@ -241,13 +222,8 @@ def open_parquet(path: Path) -> Iterator[Any]:
         raise UsageError(
             "Parquet files need pyarrow.", "Install it: pip install pyarrow."
         ) from None
-    try:
-        check_regular(path)
-        content = path.open("rb")  # errors of pyarrow would hide the reason
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}.", UNREADABLE) from None
     explain = explain_content_errors(DataError, path, "broken or cut short", "Download it again.")
-    with content, explain, parquet.ParquetFile(content) as file:
+    with explain, parquet.ParquetFile(path) as file:
         yield file
 
 
@@ -266,8 +242,14 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
         with open_parquet(path) as file:
             if file.metadata.num_rows == 0:
                 continue
-            _check_columns(path, file.schema_arrow)
-            stored = _class_names(path, file.schema_arrow)
+            schema = file.schema_arrow
+            if not {"image", "label"} <= set(schema.names):
+                raise DataError(
+                    f"{path}: its columns are {printable(', '.join(schema.names))}; `image` and "
+                    f"`label` are needed.",
+                    "Rename the columns, or give a dataset for image classification.",
+                )
+            stored = _class_names(schema)
             if groups and stored != names:
                 raise DataError(
                     f"{path}: its names of classes differ from {groups[0][0].name}.",
@@ -284,8 +266,10 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
     if not groups:
         listed = join_names([path.name for path in files])
         raise DataError(f"{folder}: no rows in {listed}.", "Give other files.")
+    targets: dict[int | str, int]
     if names is not None:
-        targets, classes = _targets_of_names(names, classes, files[0])
+        classes = names if classes is None else classes
+        targets = dict(enumerate(match_classes(names, classes, files[0])))
     else:
         targets, classes = _targets_of_labels(labels, classes, folder)
     starts = []
@@ -313,22 +297,6 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
     return Part(classes, fingerprint, count, shards, read_group)
 
 
-def _targets_of_names(
-    names: Sequence[str], classes: Sequence[str] | None, file: Path
-) -> tuple[dict[int | str, int], Sequence[str]]:
-    """The target of each index in the names that `file` stores, and the classes."""
-    classes = names if classes is None else classes
-    if sorted(names) != sorted(classes):
-        others = join_names(sorted(set(names) ^ set(classes)))
-        raise DataError(
-            f"{file}: its {len(names)} classes are not the {len(classes)} training classes; not "
-            f"in both: {others}.",
-            "Give files of one dataset.",
-        )
-    class_to_idx = {name: i for i, name in enumerate(classes)}
-    return {i: class_to_idx[name] for i, name in enumerate(names)}, classes
-
-
 def _targets_of_labels(
     labels: Collection[int | str], classes: Sequence[str] | None, folder: Path
 ) -> tuple[dict[int | str, int], Sequence[str]]:
@@ -340,56 +308,25 @@ def _targets_of_labels(
     return {label: target_of[str(label)] for label in labels if str(label) in target_of}, classes
 
 
-def _class_names(path: Path, schema: Any) -> list[str] | None:
-    """The names of the classes that Hugging Face's `datasets` stores in a file, or None."""
+def _class_names(schema: Any) -> list[str] | None:
+    """The names of the classes that Hugging Face's `datasets` stores in an Arrow schema, or
+    None.
+    """
     stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     names = stored.get("info", {}).get("features", {}).get("label", {}).get("names")
-    if names is None:
-        return None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(
-            f"{path}: the names of its classes are not a list of strings: {format_value(names)}.",
-            "Store them as the ClassLabel of `datasets` does, or leave them out.",
-        )
-    return names
-
-
-def _check_columns(path: Path, schema: Any) -> None:
-    """Raise DataError for an Arrow schema without a column of images and one of labels."""
-    from pyarrow import types
-
-    if not {"image", "label"} <= set(schema.names):
-        raise DataError(
-            f"{path}: its columns are {printable(', '.join(schema.names))}; `image` and `label` "
-            "are needed.",
-            "Rename the columns, or give a dataset for image classification.",
-        )
-    image = schema.field("image").type
-    label = schema.field("label").type
-    has_bytes = types.is_struct(image) and image.get_field_index("bytes") >= 0
-    content = image.field("bytes").type if has_bytes else None
-    if content is None or not (types.is_binary(content) or types.is_large_binary(content)):
-        found = shorten(printable(str(image)), 200)
-        raise DataError(
-            f"{path}: column `image` has type {found}.",
-            "Convert it to a struct with `bytes`, the file.",
-        )
-    if not (types.is_integer(label) or types.is_string(label) or types.is_large_string(label)):
-        raise DataError(
-            f"{path}: column `label` has type {label}.", "Convert it to integers or strings."
-        )
+    return None if names is None else list(map(str, names))
 
 
 def _parquet_row(
     row: dict[str, Any], targets: Mapping[int | str, int], description: str
 ) -> tuple[str, bytes, int]:
     """Name (perhaps empty), file and target. targets: the target of each label."""
-    image = row["image"] or {}
+    image = row["image"]
     label = row["label"]
-    if not image.get("bytes"):
+    if not isinstance(image, dict) or not image.get("bytes"):
         raise DataError(
-            f"{description}: no image: `bytes` is empty.",
-            "Give files that hold the images, not only their paths.",
+            f"{description}: no image: column `image` has no `bytes`.",
+            "Give a column of structs with `bytes`, the files, not only their paths.",
         )
     if label not in targets:
         problem = "no label"
@@ -413,14 +350,11 @@ def write_part(out: Path, name: str, part: Part, options: Options) -> None:
     plan = json.dumps([part.fingerprint, list(part.classes), *image_options, SHARD_FORMAT])
     for path in (folder, partial_folder):
         plan_file = path / PLAN_FILE
-        if path.exists() and not plan_file.exists():
+        if path.exists() and not (plan_file.exists() and plan_file.read_text() == plan):
             raise UsageError(
-                f"{path} exists, and was not made by this command.", "Give another OUT."
-            )
-        if path.exists() and plan_file.read_text() != plan:
-            raise UsageError(
-                f"{path} was made of other data, with other options, or by an earlier version.",
-                "Give another OUT, or remove it.",
+                f"{path} exists, and was not packed from the same data with the same options by "
+                f"this version.",
+                "Give another OUT, or remove what was packed there.",
             )
     if not folder.exists():
         partial_folder.mkdir(exist_ok=True)
@@ -455,22 +389,20 @@ def write_shard(path: Path, files: Iterator[Sample]) -> None:
     for equal keys.
     """
     keys: set[str] = set()
-    with path.open("wb") as file:
-        with tarfile.open(fileobj=file, mode="w") as tar:
-            for name, data, target, description in files:
-                key = name.rpartition(".")[0]
-                if key in keys:
-                    raise DataError(
-                        f"{printable(description)}: another image has this key in a shard.",
-                        "Rename one of them.",
-                    )
-                keys.add(key)
-                for member_name, content in ((name, data), (f"{key}.cls", str(target).encode())):
-                    member = tarfile.TarInfo(member_name)
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-        file.flush()
-        os.fsync(file.fileno())
+    with tarfile.open(path, "w") as tar:
+        for name, data, target, description in files:
+            key = name.rpartition(".")[0]
+            if key in keys:
+                raise DataError(
+                    f"{printable(description)}: another image has this key in a shard.",
+                    "Rename one of them.",
+                )
+            keys.add(key)
+            for member_name, content in ((name, data), (f"{key}.cls", str(target).encode())):
+                member = tarfile.TarInfo(member_name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    fsync(path)
 
 
 def pack_sample(sample: Sample, classes: Sequence[str], options: Options) -> Sample:
@@ -485,7 +417,7 @@ def pack_sample(sample: Sample, classes: Sequence[str], options: Options) -> Sam
     folder, _, base = os.path.normpath(f"/{name}").lstrip("/").rpartition("/")
     stem = base
     suffix = ""
-    if is_image(os.fsencode(base)):
+    if suffix_of(os.fsencode(base)) in IMAGE_SUFFIXES:
         stem, _, suffix = base.rpartition(".")
     if options.max_px is not None or not suffix:
         from imagenet_cls.data.decode import open_image  # imports torch
@@ -498,11 +430,10 @@ def pack_sample(sample: Sample, classes: Sequence[str], options: Options) -> Sam
                 data = downscale_jpeg(data, options.max_px, options.quality)
                 suffix = "jpg"
         except Exception as error:  # damaged files make decoders raise anything
-            is_unknown = isinstance(error, Image.UnidentifiedImageError)
-            reason = "not an image of a known format" if is_unknown else first_line(error)
-            raise DataError(f"{printable(description)}: {reason}.", "Replace the file.") from None
+            reason = f"{printable(description)}: {first_line(error)}."
+            raise DataError(reason, "Replace the file.") from None
     suffix = SUFFIXES.get(suffix.lower(), suffix.lower())
-    if not is_image(b"image." + suffix.encode()):
+    if f".{suffix}".encode() not in IMAGE_SUFFIXES:
         raise DataError(
             f"{printable(description)}: a {suffix} file, which training does not read.",
             "Replace the file.",
