@@ -16,7 +16,7 @@ from pathlib import Path
 from imagenet_cls.commands import cli
 from imagenet_cls.data.archives import TRAIN_TAR, VAL_TAR
 from imagenet_cls.data.classes import match_classes
-from imagenet_cls.data.imagenet_labels import DEVKIT_NAMES, SOLUTION, validation_labels, wnid_of
+from imagenet_cls.data.imagenet_labels import SOLUTION, find_labels, validation_labels, wnid_of
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.errors import DataError, ResourceError
 from imagenet_cls.files import take_lock
@@ -68,10 +68,7 @@ def prepare(source: Path, out: Path, labels: Path | None, copy: bool) -> None:
     wnids: dict[str, str] = {}
     if val is not None:  # first: unpacking takes an hour
         # Kaggle's labels are next to ILSVRC, so above a SOURCE that is ILSVRC/Data/CLS-LOC itself.
-        folders = [source, *source.resolve().parents[:3]]
-        wnids = validation_labels(
-            labels or _first(*(folder / name for folder in folders for name in DEVKIT_NAMES))
-        )
+        wnids = validation_labels(labels or find_labels(source, *source.resolve().parents[:3]))
     try:
         (out / "train").mkdir(parents=True, exist_ok=True)
         with take_lock(out, "Wait for that process, or stop it; then the same command continues."):

@@ -32,7 +32,7 @@ from imagenet_cls.data.archive_files import (
     tar_members,
 )
 from imagenet_cls.data.classes import resolve_labels
-from imagenet_cls.data.imagenet_labels import labels_beside, validation_labels, wnid_of
+from imagenet_cls.data.imagenet_labels import find_labels, validation_labels, wnid_of
 from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, index_scan, list_folder, suffix_of
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.errors import DataError
@@ -133,7 +133,7 @@ def index_archives(
     """
     part_path = root / part
     paths = [Path(os.path.abspath(path)) for path in archives]  # noqa: PTH100 (keeps links)
-    devkit = labels_beside(paths[0]) if archives[0].name == VAL_TAR else None
+    devkit = find_labels(paths[0].parent) if archives[0].name == VAL_TAR else None
     listed = paths if devkit is None else [*paths, devkit]
     scan = read_scan(part_path, listed)
     if scan is None:

@@ -7,44 +7,25 @@ from pathlib import Path
 
 import numpy as np
 
-from imagenet_cls.errors import DataError
-from imagenet_cls.text import first_line
+from imagenet_cls.errors import DataError, explain_content_errors
 
 DEVKIT = "ILSVRC2012_devkit_t12"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 SOLUTION = "LOC_val_solution.csv"  # Kaggle's
 
-DEVKIT_NAMES = (SOLUTION, f"{DEVKIT}.tar.gz", DEVKIT)
 
-
-def validation_labels(file: Path | None) -> dict[str, str]:
+def validation_labels(file: Path) -> dict[str, str]:
     """WordNet ID of each validation image, by its name without suffix. Raises DataError."""
-    if file is None or not (file.is_file() or file.is_dir()):
-        raise DataError(
-            f"The classes of the validation images are unknown: no {file or 'labels in SOURCE'}.",
-            f"Put {DEVKIT}.tar.gz or {SOLUTION} into SOURCE, or give one with --labels FILE.",
-        )
-    try:
-        if file.suffix == ".csv":  # ImageId, and a PredictionString that starts with the WordNet ID
-            with file.open(newline="", encoding="utf-8-sig") as lines:
-                return {
-                    row["ImageId"]: row["PredictionString"].split()[0]
-                    for row in csv.DictReader(lines)
-                }
-        return _devkit_labels(file)
-    except (
-        FileNotFoundError,
-        tarfile.TarError,
-        csv.Error,
-        EOFError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ) as error:
-        raise DataError(
-            f"{file}: broken labels ({first_line(error)}).", "Download it again."
-        ) from None
+    if not (file.is_file() or file.is_dir()):
+        raise DataError(f"{file}: neither a file nor a folder.", "Correct --labels.")
+    with explain_content_errors(DataError, file, "broken labels", "Download it again."):
+        if file.suffix != ".csv":
+            return _devkit_labels(file)
+        # ImageId, and a PredictionString that starts with the WordNet ID
+        with file.open(newline="", encoding="utf-8-sig") as lines:
+            return {
+                row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(lines)
+            }
 
 
 def _devkit_labels(devkit: Path) -> dict[str, str]:
@@ -67,13 +48,17 @@ def _devkit_labels(devkit: Path) -> dict[str, str]:
     return {f"ILSVRC2012_val_{i:08d}": wnids[int(number)] for i, number in enumerate(numbers, 1)}
 
 
-def labels_beside(archive: Path) -> Path:
-    """The file with the labels of ImageNet's validation images. Raises DataError."""
-    for name in DEVKIT_NAMES:
-        if archive.with_name(name).exists():
-            return archive.with_name(name)
+def find_labels(*folders: Path) -> Path:
+    """The file with the labels of ImageNet's validation images in the first folder that has one.
+    Raises DataError.
+    """
+    for folder in folders:
+        for name in (SOLUTION, f"{DEVKIT}.tar.gz", DEVKIT):
+            if (folder / name).exists():
+                return folder / name
     raise DataError(
-        f"{archive}: its labels are not beside it.", f"Put {DEVKIT}.tar.gz or {SOLUTION} there."
+        f"{folders[0]}: the labels of the validation images are not there.",
+        f"Put {DEVKIT}.tar.gz or {SOLUTION} there.",
     )
 
 

@@ -107,18 +107,12 @@ class FolderSource(ImageSource):
 
     def _remedy(self, i: int) -> str:
         """What to do about image `i`, which can't be read, in at most two lines."""
+        remedy = "Replace the archive, or make it again without this image."
         if self.index.byte_ranges is None:
             path = shlex.quote(str(self.index.path(i)))
             remedy = (
                 f"Replace it (cp GOOD_FILE {path}), or delete it (rm {path}, and its line in a "
                 "list)."
-            )
-        else:
-            path = self.index.byte_ranges.archive(i)
-            command = "zip -d" if path.lower().endswith(".zip") else "tar --delete -f"
-            remedy = (
-                f"Replace the archive, or delete the image in it ({command} {shlex.quote(path)} "
-                "IMAGE)."
             )
         if self.exclude_advice is None:
             return remedy
