@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import glob
 import io
 import json
 import os
@@ -158,7 +159,11 @@ def open_parts(source: str, overrides: Sequence[str], per_shard: int) -> dict[st
     if data is not None:
         return indexed_parts(data, per_shard)
     root = Path(source).expanduser()
-    files = [*sorted(root.glob("*.parquet")), *sorted(root.glob("data/*.parquet"))]
+    files = [
+        root / name
+        for pattern in ("*.parquet", "data/*.parquet")
+        for name in sorted(glob.glob(pattern, root_dir=root))  # noqa: PTH207 (raises no error)
+    ]
     parts: dict[str, Part] = {}
     for name, prefixes in PARQUET_PARTS.items():
         chosen = with_first_prefix(files, prefixes)
