@@ -277,7 +277,7 @@ def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
         if content.images:
             remedy = (
                 f"Sort them into folders named as the classes (ImageNet's: {PREPARE_COMMAND}), or "
-                f"list them with their classes: data.name=list"
+                "list them with their classes: data.name=list"
             )
         raise DataError(
             f"{root}: holds {len(content.images)} images and no class folders. Each class needs a "
