@@ -148,7 +148,7 @@ def check_class_names(classes: Sequence[str], source: str) -> None:
         if count > 1 or [line.strip() for line in name.splitlines()] != [name]:
             raise DataError(
                 f"{source}: the class {format_value(name)} is there twice, is empty, or has white "
-                f"space at an end or a line break.",
+                "space at an end or a line break.",
                 "Rename it: shards list their classes in classes.txt.",
             )
 
@@ -251,7 +251,7 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
             if not {"image", "label"} <= set(schema.names):
                 raise DataError(
                     f"{path}: its columns are {printable(', '.join(schema.names))}; `image` and "
-                    f"`label` are needed.",
+                    "`label` are needed.",
                     "Rename the columns, or give a dataset for image classification.",
                 )
             stored = _class_names(schema)
@@ -358,7 +358,7 @@ def write_part(out: Path, name: str, part: Part, options: Options) -> None:
         if path.exists() and not (plan_file.exists() and plan_file.read_text() == plan):
             raise UsageError(
                 f"{path} exists, and was not packed from the same data with the same options by "
-                f"this version.",
+                "this version.",
                 "Give another OUT, or remove what was packed there.",
             )
     if not folder.exists():

@@ -153,13 +153,13 @@ def test_match_classes_with_other_classes_raises(classes: str, named: str) -> No
         (
             ["train/n1/1.jpg", "train/n2/1.jpg"],
             "",
-            "a level deeper\\.\n.*/train: .*data.val=null",
+            "a level deeper\\.\n.*data.train=train data.val=null",
         ),
-        (["images/n1/1.jpg", "images/n2/1.jpg"], "", "a level deeper\\.\n.*/images: "),
+        (["images/n1/1.jpg", "images/n2/1.jpg"], "", "a level deeper\\.\n.*data.train=FOLDER"),
         (
             ["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"],
             "",
-            "deeper\\.\n.*/train: ",
+            "deeper\\.\n.*train data.val=Val data.val_fraction=null",
         ),
         (["a/1.jpg", "b/note.txt", "c/2/note.txt"], "", "2 of 3 class folders hold no image: b, c"),
         (["readme.txt"], "", "holds 0 images"),
