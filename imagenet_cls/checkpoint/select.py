@@ -59,13 +59,17 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     """Returns the best intact checkpoint of a run folder (or the given checkpoint), which of its
     weights are best, and messages about damaged ones.
 
-    The weights are `raw` or `ema`, None where `path` is a checkpoint or none was evaluated. Raises
-    CheckpointError.
+    The weights are `raw` or `ema`. Those of a given checkpoint are the kind with the best result of
+    its run so far. None where none was evaluated. Raises CheckpointError.
     """
     path = _link_target(path)
     candidates = _candidates(path)
     if candidates == [path]:
-        return read_checkpoint(path), None, []
+        snapshot = read_checkpoint(path)
+        best = snapshot.state["progress"]["best"]
+        if not best or snapshot.ema is None:
+            return snapshot, None, []
+        return snapshot, best_weights(best), []
     newest, damage = load_newest(path)
     best = newest.state["progress"]["best"]  # was checked when it was read
     if not best:

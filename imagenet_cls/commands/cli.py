@@ -190,7 +190,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
         help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best "
         "one)",
     )
-    text = "default: the better ones of a run folder; the EMA of a checkpoint, if it has one"
+    text = "default: the kind of weights with the best result of the run"
     parser.add_argument("--weights", choices=("raw", "ema"), help=text)
     add_allow_import(parser)
 

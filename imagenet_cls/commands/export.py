@@ -78,4 +78,4 @@ def export_command(argv: Sequence[str]) -> None:
         *lines[1:],
     ):
         print(printable(line))
-    print(f"wrote {predictor.path} to {out}")
+    print(f"wrote the {predictor.weights} weights of {predictor.path} to {out}")

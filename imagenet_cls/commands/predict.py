@@ -76,6 +76,7 @@ def predict_command(argv: Sequence[str]) -> None:
         )
     for line in predictor.warnings:
         print(printable(line), file=sys.stderr)
+    print(printable(f"uses the {predictor.weights} weights of {predictor.path}"), file=sys.stderr)
     if arguments.features is not None:
         errors = write_features(predictor, paths, arguments.features)
     else:

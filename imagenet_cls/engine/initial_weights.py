@@ -188,8 +188,8 @@ class StoredWeights:
 def read_stored_weights(source: str | Path, kind: str | None = None) -> StoredWeights:
     """The weights of a file, a URL or a checkpoint; of a run folder, those of its best checkpoint.
 
-    kind: `raw` or `ema`. None: the kind that evaluated best in a run folder; otherwise the EMA if
-    there is one. Raises CheckpointError or ResourceError.
+    kind: `raw` or `ema`. None: the kind that evaluated best in the run; otherwise the EMA if there
+    is one. Raises CheckpointError or ResourceError.
     """
     path = download_weights(str(source)) if is_url(source) else Path(source)
     if not path.is_dir():

@@ -103,6 +103,8 @@ def evaluate_weights(
     ]
     chosen = trained.select()
     names = list(trained.models)
+    if len(names) > 1:
+        messages.append(f"predict.py uses the {chosen} weights")
     record |= trained.num_classes <= _MAX_CLASSES_IN_TABLE
     labels = evaluation_labels(config.eval, images, images.classes)
     measured = MeasuredSource(images)

@@ -64,9 +64,9 @@ class Predictor:
 
     checkpoint: a checkpoint folder, the file of raw or EMA weights in it, or a run folder, whose
     best checkpoint is read. device: as in the config. weights: `raw` or `ema`. By default a file is
-    read as it is; a run folder gives the weights that evaluated best, and a checkpoint its EMA
-    weights if it has any. allow_import: factories and modules that the config may name, besides the
-    models of libraries. Raises CheckpointError.
+    read as it is; a run folder or a checkpoint gives the kind of weights that evaluated best in the
+    run, and without evaluations the EMA if there is one. allow_import: factories and modules that
+    the config may name, besides the models of libraries. Raises CheckpointError.
 
     model: in evaluation mode, on the device; maps the images of `prepare` to logits (B, C).
     classes: the names of the outputs.

@@ -19,6 +19,7 @@ from torchvision.models import ResNet18_Weights
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.classes import classes_of_outputs, imagenet_outputs
+from imagenet_cls.inference.predictor import Predictor
 
 ALLOW = ["--allow-import", "helpers:plain"]
 IDS = ImageNetInfo("imagenet-1k").label_names()
@@ -67,6 +68,16 @@ def test_both_kinds_of_weights_in_model_checkpoint_can_be_evaluated(
     outs = {kind: call(evaluate_command, *words, "--weights", kind)[1] for kind in ("raw", "ema")}
     for record in evaluations(run_folder):
         assert f"{record['weights']}: top-1 {record['top1_pct']:.3f} %" in outs[record["weights"]]
+
+
+def test_single_checkpoint_is_used_with_the_better_weights_of_its_run(
+    run_folder: Path, call: Callable
+) -> None:
+    top1 = {record["weights"]: record["top1_pct"] for record in evaluations(run_folder)}
+    assert top1["raw"] > top1["ema"]
+    for path in (run_folder, run_folder / "checkpoints" / "best", newest(run_folder)):
+        assert Predictor(path, allow_import=["helpers:plain"]).weights == "raw"
+        assert "class (raw)" in call(evaluate_command, path, *ALLOW)[1]
 
 
 def save_with_bias(state: dict[str, torch.Tensor], value: float, path: Path) -> None:

@@ -229,7 +229,7 @@ def test_load_best_and_load_newest_of_a_run_folder(tmp_path: Path) -> None:
     for named in (tmp_path, folder):
         assert found(named) == (2, "ema", 0)
         assert load_newest(named)[0].state["step"] == 3
-    assert found(folder / "step-0000001") == (1, None, 0)
+    assert found(folder / "step-0000001") == (1, "ema", 0)
     assert load_newest(folder / "step-0000001")[0].state["step"] == 1
     (folder / "step-0000002" / "model.safetensors").write_bytes(b"")
     assert found(tmp_path) == (3, None, 1)  # the best one is damaged: the newest
