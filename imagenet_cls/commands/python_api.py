@@ -28,6 +28,7 @@ from imagenet_cls.config.load import load_config
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.errors import (
     CheckpointError,
+    ConfigError,
     DataError,
     NonFiniteError,
     ResourceError,
@@ -124,24 +125,27 @@ def train(
     epochs: int | None = None,
     size: int | None = None,
     lr: float | None = None,
+    device: str | int | None = None,
     gpus: int | None = None,
     work_dir: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    allow_change: Sequence[str] = (),
 ) -> TrainedRun:
     """Train on a data set, or from a config, in a child process. Returns the run.
 
     source: a folder of class folders, an archive or a list of images; or a config, such as
     `"configs/resnet50.yaml"`; None for the demo. overrides: values by key, such as
     `{"train.batch_size": 32}`. model, epochs, size, lr: short for `model.name`, `train.epochs`,
-    `augment.size_px` and `eval.crop_px`, and `optimizer.lr`. gpus: ranks to start on this machine.
-    work_dir: the run folder, by default `work_dirs/<name>`. resume, overwrite: as the options of
-    `tools/train.py`; without either, a folder that holds a run is an error.
+    `augment.size_px` and `eval.crop_px`, and `optimizer.lr`. device: as in the config. gpus: ranks
+    to start on this machine. work_dir: the run folder, by default `work_dirs/<name>`. resume,
+    overwrite: as the options of `tools/train.py`; without either, a folder that holds a run is an
+    error. allow_change: keys that may differ from the resumed run, such as `["train.epochs"]`.
 
     Prints the lines of the run, and shows a progress bar. An interrupt saves, and then raises
     KeyboardInterrupt. Raises the errors of the run as a UserError.
     """
-    short = {"model": model, "epochs": epochs, "size": size, "lr": lr}
+    short = {"model": model, "epochs": epochs, "size": size, "lr": lr, "device": device}
     values = {key: value for key, value in short.items() if value is not None}
     arguments = _override_arguments({**(overrides or {}), **values})
     if source is not None:
@@ -159,6 +163,8 @@ def train(
         argv.append("--resume")
     if overwrite:
         argv.append("--overwrite")
+    for key in allow_change:
+        argv += ["--allow-change", key]
     parsed = cli.parse(train_parser(), argv)
     folder = run_options(parsed, load_for_training(parsed)).work_dir
     run_command("train", argv)
@@ -170,18 +176,22 @@ def evaluate(
     data: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     *,
+    device: str | int | None = None,
     gpus: int | None = None,
     allow_import: Sequence[str] = (),
 ) -> dict[str, dict[str, float]]:
     """Evaluate a run folder or a checkpoint in a child process.
 
     data: a separate test set, see docs/your_data.md; None for the validation images of the run.
-    gpus: ranks to start on this machine. allow_import: as for `Predictor`.
+    device: as in the config. gpus: ranks to start on this machine. allow_import: as for
+    `Predictor`.
 
     Returns the results of the raw weights and of the EMA by name (`raw`, `ema`), such as
     `{"raw": {"top1_pct": 97.2, ...}}`. Raises the errors of the command as a UserError.
     """
     argv = [str(weights), *_override_arguments(overrides or {})]
+    if device is not None:
+        argv.append(f"device={device}")
     for name in allow_import:
         argv += ["--allow-import", name]
     if data is not None:
@@ -266,6 +276,8 @@ def _show_output(lines: Iterable[str]) -> None:
 def _error_of(code: int, text: str) -> Exception:
     """The error of a command with this exit code. text: its stderr, the problem and the remedy."""
     problem, _, remedy = text.rpartition("\n")
+    if code == ConfigError.exit_code and text and not problem:
+        return ConfigError([text])  # of one line, which has its remedy
     if code == 1 or not problem:
         return RuntimeError(text or f"The command ended with exit code {code}.")
     for kind in _ERRORS:

@@ -18,11 +18,13 @@ from imagenet_cls.commands.distributed import (
     ranks_to_start,
     start_ranks,
 )
+from imagenet_cls.commands.own_data import is_config
+from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, comparable_values, load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.files import check_exists, check_output_path, explain_write_errors, write_output
-from imagenet_cls.lookup import is_factory_name, is_model_source
+from imagenet_cls.lookup import did_you_mean, is_factory_name, is_model_source
 from imagenet_cls.text import command_line, printable
 
 if TYPE_CHECKING:
@@ -129,6 +131,13 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
             f"Usage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...].",
         )
     folder = Path(paths[0])
+    if not folder.exists() and not is_config(paths[0]):
+        beside = [str(path) for path in folder.parent.glob("*")]
+        near = did_you_mean(paths[0], [*beside, *shipped_configs()])
+        raise UsageError(
+            f"{folder}: There is no such run folder, checkpoint or config{near or '.'}",
+            "Give a run folder such as work_dirs/demo.",
+        )
     if not folder.is_dir():
         return load_config(folder, overrides)
     run = folder.parent.parent if (folder / "manifest.json").is_file() else folder

@@ -18,7 +18,7 @@ from PIL import Image
 import imagenet_cls
 from imagenet_cls.commands.own_data import batch_size_for, expand_short_keys, load_with_data
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.errors import DataError, UserError
+from imagenet_cls.errors import DataError, UsageError, UserError
 
 SMALL = {
     "model.name": "helpers:plain",
@@ -167,10 +167,15 @@ def test_python_api_trains_evaluates_and_predicts(photos: Path) -> None:
     assert [row["image"] for row in predictor([image, Image.open(image)])] == [str(image), 1]
     assert len(predictor(photos)) == 30
     assert len(predictor("photos/a/*.jpg")) == 10
-    results = imagenet_cls.evaluate(run.folder, data=photos, allow_import=["helpers:plain"])
+    results = imagenet_cls.evaluate(
+        run.folder, data=photos, device="cpu", allow_import=["helpers:plain"]
+    )
     assert results["raw"]["images"] == 30
     with pytest.raises(UserError, match="already holds a run"):
         imagenet_cls.train("photos", SMALL, epochs=2, work_dir="runs/a")
+    longer: Any = {"epochs": 3, "device": "cpu", "work_dir": "runs/a", "resume": True}
+    run = imagenet_cls.train("photos", settings, **longer, allow_change=["train.epochs"])
+    assert run.metrics[-1]["epoch"] == 2
 
 
 def test_python_api_raises_the_errors_of_a_run(photos: Path) -> None:
@@ -181,6 +186,17 @@ def test_python_api_raises_the_errors_of_a_run(photos: Path) -> None:
         imagenet_cls.train("photos", model=UserError)
     with pytest.raises(UserError, match="--gpus"):
         imagenet_cls.train("photos", gpus=0)
+
+
+def test_python_api_evaluates_no_folder_that_is_missing(photos: Path) -> None:
+    Path("work_dirs/photos").mkdir(parents=True)
+    with pytest.raises(UsageError, match="'work_dirs/photos'"):
+        imagenet_cls.evaluate("work_dirs/phots")
+
+
+def test_python_api_raises_an_error_of_one_line(photos: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.epoch"):
+        imagenet_cls.evaluate("demo", overrides={"train.epoch": 2})
 
 
 @pytest.mark.nightly
