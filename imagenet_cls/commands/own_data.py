@@ -55,8 +55,15 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     or UsageError.
     """
     path = Path(source).expanduser()
-    overrides = expand_short_keys(overrides, pretrained=True)
-    derived = _without(data_overrides(path), overrides)
+    has_checkpoint = any(
+        _key_of(text) == "model.checkpoint" and text != "model.checkpoint=null"
+        for text in overrides
+    )
+    overrides = expand_short_keys(overrides, pretrained=not has_checkpoint)
+    derived = data_overrides(path)
+    if has_checkpoint:  # replaces the published weights of the config
+        derived.append("model.pretrained=false")
+    derived = _without(derived, overrides)
     loaded = load_config(OWN_DATASET, [*derived, *overrides])
     if loaded.config.data.name not in ("folder", "list"):
         raise UsageError(

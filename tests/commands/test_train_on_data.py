@@ -74,6 +74,15 @@ def test_short_model_keeps_pretrained_unless_it_is_given(given: list[str], pretr
     assert keys == ["model.name=resnet18", f"model.pretrained={pretrained}"]
 
 
+@pytest.mark.parametrize("model", [[], ["model=resnet18"]])
+def test_checkpoint_replaces_the_published_weights(photos: Path, model: list[str]) -> None:
+    config = load_with_data("photos", ["model.checkpoint=weights.pth", *model]).config
+    assert config.model.checkpoint == "weights.pth" and not config.model.pretrained
+    assert load_with_data("photos", ["model.checkpoint=null"]).config.model.pretrained
+    with pytest.raises(UserError):
+        load_with_data("photos", ["model.checkpoint=weights.pth", "model.pretrained=true"])
+
+
 def test_class_folders_are_split(photos: Path) -> None:
     config = load_with_data("photos", []).config
     assert (config.data.train, config.data.val, config.data.val_fraction) == (".", None, 0.2)
