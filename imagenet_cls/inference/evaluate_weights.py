@@ -93,18 +93,18 @@ def evaluate_weights(
     data_messages = run_on_main(
         group, lambda: check_not_trained_on(config, trained, test_set, images)
     )
+    # Before a test set replaces the images, whose place differs from that of the run on purpose.
+    weights_messages = describe_weights(config, trained)
     if test_set is not None:
         config = replace(config, data=test_set)
     messages = [
         describe_images(config.data, images),
-        *describe_weights(config, trained),
+        *weights_messages,
         *data_messages,
         *prepare_models(trained, config, group),
     ]
     chosen = trained.select()
     names = list(trained.models)
-    if len(names) > 1:
-        messages.append(f"predict.py uses the {chosen} weights")
     record |= trained.num_classes <= _MAX_CLASSES_IN_TABLE
     labels = evaluation_labels(config.eval, images, images.classes)
     measured = MeasuredSource(images)

@@ -95,6 +95,7 @@ def test_whole_test_set_is_evaluated(run_folder: Path, call: Callable, path: str
     expected = call(evaluate_command, run_folder, *ALLOW, "data.root=both", "data.val=val")[1]
     assert code == 0 and out.startswith("35 images of 10 classes, in ") and "over 35 images" in out
     assert accuracy(out) == accuracy(expected) and "warning" not in out
+    assert "data.val" not in out and "config.yaml" not in out  # the run has no other settings
     assert 20 < float(accuracy(out).split()[2]) < 100
 
 
