@@ -76,7 +76,6 @@ def predict_command(argv: Sequence[str]) -> None:
         )
     for line in predictor.warnings:
         print(printable(line), file=sys.stderr)
-    print(printable(f"uses the {predictor.weights} weights of {predictor.path}"), file=sys.stderr)
     if arguments.features is not None:
         errors = write_features(predictor, paths, arguments.features)
     else:
@@ -89,6 +88,8 @@ def predict_command(argv: Sequence[str]) -> None:
             f"{count}: {errors[0].problem}\n{errors[1].problem}",
             "Leave them out, or give other files.",
         )
+    used = f"used the {predictor.weights} weights of {predictor.path}"
+    print(printable(used), file=sys.stderr)
 
 
 def print_predictions(
