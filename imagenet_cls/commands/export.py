@@ -19,9 +19,7 @@ def export_command(argv: Sequence[str]) -> None:
         "export", "Write a trained model as ONNX or torch.export, and compare it with PyTorch."
     )
     cli.add_weights_arguments(parser)
-    parser.add_argument(
-        "--format", choices=tuple(SUFFIXES), required=True, help="onnx, or torch for torch.export"
-    )
+    parser.add_argument("--format", choices=tuple(SUFFIXES), help="onnx, or torch for torch.export")
     parser.add_argument(
         "--out",
         type=cli.path,
@@ -45,6 +43,8 @@ def export_command(argv: Sequence[str]) -> None:
         help="version of ONNX's operators; default: torch's",
     )
     arguments = parser.parse_args(argv)
+    if arguments.format is None:
+        raise UsageError("No --format is given.", "Add --format onnx or --format torch.")
     suffix = SUFFIXES[arguments.format]
     is_run = (arguments.checkpoint / "config.yaml").is_file()
     folder = arguments.checkpoint if is_run else Path()

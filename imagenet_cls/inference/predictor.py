@@ -176,6 +176,10 @@ class Predictor:
             return rows[0] if Path(images).is_file() else rows
         if isinstance(images, Image.Image | np.ndarray | Tensor):
             return next(self.predict([images], top))
+        if not hasattr(images, "__getitem__"):
+            raise TypeError(
+                f"{images!r} is neither a path, a Pillow image, an array, a tensor nor a list"
+            )
         return list(self.predict(images, top))
 
     def __repr__(self) -> str:

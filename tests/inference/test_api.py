@@ -103,6 +103,8 @@ def test_wrong_arguments_raise(folder: Path) -> None:
             predictor.logits([wrong])
     with pytest.raises(TypeError, match="list"):
         next(predictor.predict("none.jpg"))
+    with pytest.raises(TypeError, match="list"):
+        predictor(5)
     with pytest.raises(DataError, match=r"none\.jpg"):
         predictor.logits(["none.jpg"])
     for name in ("load_model", "read_metrics"):

@@ -12,6 +12,7 @@ import pytest
 
 from imagenet_cls.commands import LIBRARIES
 from imagenet_cls.commands.cli import parse
+from imagenet_cls.commands.export import export_command
 from imagenet_cls.commands.main import COMMANDS
 from imagenet_cls.commands.train import train_command, train_parser
 from imagenet_cls.text import command_line
@@ -174,6 +175,13 @@ def console_script(*words: str) -> subprocess.CompletedProcess[str]:
 def test_predict_with_a_missing_checkpoint_names_it_before_torch_is_imported() -> None:
     done = console_script("predict", "nowhere", "a.jpg")
     assert (done.returncode, done.stdout) == (4, "False\n") and "nowhere" in done.stderr
+
+
+def test_export_without_a_format_names_the_formats(
+    call: Callable[..., tuple[int, str, str]],
+) -> None:
+    code, _, err = call(export_command, "run")
+    assert code == 2 and "onnx" in err and "torch" in err
 
 
 @pytest.mark.parametrize("command", ["train", "print-config"])
