@@ -61,6 +61,12 @@ def format_value(value: Any) -> str:
     return shorten(text, 100)
 
 
+def count_of(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`, `2 classes`."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
 def join_names(names: Sequence[str], count: int = 3) -> str:
     """The first `count` names, each cut to 100 characters, and an ellipsis if there are more."""
     listed = ", ".join(shorten(printable(name), 100) for name in names[:count])

@@ -222,21 +222,26 @@ def check_images(test_set: Path | None, data: DataConfig) -> None:
 
 
 def check_report_folder(folder: Path | None) -> None:
-    """Make the folder of --report. Raises UsageError if it has a report, ResourceError if it can't
-    be written.
+    """Make the folder of --report. A report of this command in it will be replaced. Raises
+    UsageError if it has another page, ResourceError if it can't be written.
     """
     if folder is None:
         return
     from imagenet_cls.report.render import check_packages
 
     check_packages()
-    if folder.is_file() or (folder / "report.html").exists():
-        remedy = "Name another folder with --report, or move that one away."
-        raise UsageError(f"{folder} is a file, or already has a report.", remedy)
-    with explain_write_errors(folder, "Name another folder with --report."):
+    remedy = "Name another folder with --report."
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file.", remedy)
+    page = folder / "report.html"
+    is_new = not page.exists()
+    if not is_new and not (folder / "report.json").exists():
+        raise UsageError(f"{page} was not written by this command.", remedy)
+    with explain_write_errors(folder, remedy):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.html").touch()
-        (folder / "report.html").unlink()
+        page.touch()
+        if is_new:
+            page.unlink()
 
 
 def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group: "Group") -> None:
@@ -288,7 +293,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
         return
     print("\n".join(map(printable, evaluation.messages)))
     for name, metrics in evaluation.metrics.items():
-        print(f"{name}: " + "  ".join(describe_result(metrics, digits=3)))
+        print(f"{name}: " + "  ".join(describe_result(metrics, 3, len(evaluation.images.classes))))
     for line in class_table(evaluation):
         print(line)
     if arguments.results is not None:

@@ -11,6 +11,7 @@ from imagenet_cls.optim.losses import Outputs
 from imagenet_cls.parallel.collectives import all_reduce_mean
 from imagenet_cls.parallel.memory import peak_memory_bytes
 from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.text import count_of
 
 
 class StepResult(NamedTuple):
@@ -125,7 +126,7 @@ class Meter:
         """
         duration = timedelta(seconds=round(time.perf_counter() - self.created_at))
         speed = self.total_steps * self.global_batch / max(self.total_seconds, 1e-9)
-        return f"{self.total_steps} steps in {duration}, {speed:.0f} img/s"
+        return f"{count_of(self.total_steps, 'step')} in {duration}, {speed:.0f} img/s"
 
 
 def top1_accuracy(outputs: Outputs, targets: Tensor) -> Tensor:

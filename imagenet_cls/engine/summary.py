@@ -21,12 +21,11 @@ from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.overlap import initial_weights_warning, same_parts_warning
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
-from imagenet_cls.report.jsonl import Record, describe_result
-from imagenet_cls.text import command_line
+from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, Record, describe_result
+from imagenet_cls.text import command_line, count_of
 
 # An epoch that leaves out a larger share of the images is worth a warning.
 _MAX_LEFT_OUT = 0.1
-_MIN_CLASSES_FOR_TOP5 = 10
 _METRIC_FORMATS = {
     "top1_pct": ("top-1", "{:.2f} %"),
     "top5_pct": ("top-5", "{:.2f} %"),
@@ -45,10 +44,11 @@ def startup_table(
     parameters = sum(parameter.numel() for parameter in parts.model.parameters()) / 1e6
     classes = parts.num_classes
     present = parts.evaluation.labels.present
+    shown_results = "val top-1/top-5" if classes >= MIN_CLASSES_FOR_TOP5 else "val top-1"
     if group.device.type == "cuda":
         device_name = torch.cuda.get_device_name(group.device)
     else:
-        device_name = _count(torch.get_num_threads(), "thread")
+        device_name = count_of(torch.get_num_threads(), "thread")
     precision = {
         None: "fp32",
         torch.bfloat16: "bf16 autocast",
@@ -56,7 +56,8 @@ def startup_table(
     }[parts.autocast_dtype]
     loss = config.loss
     rows = {
-        "model": f"{config.model.name}, {parameters:.2f} M parameters, {_count(classes, 'class')}",
+        "model": f"{config.model.name}, {parameters:.2f} M parameters, "
+        f"{count_of(classes, 'class')}",
         "training": describe_images(parts.data.train),
         "validation": describe_images(parts.data.val),
         "files not read": describe_unread(_unread_files(parts)),
@@ -68,7 +69,7 @@ def startup_table(
         "batch": _describe_batch(plan),
         "BatchNorm batch": _batch_norm_batch(parts),
         "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch, "
-        f"{_count(plan.epochs, 'epoch')})",
+        f"{count_of(plan.epochs, 'epoch')})",
         "optimizer": f"{config.optimizer.name}, lr {parts.lr:g}, {config.schedule.name}",
         "layer decay": config.optimizer.layer_decay,
         "policy": config.augment.policy,
@@ -77,7 +78,7 @@ def startup_table(
         "teacher": config.distill.teacher.name,
         "EMA": _describe_ema(config.ema),
         "seed": str(config.seed),
-        "epoch lines": "train loss and top-1, val top-1/top-5; "
+        "epoch lines": f"train loss and top-1, {shown_results}; "
         f"*: best {config.checkpoint.best} so far",
         "run folder": "none: a dry run creates none" if work_dir is None else str(work_dir),
         "resumes at": f"step {progress.step}" if progress.step else "",
@@ -86,10 +87,10 @@ def startup_table(
 
 
 def _describe_batch(plan: Plan) -> str:
-    devices = _count(plan.world_size, "rank")
+    devices = count_of(plan.world_size, "rank")
     if plan.devices_per_rank > 1:
-        devices = _count(plan.devices_per_rank, "GPU")
-    steps = _count(plan.accumulation, "accumulation step")
+        devices = count_of(plan.devices_per_rank, "GPU")
+    steps = count_of(plan.accumulation, "accumulation step")
     per_pass = " or ".join(map(str, part_sizes(plan.global_batch, plan.forward_passes)))
     return f"{plan.global_batch} = {devices} x {steps} x {per_pass} per device"
 
@@ -106,7 +107,7 @@ def _describe_ema(ema: EmaConfig) -> str:
         average = f"decay {ema.decay}"
     else:
         return ""
-    return f"{average}, every {_count(ema.every_steps, 'step')}"
+    return f"{average}, every {count_of(ema.every_steps, 'step')}"
 
 
 def describe_images(source: ImageSource) -> str:
@@ -182,8 +183,8 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
     limit = config.train.micro_batch_size
     if limit is not None and plan.accumulation > 1 and 2 * plan.micro_batch < limit:
         warnings.append(
-            f"a micro-batch has {_count(plan.micro_batch, 'image')}, since no larger number up to "
-            f"train.micro_batch_size={limit} divides a device's share; change "
+            f"a micro-batch has {count_of(plan.micro_batch, 'image')}, since no larger number up "
+            f"to train.micro_batch_size={limit} divides a device's share; change "
             "train.global_batch_size"
         )
     if parts.num_classes > len(parts.data.classes):
@@ -202,11 +203,6 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
         same_parts = same_parts_warning(config.data, parts.data)
         warnings += filter(None, [same_parts, initial_weights_warning(config, parts.data)])
     return warnings
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("s") else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _batch_norm_batch(parts: TrainingParts) -> str:
@@ -235,18 +231,20 @@ def epoch_lines(
     if training:
         columns.append(training)
     lines = []
+    has_top5 = parts.num_classes >= MIN_CLASSES_FOR_TOP5
     for record in records:
         name = record["weights"]
         title = {"raw": "val", "ema": "EMA"}[name]
         column = f"{title} {record['top1_pct']:.2f}"
-        if parts.num_classes >= _MIN_CLASSES_FOR_TOP5:
+        if has_top5:
             column += f"/{record['top5_pct']:.2f}"
         column += " %"
         if name == marked and best[name]["step"] == record["step"]:
             column += " *"
         columns.append(column)
         if parts.config.eval.metrics:
-            lines.append("  ".join([f"  {title}", *describe_result(record, digits=2)[2:]]))
+            others = describe_result(record, 2, parts.num_classes)[2 if has_top5 else 1 :]
+            lines.append("  ".join([f"  {title}", *others]))
     return "\n".join(["  ".join(columns), *lines])
 
 

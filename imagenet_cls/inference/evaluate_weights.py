@@ -60,14 +60,16 @@ class WeightsEvaluation:
     """The result of an evaluation.
 
     messages: lines about the images and the weights. metrics: the result of `evaluate` for each
-    kind of weights, `raw` or `ema`. weights: the kind of weights whose outputs `rows` describes.
-    rows: on rank 0 an array of `image_dtype` for all images in their order, if they were recorded;
-    else None. present: see `EvaluationLabels`. settings: values of `EVALUATION_KEYS` as text.
+    kind of weights, `raw` or `ema`. origin: where the weights are from. weights: the kind of
+    weights whose outputs `rows` describes. rows: on rank 0 an array of `image_dtype` for all images
+    in their order, if they were recorded; else None. present: see `EvaluationLabels`. settings:
+    values of `EVALUATION_KEYS` as text.
     """
 
     messages: list[str]
     metrics: dict[str, dict[str, Any]]
     model_name: str
+    origin: str
     weights: str
     images: ImageSource
     rows: np.ndarray | None
@@ -129,6 +131,7 @@ def evaluate_weights(
         messages=messages,
         metrics=metrics,
         model_name=trained.config.model.name,
+        origin=trained.origin,
         weights=chosen,
         images=images,
         rows=rows,
@@ -428,6 +431,7 @@ def write_report(evaluation: WeightsEvaluation, folder: Path, link_js: bool = Fa
     statistics, confusion = evaluation_statistics(rows, classes, images.name)
     statistics = {
         "model": evaluation.model_name,
+        "origin": evaluation.origin,
         "weights": evaluation.weights,
         "messages": evaluation.messages,
         "metrics": evaluation.metrics,

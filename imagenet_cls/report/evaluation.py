@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from imagenet_cls.report.figures import confusion_figure
-from imagenet_cls.report.jsonl import user_metrics
+from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, user_metrics
 from imagenet_cls.report.render import render
 from imagenet_cls.text import utf8_text
 
@@ -182,8 +182,8 @@ def evaluation_page(
     thumbnails: Mapping[int, bytes],
     link_js: bool = False,
 ) -> bytes:
-    """The page of an evaluation. statistics: also `model`, `weights`, `messages`, `settings`, and
-    `metrics` by weights.
+    """The page of an evaluation. statistics: also `model`, `origin`, `weights`, `messages`,
+    `settings`, and `metrics` by weights.
 
     thumbnails: JPEG files of `mistakes` and `hits`, by index. link_js: see `render`.
     """
@@ -199,7 +199,8 @@ def evaluation_page(
             f"Masked: the outputs of all but {result['classes']} classes are ignored "
             "(eval.classes=present)."
         )
-    columns = _result_columns(results)
+    has_top5 = len(classes) >= MIN_CLASSES_FOR_TOP5
+    columns = _result_columns(results, has_top5)
     figures = [
         confusion_figure(confusion, [row["name"] for row in classes]),
         {"title": "Reliability diagram", "bins": statistics["calibration"]},
@@ -209,7 +210,8 @@ def evaluation_page(
         "evaluation.html",
         figures,
         link_js,
-        title=f"Evaluation of {statistics['model']}",
+        title=f"Evaluation of {statistics['model']} ({statistics['origin']})",
+        has_top5=has_top5,
         result=result,
         messages=messages,
         columns=[("weights", ""), *((title, style) for title, _, style in columns)],
@@ -223,11 +225,14 @@ def evaluation_page(
     )
 
 
-def _result_columns(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+def _result_columns(
+    results: Mapping[str, Mapping[str, Any]], has_top5: bool
+) -> list[tuple[str, str, str]]:
     """The columns of the results of weights: title, key, format."""
-    columns = [
-        ("top-1 %", "top1_pct", ".3f"),
-        ("top-5 %", "top5_pct", ".3f"),
+    columns = [("top-1 %", "top1_pct", ".3f")]
+    if has_top5:
+        columns.append(("top-5 %", "top5_pct", ".3f"))
+    columns += [
         ("loss", "loss", ".4f"),
         ("images", "images", _COUNT),
     ]

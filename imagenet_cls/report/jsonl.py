@@ -59,6 +59,7 @@ _EVAL_NUMBERS = (
     "seconds",
     "balanced_accuracy_pct",
 )
+MIN_CLASSES_FOR_TOP5 = 10  # of fewer classes nearly every image has its class among five
 EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "real_pct", "real_images", "left_out")
 
 
@@ -67,17 +68,16 @@ def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     return {field: value for field, value in record.items() if field not in EVAL_FIELDS}
 
 
-def describe_result(result: Mapping[str, Any], digits: int) -> list[str]:
-    """Texts about the result of an evaluation. Balanced accuracy is left out if it differs from
-    top-1 by less than 0.1 points.
+def describe_result(result: Mapping[str, Any], digits: int, num_classes: int) -> list[str]:
+    """Texts about the result of an evaluation: top-1, top-5 with at least 10 classes, others.
+    Balanced accuracy is left out if it differs from top-1 by less than 0.1 points.
 
     digits: after the decimal point of percentages.
     """
-    texts = [
-        f"top-1 {result['top1_pct']:.{digits}f} %",
-        f"top-5 {result['top5_pct']:.{digits}f} %",
-        f"loss {result['loss']:.4f}",
-    ]
+    texts = [f"top-1 {result['top1_pct']:.{digits}f} %"]
+    if num_classes >= MIN_CLASSES_FOR_TOP5:
+        texts.append(f"top-5 {result['top5_pct']:.{digits}f} %")
+    texts.append(f"loss {result['loss']:.4f}")
     if "real_pct" in result:
         texts.append(f"ReaL {result['real_pct']:.{digits}f} % of {result['real_images']}")
     balanced = result.get("balanced_accuracy_pct", result["top1_pct"])

@@ -342,7 +342,8 @@ def test_page_of_many_classes_has_blocks_of_similar_classes_and_no_labels() -> N
     result = {"top1_pct": 1.0, "top5_pct": 2.0, "loss": 3.0, "images": 2000}
     # metrics of the user
     metrics = {"raw": result | {"top-1 %": 0.25}, "ema": result | {"only_ema": 0.75}}
-    about = {"model": "m", "weights": "ema", "messages": [], "metrics": metrics, "settings": {}}
+    about: dict[str, Any] = {"model": "m", "origin": "runs/a", "messages": [], "settings": {}}
+    about |= {"weights": "ema", "metrics": metrics}
     shown = {row["index"]: b"" for key in ("mistakes", "hits") for row in statistics[key]}
     page = evaluation_page(statistics | about, confusion, shown).decode()
     matrix, *_ = figures_of(page)
@@ -351,7 +352,7 @@ def test_page_of_many_classes_has_blocks_of_similar_classes_and_no_labels() -> N
     blocks = [name for block in matrix["labels"] for name in block]
     assert sorted(blocks) == sorted([*names, "class 239"])
     assert "average linkage" in page and "The sections below show the EMA weights." in page
-    assert len(page) < 6_000_000
+    assert len(page) < 6_000_000 and "<h1>Evaluation of m (runs/a)</h1>" in page
     assert Tables(page).tables[0] == [
         ["weights", "top-1 %", "top-5 %", "loss", "images", "top-1 %", "only_ema"],
         ["raw", "1.000", "2.000", "3.0000", "2,000", "0.2500", "–"],
@@ -390,7 +391,7 @@ def test_missing_plotly_is_an_error_before_the_evaluation(
     assert code == 2 and out == "" and "pip install plotly" in err
 
 
-def test_command_writes_a_report_and_replaces_none(
+def test_command_writes_a_report_and_replaces_only_its_own(
     folder: Path, tmp_path: Path, call: Callable
 ) -> None:
     report = tmp_path / "new" / "report"
@@ -402,8 +403,13 @@ def test_command_writes_a_report_and_replaces_none(
         "report.html",
         "report.json",
     ]
+    assert "top-5" not in out + (report / "report.html").read_text()  # there are 7 classes
+    (report / "report.html").write_text("old")
+    assert call(evaluate_command, *words(folder), *options)[0] == 0
+    assert (report / "report.html").read_text() != "old"
+    (report / "report.json").unlink()  # as beside a page of report.py
     code, _, err = call(evaluate_command, *words(folder), *options)
-    assert code == 2 and "already has a report" in err
+    assert code == 2 and "report.html" in err
 
 
 def test_masked_evaluation_is_stated_and_has_only_the_present_classes(

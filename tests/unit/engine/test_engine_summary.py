@@ -64,6 +64,8 @@ def test_other_values_of_an_evaluation_are_shown_with_metrics_of_the_config_only
     parts = run_parts(5, metrics=("helpers:mean_target",))
     records = [{**record, "mean_target": 0.25} for record in (RAW, EMA)]
     first, *others = epoch_lines(parts, best(97.2), records, "").splitlines()
+    parts_with_top5 = run_parts(12, metrics=("helpers:mean_target",))
+    assert epoch_lines(parts_with_top5, best(97.2), records, "").splitlines()[1:] == others
     assert first == "epoch 4/8  val 97.21 % *  EMA 96.94 %"
     assert others == [
         f"  {title}  loss 0.1000  balanced accuracy 90.00 %  mean_target 0.2500  over 359 images "
@@ -115,6 +117,12 @@ def test_last_lines_name_the_best_results_and_the_next_commands(
         f"  python tools/report.py '{run}'",
         f"  python tools/predict.py '{run}' IMAGES",
     ]
+
+
+def test_one_step_is_singular() -> None:
+    meter = Meter(Group(RankInfo(), torch.device("cpu")), global_batch=8)
+    meter.total_steps = 1
+    assert meter.describe_total().startswith("1 step in ")
 
 
 def test_last_lines_of_a_run_without_finite_results_and_plots(tmp_path: Path) -> None:
