@@ -81,7 +81,7 @@ def _archives_in(folder: Path) -> list[Path] | None:
     except OSError:  # the caller indexes it as class folders, and raises an error that explains it
         return None
     names = sorted(name for name in map(os.fsdecode, content.others) if is_archive(name))
-    archives = [folder / name for name in names if (folder / name).is_file()]
+    archives = [folder / name for name in names]
     if not content.folders:
         return archives or None
     # A tar of a class may have been unpacked beside it, and its images count once.

@@ -144,9 +144,8 @@ def rgb_tensor(image: Image.Image) -> torch.Tensor:
     """A Pillow image as uint8 (3, H, W), converted to RGB as in torchvision's loader."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # palettes with transparency
-        # Pillow's RGB images of 16 bits have the high bytes, too. Up to 10, gray PNGs of 16 bits
-        # have mode I.
-        if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG"):
+        # Pillow's RGB images of 16 bits have the high bytes, too.
+        if image.mode.startswith("I;16"):
             image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
