@@ -31,10 +31,10 @@ Policy = Callable[[Tensor], Tensor]
 
 TORCHVISION = "torchvision:"
 FROM_TORCHVISION: dict[str, Callable[..., Any]] = {
-    "rand_augment": v2.RandAugment,
-    "trivial_augment_wide": v2.TrivialAugmentWide,
-    "auto_augment": v2.AutoAugment,
-    "aug_mix": v2.AugMix,
+    "torchvision:rand_augment": v2.RandAugment,
+    "torchvision:trivial_augment_wide": v2.TrivialAugmentWide,
+    "torchvision:auto_augment": v2.AutoAugment,
+    "torchvision:aug_mix": v2.AugMix,
 }
 
 FROM_TIMM = ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a")
@@ -57,8 +57,8 @@ def build_policy(
     name = augment.policy
     if name is None:
         return None
-    if name.startswith(TORCHVISION):
-        return OnPillow(_torchvision_policy(augment))
+    if name in FROM_TORCHVISION:
+        return OnPillow(_torchvision_policy(name, augment))
     if is_factory_name(name):
         return import_factory(name)(**augment.policy_kwargs)
     return OnPillow(_timm_policy(name, augment.interpolation, size_px, mean))
@@ -116,8 +116,7 @@ def posterize(image: Image.Image, bits_to_keep: int, **others: Any) -> Image.Ima
     return timm_policies.posterize(image, bits_to_keep)
 
 
-def _torchvision_policy(augment: AugmentConfig) -> Any:
-    assert augment.policy is not None
+def _torchvision_policy(name: str, augment: AugmentConfig) -> Any:
     kwargs = dict(augment.policy_kwargs)
     by_crop = "bilinear" if augment.interpolation == "random" else augment.interpolation
     kwargs["interpolation"] = InterpolationMode(kwargs.get("interpolation", by_crop))
@@ -126,7 +125,7 @@ def _torchvision_policy(augment: AugmentConfig) -> Any:
         kwargs["alpha"] = float(kwargs["alpha"])
     if "policy" in kwargs:
         kwargs["policy"] = AutoAugmentPolicy(kwargs["policy"])
-    return FROM_TORCHVISION[augment.policy.removeprefix(TORCHVISION)](**kwargs)
+    return FROM_TORCHVISION[name](**kwargs)
 
 
 def policy_problems(augment: AugmentConfig, channels: int = 3) -> list[Problem]:
@@ -142,11 +141,10 @@ def policy_problems(augment: AugmentConfig, channels: int = 3) -> list[Problem]:
     if ":" not in name:
         problems = _timm_policy_problems(name)
     else:
-        known = {TORCHVISION + key: factory for key, factory in FROM_TORCHVISION.items()}
-        if name.startswith(TORCHVISION) and name not in known:
+        if name.startswith(TORCHVISION) and name not in FROM_TORCHVISION:
             return [_unknown(name)]
         try:
-            factory = known.get(name) or import_factory(name)
+            factory = FROM_TORCHVISION.get(name) or import_factory(name)
         except LookupError as error:
             return [Problem("augment.policy", str(error))]
         problems = kwargs_problems("augment.policy_kwargs", factory, augment.policy_kwargs)
@@ -168,8 +166,8 @@ def _timm_policy_problems(name: str) -> list[Problem]:
 
 
 def _unknown(name: str) -> Problem:
-    names = [*FROM_TIMM, *(TORCHVISION + known for known in FROM_TORCHVISION)]
-    hint = did_you_mean(name if name.startswith(TORCHVISION) else name.partition("-")[0], names)
+    names = [*FROM_TIMM, *FROM_TORCHVISION]
+    hint = did_you_mean(name if ":" in name else name.partition("-")[0], names)
     allowed = f"(allowed: {', '.join(names)} or my_module:my_factory)"
     return Problem("augment.policy", f"unknown policy {name!r}{hint} {allowed}")
 

@@ -33,7 +33,7 @@ TIMM = (
         "3a",
     ),
 )
-TORCHVISION = tuple("torchvision:" + name for name in policies.FROM_TORCHVISION)
+TORCHVISION = tuple(policies.FROM_TORCHVISION)
 OWN = "test_data_policies:sprinkle"
 
 
