@@ -289,7 +289,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "without a label": ({"labels": [0, -1], "names": ["a", "b"]}, "label -1"),
     "null label": ({"labels": [0, None], "names": ["a", "b"]}, "row 1 of row group 0: no label"),
     "null label, no names": ({"labels": [0, None]}, "row 1 of row group 0: no label"),
-    "numbers that leave one out": ({"labels": ["0", "2"]}, "are 0 to 2"),
+    "numbers that leave one out": ({"labels": ["0", "2"]}, "0 to 2"),
     "no rows": ({"labels": []}, "no rows in train-00000-of-00001.parquet"),
     "no bytes": (
         {"labels": [0], "names": ["a"], "image": [{"bytes": b"", "path": "x"}]},
