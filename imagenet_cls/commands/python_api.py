@@ -22,7 +22,7 @@ from imagenet_cls.checkpoint.select import state_of_newest
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import child_command
 from imagenet_cls.commands.own_data import expand_short_keys, is_data
-from imagenet_cls.commands.report import report_command
+from imagenet_cls.commands.report import check_run_folder, report_command
 from imagenet_cls.commands.train import load_for_training, run_options, train_parser
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.reader import dump_inline
@@ -59,11 +59,7 @@ class TrainedRun:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        if not (self.folder / "metrics.jsonl").is_file():
-            raise UsageError(
-                f"{self.folder}: not a run folder (it has no metrics.jsonl).",
-                "Give a folder like work_dirs/demo.",
-            )
+        check_run_folder(self.folder)
 
     @property
     def metrics(self) -> list[Record]:

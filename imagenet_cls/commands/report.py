@@ -39,20 +39,25 @@ def report_command(argv: Sequence[str]) -> None:
     arguments = cli.parse(parser, argv)
     runs = list(dict.fromkeys(arguments.runs))
     for run in runs:
-        try:
-            is_run = (run / "metrics.jsonl").is_file()
-        except PermissionError as error:
-            raise UsageError(f"{run}: {error.strerror}.", "Give this user access to it.") from error
-        if not is_run:
-            raise UsageError(
-                f"{run}: not a run folder (it has no metrics.jsonl).",
-                "Give a folder like work_dirs/demo.",
-            )
+        check_run_folder(run)
     folder = runs[0] if len(runs) == 1 else Path()
     out = arguments.out or folder / "report.html"
     if out.suffix.lower() != ".html" or out.is_dir():
         raise UsageError(f"--out {out}: the page is an HTML file.", "Name it *.html.")
     write_page(runs, out, arguments.link_js)
+
+
+def check_run_folder(folder: Path) -> None:
+    """Raise UsageError if a folder holds no run, or can't be read."""
+    try:
+        is_run = (folder / "metrics.jsonl").is_file()
+    except PermissionError as error:
+        raise UsageError(f"{folder}: {error.strerror}.", "Give this user access to it.") from error
+    if not is_run:
+        raise UsageError(
+            f"{folder}: not a run folder (it has no metrics.jsonl).",
+            "Give a folder like work_dirs/demo.",
+        )
 
 
 def write_page(
