@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_components
 from imagenet_cls.errors import UsageError
+from imagenet_cls.files import explain_write_errors
 from imagenet_cls.text import utf8_text
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def show_batch_command(argv: Sequence[str]) -> None:
         train=replace(loaded.config.train, compile=False),
     )
     path = arguments.out or Path(f"work_dirs/{loaded.name}_batch.png")
-    if path.suffix.lower() != ".png":
+    if path.suffix.lower() != ".png" or path.is_dir():
         raise UsageError(f"--out {path}: the picture is a PNG file.", "Name it *.png.")
     check_components(replace(loaded, config=config), None)
     import torch
@@ -68,12 +69,8 @@ def show_batch_command(argv: Sequence[str]) -> None:
     # The splits of a batch (augment.splits) follow each other.
     classes = [utf8_text(name) for name in parts.data.classes]
     labels = [describe_target(targets[i % len(targets)], classes) for i in range(len(pixels))]
-    try:
+    with explain_write_errors(path, "Name another file with --out."):
         plot_images(path, pixels.numpy(), labels)
-    except OSError as error:
-        raise UsageError(
-            f"Can't write {path}: {error.strerror}.", "Name another file with --out."
-        ) from error
     print(f"wrote {path}: {len(pixels)} of the {len(images)} images of the first micro-batch")
 
 
