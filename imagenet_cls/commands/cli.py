@@ -150,7 +150,10 @@ def build_parser(
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the config file and its overrides, for `split_overrides`."""
     parser.add_argument(
-        "arguments", nargs="*", metavar="CONFIG key=value", help="a config file, and overrides"
+        "arguments",
+        nargs="*",
+        metavar="CONFIG key=value",
+        help="a config file, or where the usage has DATA a dataset; and overrides",
     )
     parser.add_argument(
         "--cfg-options", nargs="+", metavar="key=value", help="overrides, as mmdetection has them"

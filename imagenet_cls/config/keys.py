@@ -24,18 +24,18 @@ _TYPE_NAMES: dict[Any, str] = {
     list[str]: "a list of texts",
 }
 
-# Our keys, perhaps with a value, and their names in timm, torchvision, pytorch/examples and
-# mmpretrain.
+# Our keys, perhaps with a value, and their names in timm, torchvision, pytorch/examples, mmpretrain
+# and ultralytics.
 _OTHER_NAMES = {
     "train.epochs": "epochs epoch num_epochs max_epochs total_epochs",
-    "train.global_batch_size": "b batch_size samples_per_gpu",
+    "train.global_batch_size": "b batch batch_size samples_per_gpu",
     "train.micro_batch_size": (
         "accumulate accum_steps accumulation_steps grad_accum_steps gradient_accumulation_steps "
         "accumulate_grad_batches"
     ),
     "train.precision=fp16": "amp fp16 bf16 mixed_precision use_amp",
     "train.clip_norm": "clip_grad clip_grad_norm grad_clip max_norm",
-    "optimizer.lr": "lr learning_rate base_lr",
+    "optimizer.lr": "lr lr0 learning_rate base_lr",
     "optimizer.lr_base_batch=256": "auto_scale_lr",
     "optimizer.lr_scales": "backbone_lr head_lr lr_mult paramwise_cfg",
     "optimizer.name": "opt optim optimizer",
@@ -48,7 +48,7 @@ _OTHER_NAMES = {
     "mix.mixup_alpha": "mixup",
     "mix.cutmix_alpha": "cutmix cutmix_minmax",
     "loss.label_smoothing": "smoothing",
-    "augment.size_px": "img_size image_size input_size train_crop_size",
+    "augment.size_px": "imgsz img_size image_size input_size train_crop_size",
     "augment.policy": "aa auto_augment autoaugment randaugment",
     "augment.erasing.prob": "reprob random_erase random_erasing",
     "eval.mode": "crop_mode",
@@ -59,7 +59,7 @@ _OTHER_NAMES = {
     "parallel.device_ids=[0]": "gpu_id gpu_ids",
     "log.every_steps": "p print_freq log_interval",
     "log.writers=[jsonl,tensorboard,wandb]": "wandb log_wandb use_wandb",
-    "train.early_stop.patience_evals": "early_stopping early_stop",
+    "train.early_stop.patience_evals": "early_stopping early_stop patience",
 }
 ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 # Remarks about some of these keys, and what to do instead of other options.
@@ -75,6 +75,7 @@ ADVICE = {
     "eval.every_epochs": "the last epoch is evaluated in any case",
     "parallel.device_ids": "the GPUs to use",
     **dict.fromkeys(["config", "cfg"], "give the config as an argument, without an option"),
+    "data": "give the dataset as an argument, without an option",
     **dict.fromkeys(
         ["test_only", "eval_only", "e", "evaluate", "validate"],
         f"use {command_line('test')} CONFIG CHECKPOINT",
@@ -223,8 +224,8 @@ def unknown_key(key: str) -> tuple[str, list[str]]:
         for other in _fields()
         if other.rpartition(".")[0] == section
     }
-    found = [beside[near] for near in nearest(name, beside)]
-    found = found or [other for other in _fields() if other.rpartition(".")[2] == name][:3]
+    found = [other for other in _fields() if other.rpartition(".")[2] == name][:3]
+    found = found or [beside[near] for near in nearest(name, beside)]
     if found:
         return f"unknown key; did you mean {' or '.join(map(repr, found))}?", found
     if "kwargs" in beside:

@@ -145,7 +145,9 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
             pattern = "*.y*ml" if path.suffix in (".yaml", ".yml") else "*"
             beside = sorted(file.name for file in path.parent.glob(pattern))
             near = did_you_mean(path.name, [*beside, *names])
-            near = near or "; give a config such as configs/resnet50.yaml"
+            near = (
+                near or "; give a config such as configs/resnet50.yaml, or a dataset for training"
+            )
         raise ConfigError([f"{shown}: {error.strerror or error}{near}"]) from None
 
 

@@ -269,8 +269,8 @@ def final_message(progress: Progress, plan: Plan, work_dir: Path, meter: Meter) 
     report = shlex.quote(f"reports/{work_dir.name}")
     lines += [
         "next:",
-        f"  {command_line('test')} {run} --report {report}",
-        f"  {command_line('report')} {run}",
+        f"  {command_line('test')} {run} --report {report}  # mistakes by class",
+        f"  {command_line('report')} {run}  # curves",
         f"  {command_line('predict')} {run} IMAGES",
     ]
     return "\n".join(lines)

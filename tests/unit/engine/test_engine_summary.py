@@ -113,8 +113,8 @@ def test_last_lines_name_the_best_results_and_the_next_commands(
         f"checkpoint: {checkpoint}{'' if is_saved else ', which is missing'}",
         f"curves: {run / 'plots'}",
         "next:",
-        f"  python tools/test.py '{run}' --report 'reports/my run'",
-        f"  python tools/report.py '{run}'",
+        f"  python tools/test.py '{run}' --report 'reports/my run'  # mistakes by class",
+        f"  python tools/report.py '{run}'  # curves",
         f"  python tools/predict.py '{run}' IMAGES",
     ]
 
