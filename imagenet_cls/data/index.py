@@ -176,10 +176,10 @@ def list_tree(base: bytes, folder: bytes) -> dict[bytes, FolderContent]:
         try:
             content = list_folder(full_path)
         except OSError as error:
-            remedy = "Check its permissions, or use another folder."
-            if isinstance(error, FileNotFoundError):
-                remedy = "Correct the path."
-            raise DataError(f"{os.fsdecode(full_path)}: {error.strerror}.", remedy) from None
+            raise DataError(
+                f"{os.fsdecode(full_path)}: {error.strerror}.",
+                "Correct the path, or check its permissions.",
+            ) from None
         here = content.status.st_dev, content.status.st_ino
         if here in parents:
             raise DataError(
@@ -277,7 +277,7 @@ def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
         if content.images:
             remedy = (
                 f"Sort them into folders named as the classes (ImageNet's: {PREPARE_COMMAND}), or "
-                "list them with their classes: data.name=list"
+                f"list them with their classes: data.name=list"
             )
         raise DataError(
             f"{root}: holds {len(content.images)} images and no class folders. Each class needs a "
@@ -307,28 +307,16 @@ def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
     """Raise DataError where the folders in `root`, taken for classes, are `train` and `val`, or a
     single one, and hold the classes. names: the names of the images.
     """
-    if _may_be_parts(classes) and (np.char.count(names, b"/") > 1).all():
-        raise _level_error(root, classes)
-
-
-def _may_be_parts(classes: Sequence[str]) -> bool:
-    return len(classes) == 1 or SPLIT_NAMES.issuperset(map(str.lower, classes))
-
-
-def _level_error(root: Path, classes: Sequence[str]) -> DataError:
-    by_name = {name.lower(): name for name in classes}
-    train = _first_of(by_name, ("train", "training"))
-    val = _first_of(by_name, ("val", "valid", "validation", "test"))
-    keys = "data.train=FOLDER, and data.val"
-    if train is not None:
-        val_keys = f"data.val={val} data.val_fraction=null" if val else NO_VALIDATION
-        keys = f"data.train={train} {val_keys}"
-    return DataError(
+    may_be_parts = len(classes) == 1 or SPLIT_NAMES.issuperset(map(str.lower, classes))
+    if not may_be_parts or not (np.char.count(names, b"/") > 1).all():
+        return
+    train = next((name for name in classes if name.lower().startswith("train")), classes[0])
+    others = [name for name in classes if name != train]
+    val_keys = NO_VALIDATION
+    if others:
+        val_keys = f"data.val={max(others, key=str.lower)} data.val_fraction=null"
+    raise DataError(
         f"{root}: its folders ({join_names(classes)}) hold folders and no images: the classes are "
-        "a level deeper.",
-        f"Set data.root={root} {keys}",
+        f"a level deeper.",
+        f"Set data.root={root} data.train={train} {val_keys}",
     )
-
-
-def _first_of(by_name: Mapping[str, str], names: Sequence[str]) -> str | None:
-    return next((by_name[name] for name in names if name in by_name), None)

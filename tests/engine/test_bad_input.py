@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -91,23 +90,25 @@ def test_missing_files_are_reported_before_torch_is_imported(
     assert not [*tmp_path.iterdir()]
 
 
-def test_classes_below_train_and_val_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
+def test_classes_below_train_and_val_are_reported_with_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+) -> None:
     """The answer names overrides with which the config of one folder takes two."""
     for name in ("train/cat/1.jpg", "train/dog/1.jpg", "val/cat/1.jpg", "val/dog/1.jpg"):
         (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "photos" / name).write_bytes(b"none")
+    monkeypatch.chdir(tmp_path)
     words = [str(REPOSITORY / "configs" / "finetune" / "own_dataset.yaml"), "data.root=photos"]
-    done = run([sys.executable, "-c", WITHOUT_TORCH, *words], cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (3, "[]\n")
-    overrides = [word for word in done.stderr.split() if re.match(r"data\.\w+=", word)]
+    code, _, error = call(train_command, *words, "model.pretrained=false", "data.num_workers=0")
+    assert code == 3
+    overrides = [word for word in error.split() if re.match(r"data\.\w+=", word)]
     assert set(overrides) == {
         "data.root=photos",
         "data.train=train",
         "data.val=val",
         "data.val_fraction=null",
     }
-    data = load_config(words[0], overrides).config.data
-    check_paths(replace(data, root=str(tmp_path / "photos")))
+    check_paths(load_config(words[0], overrides).config.data)
 
 
 @pytest.mark.parametrize(

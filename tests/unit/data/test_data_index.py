@@ -155,7 +155,11 @@ def test_match_classes_with_other_classes_raises(classes: str, named: str) -> No
             "",
             "a level deeper\\.\n.*data.train=train data.val=null",
         ),
-        (["images/n1/1.jpg", "images/n2/1.jpg"], "", "a level deeper\\.\n.*data.train=FOLDER"),
+        (
+            ["images/n1/1.jpg", "images/n2/1.jpg"],
+            "",
+            "a level deeper\\.\n.*data.train=images data.val=null",
+        ),
         (
             ["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"],
             "",
