@@ -85,7 +85,7 @@ def test_hub_without_network_is_a_resource_error(
         assert (
             "no such host" in message
             and "local-dir:FOLDER" in message
-            and len(message.splitlines()) == 3
+            and len(message.splitlines()) <= 3
         )
     assert len(calls) < 16  # not tried again on the CPU
 
