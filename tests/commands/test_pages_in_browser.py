@@ -119,6 +119,7 @@ def test_names_with_markup_are_text_in_the_confusion_matrix(
         rows["probabilities"] = 0.5
         statistics, confusion = evaluation_statistics(rows, labels, lambda index: names[index % 4])
         about = {"model": "<b>m", "weights": "raw", "messages": [], "metrics": {}, "settings": {}}
+        about["origin"] = "<b>run"
         examples = [*statistics["mistakes"], *statistics["hits"]]
         thumbnails = {row["index"]: b"" for row in examples}
         page = tmp_path / "page.html"
