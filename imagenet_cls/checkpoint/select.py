@@ -60,7 +60,8 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     weights are best, and messages about damaged ones.
 
     The weights are `raw` or `ema`. Those of a given checkpoint are the kind with the best result of
-    its run so far. None where none was evaluated. Raises CheckpointError.
+    its run so far. None without an evaluation, for a given checkpoint without an EMA, and if the
+    best checkpoint is missing or damaged. Raises CheckpointError.
     """
     path = _link_target(path)
     candidates = _candidates(path)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 from imagenet_cls.checkpoint.progress import METRICS
@@ -167,7 +168,9 @@ def visible_gpus(arguments: argparse.Namespace, devices: set[str]) -> list[str]:
     if arguments.parallel == 1 or arguments.launcher == "slurm" or devices == {"cpu"}:
         return []
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        gpus = list(filter(None, os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+        ids = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        # CUDA ignores a negative number and what follows it; -1 alone hides all GPUs.
+        gpus = list(takewhile(lambda gpu: gpu and not gpu.startswith("-"), ids))
     else:
         import torch
 
@@ -244,6 +247,8 @@ class Runner:
             # A run of a sweep that was killed may still be saving.
             while is_locked(self.out / run.name) and not self.stop_signals:
                 time.sleep(_POLL_SEC)
+            if self.stop_signals:
+                return
             self.running[slot] = run, self.start(run, slot)
             print(f"{run.name}: started", flush=True)
 
@@ -278,7 +283,7 @@ class Runner:
         run, process = self.running[slot]
         code = process.poll()
         if code is None:
-            if self.search is not None and not run.pruned and self.search.is_hopeless(run):
+            if self.search is not None and not run.pruned and self.search.should_prune(run):
                 run = replace(run, pruned=True)
                 self.record(run)  # first, so that it is not resumed after a kill
                 self.running[slot] = run, process

@@ -122,22 +122,22 @@ def plan_grid(
     runs = []
     for texts in product(*(values[key] for key in keys)):
         chosen = dict(zip(keys, texts, strict=True))
-        words = [f"{key}={text}" for key, text in chosen.items()]
-        setting = [word for word in words if word.partition("=")[0] not in REPEATS]
+        swept_values = [f"{key}={text}" for key, text in chosen.items()]
+        setting = [f"{key}={text}" for key, text in chosen.items() if key not in REPEATS]
         runs.append(
             SweepRun(
-                name=name_of(words),
+                name=name_of(swept_values),
                 values=chosen,
-                arguments=[*source, *fixed, *of_folds, *words],
+                arguments=[*source, *fixed, *of_folds, *swept_values],
                 best_arguments=[*source, *fixed, *setting],
             )
         )
     return runs
 
 
-def name_of(words: Sequence[str]) -> str:
+def name_of(swept_values: Sequence[str]) -> str:
     """The name of a run folder, without characters that paths or shells treat specially."""
-    return quote(re.sub(r"[\[\]]", "", ",".join(words)), safe="=,:+") or "run"
+    return quote(re.sub(r"[\[\]]", "", ",".join(swept_values)), safe="=,:+") or "run"
 
 
 def load_runs(runs: Sequence[Sequence[str]]) -> list[LoadedConfig]:

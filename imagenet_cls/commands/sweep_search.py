@@ -112,18 +112,20 @@ class Search:
             name = f"trial-{len(names):03}"
             names.add(name)
             self._trials[name] = trial
-            words = [f"{key}={value}" for key, value in trial.params.items()]
+            drawn_values = [f"{key}={value}" for key, value in trial.params.items()]
             yield SweepRun(
                 name=name,
                 values={key: _short(value) for key, value in trial.params.items()},
-                arguments=[*self.fixed, *words],
-                best_arguments=[*self.fixed, *words],
+                arguments=[*self.fixed, *drawn_values],
+                best_arguments=[*self.fixed, *drawn_values],
                 search=self.arguments,
                 drawn=trial.params,
             )
 
-    def is_hopeless(self, run: SweepRun) -> bool:
-        """Whether the results of a running run are below the median of the others at a step."""
+    def should_prune(self, run: SweepRun) -> bool:
+        """Report the new results of a run to the study. Returns whether the pruner stops the run:
+        its best result is below the median of the others at a step.
+        """
         trial = self._trials[run.name]
         for step, value in self._evaluations(run).items():
             if (run.name, step) not in self._reported:

@@ -43,7 +43,7 @@ VAL_TAR = "ILSVRC2012_img_val.tar"
 _NUMBER_RANGE = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")  # {0000..1023}
 _MAX_FILES = 1_000_000
 _THREADS = 16  # they wait for the disk
-_MAX_IMAGE_BYTES = 1 << 30  # a damaged zip may claim any size
+_MAX_MEMBER_BYTES = 1 << 30  # a damaged zip may claim any size
 _LAYOUT_REMEDY = (
     "Name the images CLASS/NAME.jpg; or, in a WebDataset shard, KEY.jpg, each with its label in "
     "KEY.cls, or as `label` in KEY.json."
@@ -321,7 +321,7 @@ def _scan_piece(piece: _Piece) -> _PieceScan:
             name = b"/".join(parts)
             suffix = suffix_of(name)
             if suffix in IMAGE_SUFFIXES:
-                _check_image(piece.path, name, member)
+                _check_member(piece.path, name, member)
                 names.append(name)
                 places.extend((piece.archive_index, member.offset, member.size, member.compressed))
             elif suffix in label_suffixes:
@@ -341,12 +341,12 @@ def _scan_piece(piece: _Piece) -> _PieceScan:
     )
 
 
-def _check_image(path: str, name: bytes, member: Member) -> None:
-    """Raise DataError for an image that can't be read from its archive, or is too large."""
+def _check_member(path: str, name: bytes, member: Member) -> None:
+    """Raise DataError for a member that can't be read from its archive, or is too large."""
     problem = member.problem
     remedy = _PLAIN_REMEDY
-    if max(member.size, member.compressed) > _MAX_IMAGE_BYTES:
-        problem = f"has {member.size} bytes, more than {_MAX_IMAGE_BYTES}"
+    if max(member.size, member.compressed) > _MAX_MEMBER_BYTES:
+        problem = f"has {member.size} bytes, more than {_MAX_MEMBER_BYTES}"
         remedy = "Make the archive again without it."
     if problem is not None:
         raise DataError(f"{path}: {decode_name(name)} {problem}.", remedy)
@@ -399,9 +399,11 @@ def _read_label(file: FileIO, key: bytes, label_files: Mapping[bytes, Member]) -
     around it; of a .json `label`, or else `cls`, if that is a whole number or text.
     """
     is_text = key + b".cls" in label_files
-    member = label_files.get(key + (b".cls" if is_text else b".json"))
+    name = key + (b".cls" if is_text else b".json")
+    member = label_files.get(name)
     if member is None:
         return None
+    _check_member(file.name, name, member)
     content = os.pread(file.fileno(), member.size, member.offset)
     if is_text:
         return content.strip()

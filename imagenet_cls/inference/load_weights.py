@@ -56,6 +56,7 @@ EVALUATION_KEYS = (
     "data.fold",
     "data.stratify",
     "data.group",
+    "data.exclude",
     "data.kwargs",
     "data.exif",
     "data.classes",
@@ -111,7 +112,7 @@ class TrainedModels:
         """The name of the weights to use: `kind`, else those that evaluated best in their run, else
         the EMA if there is one. Raises CheckpointError for weights that are not there.
         """
-        kind = kind or self.best or list(self.models)[-1]
+        kind = kind or self.best or ("ema" if "ema" in self.models else "raw")
         check_kind(self.models, kind, self.origin)
         return kind
 

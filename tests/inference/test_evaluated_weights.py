@@ -80,6 +80,17 @@ def test_single_checkpoint_is_used_with_the_better_weights_of_its_run(
         assert "class (raw)" in call(evaluate_command, path, *ALLOW)[1]
 
 
+def test_other_excluded_images_than_those_of_the_run_are_named(
+    run_folder: Path, digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    image = next(digits.rglob("*.jpg"))
+    (tmp_path / "bad.txt").write_text(f"{image}\n")
+    words = [run_folder / "config.yaml", run_folder]
+    assert "data.exclude" not in call(evaluate_command, *words)[1]
+    out = call(evaluate_command, *words, f"data.exclude={tmp_path}/bad.txt")[1]
+    assert "data.exclude: " in out
+
+
 def save_with_bias(state: dict[str, torch.Tensor], value: float, path: Path) -> None:
     """Write weights with this bias of class 3."""
     bias = state["5.bias"].clone()

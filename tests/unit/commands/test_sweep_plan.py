@@ -12,7 +12,7 @@ import pytest
 from helpers import arguments
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.sweep import run_sweep, sweep_command, sweep_parser
+from imagenet_cls.commands.sweep import run_sweep, sweep_command, sweep_parser, visible_gpus
 from imagenet_cls.commands.sweep_plan import SweepRun, plan_grid, split_values
 from imagenet_cls.commands.train import load_for_training, train_parser
 from imagenet_cls.data.datasets import DataSets, open_datasets
@@ -173,6 +173,24 @@ def test_gpus_are_not_given_to_two_runs(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     argv = ["demo", "seed=0,1", "--gpus-per-run", 2, "--parallel", 2, "--out", tmp_path / "out"]
     assert call(sweep_command, *argv)[0] == 2 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        ("", []),
+        ("-1", []),
+        ("0,1", ["0", "1"]),
+        ("0,1,-1,2", ["0", "1"]),
+        ("GPU-a,b", ["GPU-a", "b"]),
+    ],
+)
+def test_negative_number_hides_the_gpus_after_it(
+    visible: str, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    arguments = sweep_parser().parse_args(["--parallel=2", "--out=sweep"])
+    assert visible_gpus(arguments, {"auto"}) == gpus
 
 
 def test_table_without_a_sweep_is_an_error(tmp_path: Path, call: Callable) -> None:

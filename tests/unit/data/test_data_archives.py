@@ -58,6 +58,15 @@ def write_tar(
     return path
 
 
+def write_shard_with_linked_label(path: Path) -> None:
+    write_tar(path, [("a.jpg", IMAGE)])
+    with tarfile.open(path, "a") as tar:
+        member = tarfile.TarInfo("a.cls")
+        member.type = tarfile.LNKTYPE
+        member.linkname = "b.cls"
+        tar.addfile(member)
+
+
 def write_zip(
     path: Path, files: Iterable[tuple[str, bytes]], method: int = zipfile.ZIP_STORED
 ) -> Path:
@@ -408,6 +417,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "link": (
         lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.SYMTYPE, linkname="/x"),
         "link",
+    ),
+    "label is a link": (
+        lambda f: write_shard_with_linked_label(f / "a.tar"),
+        "a.cls is a link",
     ),
     "a device": (
         lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.CHRTYPE),
