@@ -243,8 +243,8 @@ def draw_boxes(erasing: ErasingConfig, size_px: Size) -> torch.Tensor:
     none.
 
     Draws the same numbers as timm's RandomErasing, in its order, from `random`'s default generator.
-    Zhong et al., "Random Erasing Data Augmentation", 2017, algorithm 1, which draws the aspect
-    ratio uniformly and not its logarithm.
+    Unlike algorithm 1 of Zhong et al., "Random Erasing Data Augmentation", 2017, it draws the
+    logarithm of the aspect ratio uniformly, and not the ratio itself.
     """
     boxes = torch.zeros(erasing.max_count, 4, dtype=torch.int32)
     if random.random() > erasing.prob:
@@ -269,10 +269,11 @@ def draw_boxes(erasing: ErasingConfig, size_px: Size) -> torch.Tensor:
 class EvalTransform:
     """Resize as `eval.mode` says, then crop the center: uint8 (3, H, W) -> uint8 (C, *crop_px).
 
-    The short side, with `squash` both sides, and with `pad` the long side becomes resize_px, or
-    floor(crop_px / crop_pct), as in timm's `transforms_imagenet_eval`. For [height, width] the
-    image just covers both, with `pad` it fits into both. mean: per channel, of values scaled to
-    0..1; the fill of `pad`. C: 3, or 1 if it has one number.
+    `crop` resizes the short side to resize_px, `pad` the long side, and `squash` both sides. The
+    default of resize_px is floor(crop_px / crop_pct), as in timm's `transforms_imagenet_eval`. For
+    a [height, width], `crop` makes the image just cover both, and `pad` fits it into both.
+
+    mean: per channel, of values scaled to 0..1; the fill of `pad`. C: 3, or 1 if it has one number.
     """
 
     def __init__(self, config: EvalConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):

@@ -38,7 +38,10 @@ class TrainingRun(Protocol):
         ...
 
     def after_epoch(self) -> None:
-        """Called after the last step of each epoch, and of the run."""
+        """Called after the last step of each epoch, and of the run.
+
+        Also before the first step, for a run that was stopped before this call.
+        """
         ...
 
 
@@ -105,8 +108,9 @@ def forward_backward(
         # Dropout and drop-path draw from these generators.
         key = hash_key("batch", parts.config.seed, step, micro_step, group.rank)
         seed_generators(key, *parts.devices.all)
-        # The mean loss of the global batch is the mean over ranks of the sums of loss / divisor. If
-        # all micro-batches have the same size, the divisor is `accumulation`.
+        # Each image of the global batch has the same weight, also if micro-batches differ in size.
+        # DDP averages the gradients over the ranks. If all micro-batches have the same size, the
+        # divisor is `accumulation`.
         divisor = plan.global_batch / (plan.world_size * len(targets))
         # DDP all-reduces the gradients in the backward pass of the last micro-batch only.
         with gradient_sync(parts.wrapped, micro_step == plan.accumulation - 1):

@@ -205,8 +205,9 @@ def launch_ranks(
 
 
 def _install_signal_handlers() -> None:
-    """Raise SignalException for the first signal; exit at a second Ctrl-C. Ignore others:
-    schedulers repeat SIGTERM.
+    """Raise SignalException for the first signal, and ignore others: schedulers repeat SIGTERM.
+
+    At a second Ctrl-C, `handle_stop_signals` exits.
     """
     seen = []
 
