@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from imagenet_cls.config.layers import CONFIGS, shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.reader import dump_inline
-from imagenet_cls.data.archives import find_archives, is_archive
+from imagenet_cls.data.archives import find_archives, folders_of_classes, is_archive
 from imagenet_cls.data.index import list_folder
 from imagenet_cls.errors import UsageError
 from imagenet_cls.text import join_names
@@ -102,16 +102,19 @@ def expand_short_keys(overrides: Sequence[str], pretrained: bool) -> list[str]:
 def data_overrides(path: Path) -> list[str]:
     """The keys of the section `data` for a folder, an archive or a list of images."""
     if path.is_dir():
-        train, val = _find_splits(path)
-        keys = [_text_override("data.root", path), _text_override("data.train", train or ".")]
-        if val is not None:
-            keys += [_text_override("data.val", val), "data.val_fraction=null"]
-        return keys
-    if is_archive(path.name):
-        return [_text_override("data.root", path), "data.train=."]
-    files = [_text_override("data.root", path.parent), _text_override("data.train", path.name)]
-    # Another `data.name` resets the section.
-    return ["data.name=list", *files, "data.val=null", "data.val_fraction=0.2"]
+        content = list_folder(os.fsencode(path))
+        names = [os.fsdecode(name) for name in [*content.folders, *content.others]]
+    elif is_archive(path.name):
+        names = folders_of_classes(path)
+    else:
+        files = [_text_override("data.root", path.parent), _text_override("data.train", path.name)]
+        # Another `data.name` resets the section.
+        return ["data.name=list", *files, "data.val=null", "data.val_fraction=0.2"]
+    train, val = _find_splits(names)
+    keys = [_text_override("data.root", path), _text_override("data.train", train or ".")]
+    if val is not None:
+        keys += [_text_override("data.val", val), "data.val_fraction=null"]
+    return keys
 
 
 def _text_override(key: str, text: str | Path) -> str:
@@ -119,10 +122,8 @@ def _text_override(key: str, text: str | Path) -> str:
     return f"{key}={dump_inline(str(text))}"
 
 
-def _find_splits(folder: Path) -> tuple[str | None, str | None]:
-    """The names of the training and the validation set in a folder; None for what is missing."""
-    content = list_folder(os.fsencode(folder))
-    names = [os.fsdecode(name) for name in [*content.folders, *content.others]]
+def _find_splits(names: Sequence[str]) -> tuple[str | None, str | None]:
+    """The training and the validation set among folders and archives; None for what is missing."""
     found = {name.lower(): name for name in names}
     for name in names:
         if is_archive(name):

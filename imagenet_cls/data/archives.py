@@ -182,6 +182,17 @@ def index_members(root: Path, archives: Sequence[Path]) -> ImageIndex:
     return ImageIndex(root, names, np.zeros(len(names), np.int64), (), byte_ranges, unread)
 
 
+def folders_of_classes(archive: Path) -> list[str]:
+    """The folders in an archive that hold class folders, such as `train` and `val`: at the top, or
+    in the only folder there. Raises DataError.
+    """
+    names = index_members(archive, [archive]).names.tolist()
+    folders = {name.rpartition(b"/")[0] for name in names}
+    prefix = _prefix_of_classes(folders, b".")
+    parts = [folder.removeprefix(prefix).partition(b"/") for folder in folders]
+    return sorted({os.fsdecode(top) for top, _, deeper in parts if deeper})
+
+
 @dataclass(frozen=True)
 class _Piece:
     """An archive, or a tar in it: the bytes from `start` to `end` (None: to its end) of `path`.

@@ -110,6 +110,17 @@ def test_archive_and_list_are_data(photos: Path) -> None:
         assert "3 classes (a, b, c)" in loaded.notes[0]
 
 
+@pytest.mark.parametrize("top", ["", "sets/"])
+def test_folders_train_and_val_of_an_archive_are_the_splits(photos: Path, top: str) -> None:
+    with zipfile.ZipFile("photos.zip", "w") as archive:
+        for file in photos.rglob("*.jpg"):
+            for part in ("train", "val"):
+                archive.write(file, f"{top}{part}/{file.relative_to(photos)}")
+    loaded = load_with_data("photos.zip", [])
+    assert (loaded.config.data.train, loaded.config.data.val) == ("train", "val")
+    assert "3 classes (a, b, c)" in loaded.notes[0]
+
+
 @pytest.mark.parametrize("name", ["photos #1", "[a] b", "x: y", "null", "v1.2"])
 def test_folder_may_have_any_name(photos: Path, name: str) -> None:
     photos.rename(name)
