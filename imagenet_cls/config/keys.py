@@ -70,12 +70,12 @@ ADVICE = {
     "optimizer.lr_base_batch": "the batch size that optimizer.lr is meant for",
     "optimizer.lr_scales": "by parameter names: '{\"head.*\": 10}'",
     "model.head_only": "or model.freeze, with patterns",
-    "augment.size_px": "in evaluation: eval.crop_px",
+    "augment.size_px": "in evaluation: eval.crop_px; beside a dataset, size sets both",
     "eval.mode": "crop, squash or pad",
     "eval.every_epochs": "the last epoch is evaluated in any case",
     "parallel.device_ids": "the GPUs to use",
     **dict.fromkeys(["config", "cfg"], "give the config as an argument, without an option"),
-    "data": "give the dataset as an argument, without an option",
+    "data": f"give the dataset as an argument: {command_line('train')} DATA",
     **dict.fromkeys(
         ["test_only", "eval_only", "e", "evaluate", "validate"],
         f"use {command_line('test')} CONFIG CHECKPOINT",
@@ -230,4 +230,5 @@ def unknown_key(key: str) -> tuple[str, list[str]]:
         return f"unknown key; did you mean {' or '.join(map(repr, found))}?", found
     if "kwargs" in beside:
         return f"unknown key; further arguments belong in {section}.kwargs", []
-    return f"unknown key (allowed: {', '.join(beside)})", []
+    short_keys = "" if section else "; beside a dataset also epochs, size and lr"
+    return f"unknown key (allowed: {', '.join(beside)}{short_keys})", []

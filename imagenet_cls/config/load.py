@@ -200,8 +200,9 @@ class _Builder:
                 yield from self.known_keys(key, value)
             else:
                 first = next(known for known in keys.value_types() if known.startswith(f"{key}."))
+                advice = keys.ADVICE.get(key, f"give one of them, such as {first}")
                 shown = format_value(self.values[key])
-                self.add_problem(key, f"{shown} is given for a section of keys, such as {first}")
+                self.add_problem(key, f"{shown} is given for a section of keys; {advice}")
 
     def interpolate(self, value: Any, chain: tuple[str, ...]) -> Any:
         """A value with each `${section.key}` replaced by the value of that key. Raises ValueError.

@@ -1,6 +1,7 @@
 """`train` with a data set in place of a config, and the Python API that does the same."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,15 @@ from helpers import REPOSITORY, environment
 from PIL import Image
 
 import imagenet_cls
-from imagenet_cls.commands.own_data import batch_size_for, expand_short_keys, load_with_data
+from imagenet_cls.commands.own_data import (
+    SHORT_KEYS,
+    batch_size_for,
+    expand_short_keys,
+    load_with_data,
+)
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.errors import DataError, UsageError, UserError
+from imagenet_cls.errors import ConfigError, DataError, UsageError, UserError
+from imagenet_cls.text import command_line
 
 SMALL = {
     "model.name": "helpers:plain",
@@ -119,6 +126,20 @@ def test_folders_train_and_val_of_an_archive_are_the_splits(photos: Path, top: s
     loaded = load_with_data("photos.zip", [])
     assert (loaded.config.data.train, loaded.config.data.val) == ("train", "val")
     assert "3 classes (a, b, c)" in loaded.notes[0]
+
+
+def test_error_for_an_unknown_key_names_the_short_keys(photos: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_with_data("photos", ["foo=1"])
+    assert set(SHORT_KEYS) <= set(re.findall(r"\w+", str(raised.value)))
+
+
+def test_dataset_as_a_key_names_the_argument(
+    call: Callable[..., tuple[int, str, str]], photos: Path
+) -> None:
+    code, _, err = call(train_command, "data=photos")
+    assert code == 2
+    assert command_line("train") in err
 
 
 @pytest.mark.parametrize("name", ["photos #1", "[a] b", "x: y", "null", "v1.2"])
