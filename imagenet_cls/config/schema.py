@@ -277,8 +277,8 @@ class DataConfig:
     # the worker.
     timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
     # The list of bad images that tools/verify_data.py wrote. They are left out: of each part at
-    # most 1 % or 10 images, whichever is more, and at most a tenth. Any other image that can't be
-    # read ends the run. null: leave none out.
+    # most 1 % or 10 images, whichever is more, and at most a tenth or 3. Any other image that can't
+    # be read ends the run. null: leave none out.
     exclude: str | None = key(None, recipe=False, per_machine=True)
     # Channels of an image: 3 (RGB; gray images get three equal ones) or 1 (gray, by the weights of
     # Pillow's convert("L"); timm's models are built with in_chans 1). torchvision's models need 3.

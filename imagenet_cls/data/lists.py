@@ -23,7 +23,9 @@ from imagenet_cls.text import command_line, format_value, join_names
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path", "name")
 LABEL_COLUMNS = ("label", "class", "class_name", "target", "category")
 BAD_IMAGES_FILE = "bad_images.txt"
-ALWAYS_EXCLUDABLE = 10  # images of a part, if these are at most a tenth of it
+# Images of a part: in any part, and in one where they are at most a tenth.
+_MIN_EXCLUDABLE = 3
+_ALWAYS_EXCLUDABLE = 10
 LIST_REMEDY = "Set data.root, data.train and data.val to the lists."
 
 _Row = tuple[int, str, str]  # line number (from 1), path, label
@@ -163,15 +165,15 @@ def exclude_images(
     """The images of a part without those in the list at `path`, and a note about them, or None.
 
     root: the folder of the dataset, to which relative paths in the list belong. part: its name in
-    messages. Raises DataError for more than 1 % of the images or ten, whichever is more, and for
-    more than a tenth.
+    messages. Raises DataError for more than 1 % of the images or 10, whichever is more, and for
+    more than a tenth or 3.
     """
     rows = _bad_rows(index, root, path)
     if not rows:
         return index, None
     count = len(index)
     # More bad images have a cause, such as a broken disk or the list of another dataset.
-    most = min(max(count // 100, ALWAYS_EXCLUDABLE), count // 10)
+    most = min(max(count // 100, _ALWAYS_EXCLUDABLE), max(count // 10, _MIN_EXCLUDABLE))
     if len(rows) > most:
         verify = f"{command_line('verify-data')} DATA --out {shlex.quote(str(path))}"
         raise DataError(

@@ -54,7 +54,8 @@ def test_all_problems_are_reported_at_once_with_place_and_suggestion() -> None:
         ("data: {root: }", "x.yaml:2: data.root: null "),
         (
             "model: resnet18",
-            "x.yaml:2: model: 'resnet18' is given for a section of keys; give one of them, such as model.name",
+            "x.yaml:2: model: 'resnet18' is given for a section of keys; give one of them, such as "
+            "model.name",
         ),
         ("model:", "x.yaml:2: model: null "),
         ("model: {kwargs: 3}", "x.yaml:2: model.kwargs: 3 "),
