@@ -118,8 +118,11 @@ def _candidates(path: Path) -> list[Path]:
         return [path]
     candidates = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not candidates:
+        remedy = "Give a folder like work_dirs/demo/checkpoints/step-0000176, or a run folder."
+        if path.suffix == ".pt2":
+            remedy = "Load it with torch.export.load, or give its run folder or an .onnx file."
         raise CheckpointError(
             f"{path}: neither a checkpoint (no manifest.json) nor a run folder with checkpoints.",
-            "Give a folder like work_dirs/demo/checkpoints/step-0000176, or a run folder.",
+            remedy,
         )
     return candidates

@@ -273,7 +273,10 @@ def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
         raise DataError(f"{path}: {error.strerror}.", _layout_remedy(root)) from None
     classes = sorted(map(os.fsdecode, content.folders))
     if not classes:
-        remedy = "Set data.root, data.train and data.val."
+        remedy = (
+            "Put the images of each class into a folder of its name, or correct data.root, "
+            "data.train and data.val."
+        )
         if content.images:
             remedy = (
                 f"Sort them into folders named as the classes (ImageNet's: {PREPARE_COMMAND}), or "

@@ -241,6 +241,8 @@ def test_load_best_and_load_newest_of_a_run_folder(tmp_path: Path) -> None:
         load_best(tmp_path)
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         load_best(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"torch\.export"):
+        load_best(tmp_path / "model.pt2")
 
 
 def killed_at(moment: int, folder: Path, written: Snapshot) -> bool:
