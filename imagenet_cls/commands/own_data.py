@@ -75,6 +75,9 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     data = open_datasets(loaded.config.data)
     assert data.train is not None
     batch = batch_size_for(len(data.train))
+    if not has_checkpoint and not loaded.config.model.pretrained:
+        # It slows down the first layers, which start from random values here.
+        derived += _without(["optimizer.layer_decay=null"], overrides)
     derived += _without([f"train.global_batch_size={batch}"], overrides)
     loaded = load_config(OWN_DATASET, [*derived, *overrides])
     note = describe_data(source, loaded, data)

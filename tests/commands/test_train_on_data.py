@@ -104,6 +104,21 @@ def test_folders_train_and_val_are_the_splits(photos: Path) -> None:
     assert config.train.global_batch_size == 5
 
 
+@pytest.mark.parametrize(
+    ("overrides", "decay"),
+    [
+        ([], 0.8),
+        (["model.checkpoint=a.pth"], 0.8),
+        (["model.pretrained=false"], None),
+        (["model.pretrained=false", "optimizer.layer_decay=0.9"], 0.9),
+    ],
+)
+def test_training_from_scratch_has_no_layer_decay(
+    photos: Path, overrides: list[str], decay: float | None
+) -> None:
+    assert load_with_data("photos", overrides).config.optimizer.layer_decay == decay
+
+
 def test_archive_and_list_are_data(photos: Path) -> None:
     files = sorted(photos.rglob("*.jpg"))
     with zipfile.ZipFile("photos.zip", "w") as archive:
