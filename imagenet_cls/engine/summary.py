@@ -22,7 +22,7 @@ from imagenet_cls.engine.overlap import initial_weights_warning, same_parts_warn
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
 from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, Record, describe_result
-from imagenet_cls.text import command_line, count_of
+from imagenet_cls.text import command_line, count_of, join_names
 
 # An epoch that leaves out a larger share of the images is worth a warning.
 _MAX_LEFT_OUT = 0.1
@@ -194,6 +194,12 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
         )
     if len(parts.data.classes) == 1:
         warnings.append("the data has one class: there is nothing to tell apart")
+    val_targets = targets_of(parts.data.val)
+    if val_targets is not None and config.eval.classes == "all":
+        present = set(val_targets.tolist())
+        absent = [name for i, name in enumerate(parts.data.classes) if i not in present]
+        if absent:
+            warnings.append(f"no validation image has the class {join_names(absent)}")
     starts_from_scratch = not config.model.pretrained and config.model.checkpoint is None
     if starts_from_scratch and (config.model.head_only or config.model.freeze):
         warnings.append(

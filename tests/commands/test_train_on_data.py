@@ -205,6 +205,17 @@ def test_one_class_is_a_warning(call: Callable[..., tuple[int, str, str]], photo
     assert "warning: the data has one class" in out and "top-5" not in out
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_class_without_validation_images_is_a_warning(
+    call: Callable[..., tuple[int, str, str]], photos: Path, single: bool
+) -> None:
+    if single:
+        write_photos(photos, classes="d", images=1)
+    code, out, _ = call(train_command, "photos", "--dry-run", *ARGUMENTS)
+    assert code == 0
+    assert ("warning: no validation image" in out) == single
+
+
 def test_python_api_trains_evaluates_and_predicts(photos: Path) -> None:
     settings = {**SMALL, "data.root": photos}  # a path
     run = imagenet_cls.train("photos", settings, epochs=2, work_dir="runs/a")
