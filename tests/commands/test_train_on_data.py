@@ -25,7 +25,6 @@ from imagenet_cls.commands.own_data import (
 )
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import ConfigError, DataError, UsageError, UserError
-from imagenet_cls.text import command_line
 
 SMALL = {
     "model.name": "helpers:plain",
@@ -154,7 +153,7 @@ def test_dataset_as_a_key_names_the_argument(
 ) -> None:
     code, _, err = call(train_command, "data=photos")
     assert code == 2
-    assert command_line("train") in err
+    assert "as an argument" in err and "data.root" in err
 
 
 @pytest.mark.parametrize("name", ["photos #1", "[a] b", "x: y", "null", "v1.2"])
