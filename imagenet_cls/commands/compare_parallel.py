@@ -137,6 +137,7 @@ def plan_modes(config: str, overrides: Sequence[str], ranks: int) -> list[Mode]:
     none = ["--launcher", "none"]
     spawn = ["--launcher", "spawn", "--gpus", str(ranks), "parallel.mode=ddp"]
     torchrun = ["--launcher", "pytorch", "--gpus", str(ranks), "parallel.mode=ddp"]
+    dp_share = micro_batch_for(batch, ranks, limit, equal=True)
     dp = [*none, "parallel.mode=dp", f"parallel.device_ids={list(range(ranks))}"]
     accumulated = [*spawn, f"train.micro_batch_size={part}"]
     sync_bn = [*spawn, "parallel.sync_bn=true"]
@@ -148,7 +149,7 @@ def plan_modes(config: str, overrides: Sequence[str], ranks: int) -> list[Mode]:
             micro_batch_for(batch, 1, limit),
             "one GPU, debugging",
         ),
-        Mode(f"DP, {ranks} GPUs", dp, share, "old scripts: no launcher, but slower", why_no_dp),
+        Mode(f"DP, {ranks} GPUs", dp, dp_share, "old scripts: no launcher, but slower", why_no_dp),
         Mode("DDP by spawn", spawn, share, "all GPUs of a machine, without a launcher"),
         Mode("DDP by torchrun", torchrun, share, "one machine or many; can restart"),
         Mode(

@@ -590,11 +590,9 @@ class TrainConfig:
     # Images in one optimizer step, over all ranks and micro-batches.
     global_batch_size: int = key(256, BATCH)
     # Largest number of images in one forward pass of a device; gradients are accumulated over the
-    # micro-batches. null: the device's whole share. If the batch is divisible by the number of
-    # devices, all micro-batches have the same size. With 64 here, 96 images per device become two
-    # micro-batches of 48. 97 images, a prime number, become 97 micro-batches of one image: choose
-    # another batch. If the batch is not divisible, the sizes differ by one image, and the losses
-    # are weighted; with parallel.mode dp that is an error.
+    # micro-batches. null: the device's whole share. There are as few micro-batches as possible:
+    # with 64 here, 96 images per device become two of 48. Sizes that differ by one image are
+    # weighted. With parallel.mode dp all have the same size.
     micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
     # Precision of forward and backward. auto: fp32 on CPUs, bf16 on GPUs since Ampere, fp16 on
     # Volta and Turing (fp32 with train.sam_rho), fp32 on older GPUs. fp16 uses a loss scale.

@@ -32,18 +32,20 @@ class Plan:
         return self.world_size * self.devices_per_rank * self.accumulation
 
 
-def micro_batch_for(global_batch: int, num_devices: int, limit: int | None) -> int:
+def micro_batch_for(
+    global_batch: int, num_devices: int, limit: int | None, equal: bool = False
+) -> int:
     """The largest number of images of one device in one forward pass, at most `limit`.
 
-    If the devices of all ranks divide the batch, this is the largest divisor of a device's share
-    that does not exceed `limit`, so all micro-batches are equal. Otherwise there are as few
-    micro-batches as possible, and their sizes differ by at most one.
+    There are as few micro-batches as possible, and their sizes differ by at most one.
+
+    equal: whether all must have the same size. The devices then divide the batch.
     """
-    share, remainder = divmod(global_batch, num_devices)
-    if remainder == 0:
-        largest = min(limit or share, share)
-        return next(size for size in range(largest, 0, -1) if share % size == 0)
-    accumulation = ceil_div(global_batch, num_devices * (limit or global_batch))
+    share = ceil_div(global_batch, num_devices)
+    accumulation = ceil_div(share, limit or share)
+    if equal:
+        while share % accumulation != 0:
+            accumulation += 1
     return ceil_div(global_batch, num_devices * accumulation)
 
 
@@ -92,7 +94,10 @@ def plan_run(
             f"Give a train.global_batch_size of at most {num_samples}, or more images.",
         )
     num_devices = world_size * devices_per_rank
-    micro_batch = micro_batch_for(train.global_batch_size, num_devices, train.micro_batch_size)
+    # DataParallel divides each micro-batch among its devices in equal parts.
+    micro_batch = micro_batch_for(
+        train.global_batch_size, num_devices, train.micro_batch_size, equal=devices_per_rank > 1
+    )
     total = steps_per_epoch * train.epochs
     return Plan(
         world_size=world_size,
@@ -147,7 +152,10 @@ def due_after(step: int, plan: Plan, config: Config, stopped_early: bool = False
 def describe_batch_sizes(config: Config, num_devices: int) -> str:
     """Batch and image size of a device as text, for the message of an out-of-memory error."""
     train = config.train
-    micro_batch = micro_batch_for(train.global_batch_size, num_devices, train.micro_batch_size)
+    is_dp = config.parallel.mode == "dp"
+    micro_batch = micro_batch_for(
+        train.global_batch_size, num_devices, train.micro_batch_size, equal=is_dp
+    )
     return (
         f"{micro_batch} images at once of {format_size(config.augment.size_px)} "
         f"({config.eval.batch_size} of {format_size(config.eval.crop_px)} in evaluation)"

@@ -180,13 +180,6 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
             f"each epoch leaves out {left_out} of {samples} images, which do not fill a batch; "
             "a smaller train.global_batch_size leaves out fewer"
         )
-    limit = config.train.micro_batch_size
-    if limit is not None and plan.accumulation > 1 and 2 * plan.micro_batch < limit:
-        warnings.append(
-            f"a micro-batch has {count_of(plan.micro_batch, 'image')}, since no larger number up "
-            f"to train.micro_batch_size={limit} divides a device's share; change "
-            "train.global_batch_size"
-        )
     if parts.num_classes > len(parts.data.classes):
         warnings.append(
             f"the model has {parts.num_classes} outputs (model.num_classes), the data "

@@ -574,10 +574,6 @@ def test_dry_run_with_sam_makes_both_passes(
     ("changes", "named"),
     [
         ({"train.global_batch_size": 1000}, "warning: each epoch leaves out 438 of 1438 images"),
-        (
-            {"train.global_batch_size": 13, "train.micro_batch_size": 8},
-            "warning: a micro-batch has 1 image,",
-        ),
         ({"model.num_classes": 12}, "warning: the model has 12 outputs"),
         ({"model.head_only": True}, "warning: frozen parameters have random values"),
     ],
