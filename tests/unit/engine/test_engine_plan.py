@@ -60,9 +60,7 @@ def test_plan_counts_steps_of_whole_batches(
 
 
 @given(st.integers(2, 3000), st.integers(2, 30), limits)
-def test_plan_has_the_fewest_micro_batches(
-    batch: int, world_size: int, limit: int | None
-) -> None:
+def test_plan_has_the_fewest_micro_batches(batch: int, world_size: int, limit: int | None) -> None:
     train = TrainConfig(global_batch_size=batch, micro_batch_size=limit)
     if batch_problem(train, world_size):
         assert batch % world_size != 0 and (batch < world_size or limit == 1)
