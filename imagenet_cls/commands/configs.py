@@ -1,6 +1,7 @@
 """`imagenet-cls configs`: list the shipped configs."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from imagenet_cls.commands import cli
 from imagenet_cls.config.layers import CONFIGS, shipped_configs
@@ -10,11 +11,11 @@ from imagenet_cls.errors import UsageError
 
 
 def configs_command(argv: Sequence[str]) -> None:
-    """Print a line for each shipped config: its name, claimed top-1, image size and source."""
+    """Print a line for each shipped config; the configs of ImageNet come first."""
     parser = cli.build_parser(
         "configs",
-        "List the shipped configs, with claimed top-1 accuracy, image size in training and "
-        "evaluation, and source.",
+        "List the shipped configs, with dataset, the top-1 accuracy that the source claims, image "
+        "size in training and evaluation, and source.",
     )
     parser.add_argument(
         "word", nargs="?", default="", metavar="WORD", help="only those whose line contains it"
@@ -22,23 +23,30 @@ def configs_command(argv: Sequence[str]) -> None:
     arguments = cli.parse(parser, argv)
     rows = []
     for name, path in sorted(shipped_configs().items(), key=lambda item: item[1]):
-        place = str(path.parent.relative_to(CONFIGS))
+        folder = str(path.parent.relative_to(CONFIGS))
         row = [name, *describe_config(load_config(path).config)]
-        if arguments.word.lower() in " ".join([place, *row]).lower():
+        if arguments.word.lower() in " ".join([folder, *row]).lower():
             rows.append(row)
+    rows.sort(key=lambda row: row[1] != "imagenet")
     if not rows:
         raise UsageError(
             f"No shipped config has {arguments.word!r} in its name, folder or source.",
             "Leave out WORD to list all.",
         )
-    print(cli.format_columns([["config", "top-1", "size", "source"], *rows]))
+    print(cli.format_columns([["config", "dataset", "claimed top-1", "size", "source"], *rows]))
 
 
 def describe_config(config: Config) -> list[str]:
-    """Claimed top-1, image size in training and evaluation, and source; "-" for what is unknown."""
+    """Dataset, claimed top-1, image size in training and evaluation, and source; "-" for what is
+    unknown.
+    """
+    dataset = Path(config.data.root).name
+    if config.data.name != "folder":
+        dataset = config.data.name.removeprefix("torchvision:")
     claimed = config.expect.claimed_top1_pct
     size = format_size(config.augment.size_px)
     evaluated = format_size(config.eval.crop_px)
     if evaluated != size:
         size = f"{size}/{evaluated}"
-    return ["-" if claimed is None else f"{claimed:.2f}", size, config.expect.source or "-"]
+    accuracy = "-" if claimed is None else f"{claimed:.2f} %"
+    return [dataset, accuracy, size, config.expect.source or "-"]

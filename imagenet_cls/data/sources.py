@@ -111,8 +111,8 @@ class FolderSource(ImageSource):
         if self.index.byte_ranges is None:
             path = shlex.quote(str(self.index.path(i)))
             remedy = (
-                f"Replace it (cp GOOD_FILE {path}), or delete it (rm {path}, and its line in a "
-                "list)."
+                f"Replace it (cp GOOD_FILE {path}), or delete it (rm {path}), and its line if the "
+                "dataset is a list file."
             )
         if self.exclude_advice is None:
             return remedy
