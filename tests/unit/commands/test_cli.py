@@ -12,6 +12,7 @@ import pytest
 
 from imagenet_cls.commands import LIBRARIES
 from imagenet_cls.commands.cli import parse
+from imagenet_cls.commands.configs import configs_command
 from imagenet_cls.commands.export import export_command
 from imagenet_cls.commands.main import COMMANDS
 from imagenet_cls.commands.train import train_command, train_parser
@@ -229,3 +230,14 @@ def test_console_script_called_wrongly_exits_with_2(words: list[str]) -> None:
     assert (done.returncode, done.stdout) == (2, "False\n")
     assert len(done.stderr.splitlines()) == 2
     assert "imagenet-cls" in done.stderr
+
+
+def test_configs_lists_imagenet_first_and_filters_by_dataset(call: Callable) -> None:
+    code, out, _ = call(configs_command)
+    datasets = [line.split()[1] for line in out.splitlines()[1:]]
+    assert code == 0 and "FashionMNIST" in datasets and "digits" in datasets
+    assert set(datasets[: datasets.count("imagenet")]) == {"imagenet"}
+    code, out, _ = call(configs_command, "fashionmnist")
+    assert code == 0 and {line.split()[1] for line in out.splitlines()[1:]} == {"FashionMNIST"}
+    code, _, err = call(configs_command, "no such word")
+    assert code == 2 and "'no such word'" in err
