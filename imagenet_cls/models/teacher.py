@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceE
 from imagenet_cls.models.build import build_model, model_mean_std, model_problems, published_weights
 from imagenet_cls.models.head import head_names, permute_outputs
 from imagenet_cls.models.weights import load_weights, prefix_errors
-from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
+from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main_first
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.seeding import hash_key, seed_generators
 from imagenet_cls.text import first_line
@@ -83,26 +82,20 @@ def build_teacher(
     `read` raise, on every rank.
     """
 
-    @cache
-    def build_with_weights() -> Teacher:
+    def build() -> Teacher:
+        if not group.is_main:
+            network = build_model(
+                ModelConfig(name=config.name or "", kwargs=config.kwargs), num_classes
+            )
+            # scale and shift are broadcast with the weights
+            return Teacher(network, mean_std, mean_std)
         seed_generators(hash_key("teacher", seed))
         network, own_mean_std = _load_network(config, num_classes, read, order)
         teacher = Teacher(network, mean_std, own_mean_std)
         _check_outputs(teacher, config, num_classes, sizes_px)
         return teacher
 
-    def try_to_build() -> None:  # `run_on_main` would pickle and broadcast the teacher
-        build_with_weights()
-
-    run_on_main(group, try_to_build)
-    if group.is_main:
-        teacher = build_with_weights()
-    else:
-        network = build_model(
-            ModelConfig(name=config.name or "", kwargs=config.kwargs), num_classes
-        )
-        # scale and shift are broadcast with the weights
-        teacher = Teacher(network, mean_std, mean_std)
+    teacher = run_on_main_first(group, build)
     teacher.load_state_dict(broadcast_tensors(teacher.state_dict(), group))
     return teacher.to(group.device, memory_format=memory_format)  # type: ignore[call-overload]
 
