@@ -2,11 +2,10 @@
 
 import io
 import json
-import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,7 +21,7 @@ from PIL import Image
 from imagenet_cls.errors import CheckpointError, explain_content_errors
 from imagenet_cls.files import is_locked
 from imagenet_cls.report.figures import curve_figures
-from imagenet_cls.report.jsonl import TEXT_KEYS, Record, read_metrics, user_metrics
+from imagenet_cls.report.jsonl import Record, read_metrics, user_metrics
 from imagenet_cls.report.render import DURATION, render, to_jpeg
 from imagenet_cls.text import utf8_text
 
@@ -31,12 +30,6 @@ _MAX_EVENTS = 100
 _BATCH_PX = 1000
 _MAX_BATCHES = 4  # runs, of which the page shows the first batch
 _MAX_COLUMNS = 6  # differing keys that are columns of the table of runs
-_MAX_STEP, _MAX_NUMBER = 2**53, 1e300
-_NEEDED = {
-    "train": ("loss", "lr"),
-    "eval": ("weights", "top1_pct", "loss", "seconds"),
-    "event": ("message",),
-}
 
 # Columns of the results: title, key of `run_statistics`, format.
 _RESULTS = (
@@ -56,14 +49,14 @@ _RESULTS = (
 class RunRecords:
     """What a run folder holds, finished or not; None and empty where a file is missing.
 
-    metrics: without an incomplete last line. is_running: its process has the lock. ranks,
+    metrics: see `read_metrics`. is_running: its process has the lock. ranks,
     total_steps, steps_per_epoch, saved_step and stopped_early: of the newest checkpoint that is
     there. checkpoints: by step, newest first.
     """
 
     name: str
+    folder: Path
     metrics: Sequence[Record]
-    has_incomplete_last_line: bool
     is_running: bool
     versions: Mapping[str, str | None]
     ranks: int | None
@@ -88,27 +81,11 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRecords:
     """Read a run folder. checkpoints: the checkpoints of the run by step, newest first.
 
-    Raises CheckpointError with the file that can't be read or has missing or invalid values.
+    Raises CheckpointError with the file that can't be read.
     """
     file = folder / "metrics.jsonl"
     with explain_content_errors(CheckpointError, file):
         metrics = read_metrics(file)
-        with file.open("rb") as opened:
-            opened.seek(max(opened.seek(0, os.SEEK_END) - 1, 0))
-            has_incomplete_last_line = opened.read(1) not in (b"", b"\n")
-        for line, record in enumerate(metrics, start=1):
-            also = ["data_wait_pct"] if "images_per_sec" in record else []
-            for key in (*_NEEDED.get(record["kind"], ()), *also, *record):
-                value = record.get(key)
-                if key in TEXT_KEYS:
-                    is_valid = isinstance(value, str)
-                else:
-                    is_valid = _is_number(value, whole=key == "step")
-                if not is_valid:
-                    reason = f"{key!r} is missing or invalid"
-                    raise CheckpointError(
-                        f"{file}:{line}: {reason}", "Remove this line, or leave the run out."
-                    )
     versions: dict[str, str | None] = {"commit": None}
     ranks = total_steps = steps_per_epoch = saved_step = None
     stopped_early = False
@@ -135,8 +112,8 @@ def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRec
                 break
     return RunRecords(
         name,
+        folder,
         metrics,
-        has_incomplete_last_line,
         is_locked(folder),
         versions,
         ranks,
@@ -147,15 +124,6 @@ def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRec
         checkpoints,
         _first_batch(folder / "tensorboard"),
     )
-
-
-def _is_number(value: Any, whole: bool) -> bool:
-    """Whether a value can be drawn and summed up: NaN and infinity can, the largest floats not."""
-    if not isinstance(value, int if whole else int | float):
-        return False
-    if isinstance(value, float) and not math.isfinite(value):
-        return True
-    return abs(value) <= (_MAX_STEP if whole else _MAX_NUMBER)
 
 
 def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
@@ -208,26 +176,24 @@ def runs_page(
     runs: Sequence[RunRecords],
     global_batches: Sequence[int | None],
     differences: Mapping[str, Sequence[str | None]],
-    notes: Iterable[str],
+    notes: Sequence[str],
     folder: Path,
     link_js: bool,
     settings: tuple[Sequence[tuple[str, str]], Sequence[Sequence[Any]]] | None = None,
 ) -> bytes:
-    """The page of the runs.
+    """The page of the runs. Raises CheckpointError for records with missing values.
 
     global_batches: the global batch sizes of each run, None if unknown. differences: values of the
     configs by key, in the order of the runs. notes: to be said first. folder: the folder of the
     page, from which the links to checkpoints lead. link_js: see `render`. settings: columns and
     rows of the table of settings of a sweep.
     """
-    pairs = zip(runs, global_batches, strict=True)
-    statistics = [run_statistics(run, batch) for run, batch in pairs]
+    statistics = []
+    for run, global_batch in zip(runs, global_batches, strict=True):
+        file = run.folder / "metrics.jsonl"
+        with explain_content_errors(CheckpointError, file, "missing or invalid values"):
+            statistics.append(run_statistics(run, global_batch))
     states = [_state(run, row) for run, row in zip(runs, statistics, strict=True)]
-    incomplete = [
-        f"{run.name}: the last line of metrics.jsonl is incomplete and was left out"
-        for run in runs
-        if run.has_incomplete_last_line
-    ]
     known = [row for row in statistics if row["best_top1_pct"] is not None]
     best = max(known, key=itemgetter("best_top1_pct"), default=statistics[0])
     return render(
@@ -235,7 +201,7 @@ def runs_page(
         curve_figures([run.metrics for run in runs]),
         link_js,
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-        notes=[*notes, *incomplete],
+        notes=notes,
         settings=settings,
         runs=runs,
         statistics=statistics,
