@@ -21,10 +21,8 @@ from torch.nn import functional
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.classes import class_difference, classes_of_outputs
 from imagenet_cls.data.datasets import has_training_part, open_datasets
-from imagenet_cls.data.decode import ChooseBox
-from imagenet_cls.data.sources import ImageSource, SubsetSource, targets_of, with_classes
+from imagenet_cls.data.sources import ImageSource, targets_of, with_classes
 from imagenet_cls.data.test_set import describe_images, open_test_set
-from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.engine.build import rank_devices
 from imagenet_cls.engine.evaluate import EvalOutputs, Evaluation, evaluate
 from imagenet_cls.engine.evaluation_labels import evaluation_labels
@@ -109,11 +107,10 @@ def evaluate_weights(
     names = list(trained.models)
     record |= trained.num_classes <= _MAX_CLASSES_IN_TABLE
     labels = evaluation_labels(config.eval, images, images.classes)
-    measured = MeasuredSource(images)
     evaluation = Evaluation(
-        config, measured, group, rank_devices(config, group), trained.mean, trained.std, labels
+        config, images, group, rank_devices(config, group), trained.mean, trained.std, labels
     )
-    recorder = OutputRecorder(names, group.device, chosen if record else None, measured.sizes)
+    recorder = OutputRecorder(names, group.device, chosen if record else None)
     outputs = recorder.watch(evaluation.outputs(trained.models))
     user_metrics = build_metrics(config.eval.metrics, trained.num_classes, names, group)
     metrics = evaluate(outputs, names, group, trained.num_classes, labels, user_metrics)
@@ -287,48 +284,21 @@ def nonfinite_error(counts: Mapping[str, int], images: int) -> CheckpointError:
     )
 
 
-class MeasuredSource(SubsetSource):
-    """All images of another source. Records the size of each image that is read for a batch.
-
-    sizes: int32 (N, 2), height and width, in memory that the workers share; 0 for images that were
-    not read.
-    """
-
-    def __init__(self, source: ImageSource):
-        super().__init__(source, np.arange(len(source)))
-        self.sizes = torch.zeros(len(source), 2, dtype=torch.int32).share_memory_()
-
-    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
-        def choose_and_record(height: int, width: int) -> Box:
-            self.sizes[i] = torch.tensor((height, width))
-            return choose(height, width)
-
-        return super().load_region(i, choose_and_record)
-
-
 class OutputRecorder:
     """Keeps what is reported about single images while their outputs pass on to `evaluate`.
 
     names: the names of the models. recorded: the name of the model whose outputs are kept, if any.
-    sizes: of the images, see `MeasuredSource`.
 
     nonfinite: int64 (models,) on the device, the images without finite probabilities for each
     model. An output of -inf, as of an absent class, is a probability of 0. rows: arrays of
     `image_dtype`, one for each batch.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        device: torch.device,
-        recorded: str | None,
-        sizes: torch.Tensor,
-    ):
+    def __init__(self, names: Sequence[str], device: torch.device, recorded: str | None):
         self.nonfinite = torch.zeros(len(names), dtype=torch.int64, device=device)
         self.rows: list[np.ndarray] = []
         self._names = names
         self._recorded = recorded
-        self._sizes = sizes
 
     def watch(self, outputs: Iterable[EvalOutputs]) -> Iterator[EvalOutputs]:
         """Yield the outputs of an evaluation unchanged."""
@@ -337,24 +307,17 @@ class OutputRecorder:
                 is_finite = logits[name].logsumexp(dim=1).isfinite()
                 self.nonfinite[number] += is_finite.logical_not().sum()
             if self._recorded is not None:
-                own = logits[self._recorded]
-                self.rows.append(image_rows(own, targets, indices, self._sizes[indices]))
+                self.rows.append(image_rows(logits[self._recorded], targets, indices))
             yield logits, targets, indices
 
 
-def image_rows(
-    logits: torch.Tensor, targets: torch.Tensor, indices: torch.Tensor, sizes: torch.Tensor
-) -> np.ndarray:
-    """An array of `image_dtype` for a batch: logits (B, classes), targets (B,), indices (B,), sizes
-    (B, 2).
-    """
+def image_rows(logits: torch.Tensor, targets: torch.Tensor, indices: torch.Tensor) -> np.ndarray:
+    """An array of `image_dtype` for a batch: logits (B, classes), targets (B,), indices (B,)."""
     # as in `evaluate`, also for ties
     top = logits.topk(min(5, logits.shape[1]), dim=1).indices
     rows = np.empty(len(targets), image_dtype(top.shape[1]))
     rows["index"] = indices
     rows["target"] = targets.cpu()
-    rows["height"] = sizes[:, 0]
-    rows["width"] = sizes[:, 1]
     rows["top"] = top.cpu()
     rows["probabilities"] = logits.softmax(dim=1).gather(1, top).cpu()
     rows["loss"] = functional.cross_entropy(logits, targets, reduction="none").cpu()
@@ -363,11 +326,11 @@ def image_rows(
 
 def image_dtype(top: int) -> np.dtype:
     """The record of an image: the `top` likeliest classes, likeliest first, and their
-    probabilities. Height and width are 0 for `data.name=synthetic`.
+    probabilities.
     """
-    numbers = [(name, np.int64) for name in ("index", "target", "height", "width")]
+    numbers = [("index", np.int64), ("target", np.int64), ("loss", np.float64)]
     ranked = [("top", np.int64, (top,)), ("probabilities", np.float64, (top,))]
-    return np.dtype([*numbers, ("loss", np.float64), *ranked])
+    return np.dtype([*numbers, *ranked])
 
 
 def class_table(evaluation: WeightsEvaluation) -> list[str]:

@@ -1,6 +1,6 @@
 """The report of an evaluation.
 
-Statistics of classes, confusion, calibration and image sizes, and a page of them.
+Statistics of classes, confusion and calibration, and a page of them.
 """
 
 import math
@@ -17,7 +17,6 @@ from imagenet_cls.text import utf8_text
 Statistics = dict[str, Any]
 
 _CALIBRATION_BINS = 15  # as in Guo et al., "On calibration of modern neural networks", 2017
-_SIZE_BINS = 5
 _MAX_PAIRS, _MAX_EXAMPLES = 20, 12
 _PERCENT, _COUNT = ".2f", ",d"
 _WEIGHTS = {"raw": "raw", "ema": "EMA"}
@@ -38,18 +37,15 @@ def evaluation_statistics(
     """The statistics of an evaluation, and the confusion matrix, int64 (K, K): a row for each true
     class.
 
-    rows: a record for each image, with `index`, `target`, `height` and `width` (0 where unknown),
-    `loss`, and `top` and `probabilities` of the likeliest classes, likeliest first. K is the number
-    of classes, or higher where a wider head predicts more. name_of: the name of an image by its
-    index. The precision of a class that is never predicted, and the recall of one without images,
-    are NaN.
+    rows: a record for each image, with `index`, `target`, `loss`, and `top` and `probabilities` of
+    the likeliest classes, likeliest first. K is the number of classes, or higher where a wider head
+    predicts more. name_of: the name of an image by its index. The precision of a class that is
+    never predicted, and the recall of one without images, are NaN.
     """
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
     index = rows["index"]
     target = rows["target"]
-    height = rows["height"]
-    width = rows["width"]
     prediction = rows["top"][:, 0]
     confidence = rows["probabilities"][:, 0]
     correct = target == prediction
@@ -111,8 +107,6 @@ def evaluation_statistics(
         ],
         "confused": confused_pairs(confusion, labels),
         "calibration": calibration,
-        "by_short_side_px": quantile_bins(np.minimum(height, width), correct),
-        "by_aspect_ratio": quantile_bins(width / np.maximum(height, 1), correct),
         "mistakes": examples(by_confidence[~correct[by_confidence]]),
         "hits": examples(by_confidence[correct[by_confidence]][::-1]),
     }
@@ -130,27 +124,6 @@ def calibration_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Statis
             "images": int((number == n).sum()),
             "confidence": float(confidence[number == n].mean()),
             "accuracy_pct": 100 * float(correct[number == n].mean()),
-        }
-        for n in np.unique(number)
-    ]
-
-
-def quantile_bins(values: np.ndarray, correct: np.ndarray) -> list[Statistics]:
-    """The accuracy in bins with about equal numbers of images; [] without values. Equal values are
-    in one bin.
-    """
-    if not values.any():
-        return []
-    highest = np.unique(
-        np.quantile(values, np.arange(1, _SIZE_BINS) / _SIZE_BINS, method="inverted_cdf")
-    )
-    number = np.searchsorted(highest, values)
-    return [
-        {
-            "low": float(values[number == n].min()),
-            "high": float(values[number == n].max()),
-            "images": int((number == n).sum()),
-            "top1_pct": 100 * float(correct[number == n].mean()),
         }
         for n in np.unique(number)
     ]

@@ -6,7 +6,7 @@ import csv
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,7 @@ from imagenet_cls.inference.evaluate_weights import (
     write_report,
 )
 from imagenet_cls.inference.load_weights import WeightsSource
-from imagenet_cls.report.evaluation import (
-    evaluation_page,
-    evaluation_statistics,
-    quantile_bins,
-)
+from imagenet_cls.report.evaluation import evaluation_page, evaluation_statistics
 from imagenet_cls.report.figures import similarity_order
 
 CLASSES = ["a <b>&", "$x$", "cat", "dog", "猫", "owl", "pig"]
@@ -164,28 +160,6 @@ def test_figures_equal_those_of_scikit_learn(written: Path, folder: Path) -> Non
     }
 
 
-def test_accuracy_by_size_uses_the_sizes_of_the_files(written: Path, folder: Path) -> None:
-    report = json.loads((written / "report.json").read_text())
-    _, rows = json.loads((written / "rows.json").read_text())
-    hits = np.array([row["target"] == row["top"][0][0] for row in rows])
-    sizes = [
-        Image.open(folder / "images" / "val" / row["image"].removeprefix("val/")).size
-        for row in rows
-    ]
-    for key, values in (
-        ("by_short_side_px", [min(s) for s in sizes]),
-        ("by_aspect_ratio", [w / h for w, h in sizes]),
-    ):
-        bins, array = report[key], np.array(values)
-        assert len(bins) == 5 and sum(row["images"] for row in bins) == NUM_IMAGES
-        assert (bins[0]["low"], bins[-1]["high"]) == (array.min(), array.max())
-        for row in bins:
-            inside = (array >= row["low"]) & (array <= row["high"])
-            assert inside.sum() == row["images"] and row["top1_pct"] == pytest.approx(
-                100 * hits[inside].mean()
-            )
-
-
 class Tables(HTMLParser):
     """The texts of all cells by table and row, of other elements by tag, all tags, and the
     addresses in attributes.
@@ -310,24 +284,6 @@ def test_page_escapes_names_and_loads_nothing(written: Path) -> None:
     assert page.addresses and all(address.startswith(("data:", "#")) for address in page.addresses)
 
 
-@pytest.mark.parametrize(
-    ("values", "bins"),
-    [
-        (50 * [0.75] + 50 * [1.333], [(0.75, 0.75, 50), (1.333, 1.333, 50)]),
-        (50 * [300] + 30 * [375] + 20 * [500], [(300, 300, 50), (375, 375, 30), (500, 500, 20)]),
-        (20 * [300] + 30 * [375] + 50 * [500], [(300, 300, 20), (375, 375, 30), (500, 500, 50)]),
-        (100 * [7], [(7, 7, 100)]),
-        (range(100), [(low, low + 19, 20) for low in range(0, 100, 20)]),
-        ([0, 0], []),
-    ],
-)
-def test_bins_of_equal_values_are_not_merged(
-    values: Sequence[float], bins: list[tuple[float, float, int]]
-) -> None:
-    rows = quantile_bins(np.array(values), np.ones(len(values), bool))
-    assert [(row["low"], row["high"], row["images"]) for row in rows] == bins
-
-
 def test_page_of_many_classes_has_blocks_of_similar_classes_and_no_labels() -> None:
     draws, count = np.random.default_rng(0), 240
     rows = np.zeros(2000, image_dtype(1))
@@ -338,7 +294,7 @@ def test_page_of_many_classes_has_blocks_of_similar_classes_and_no_labels() -> N
     names = [f"name{number}" for number in range(count - 1)]  # the head has one output more
     statistics, confusion = evaluation_statistics(rows, names, str)
     assert confusion.shape == (count, count) and confusion.sum() == 2000
-    assert statistics["classes"][-1]["name"] == "class 239" and not statistics["by_short_side_px"]
+    assert statistics["classes"][-1]["name"] == "class 239"
     result = {"top1_pct": 1.0, "top5_pct": 2.0, "loss": 3.0, "images": 2000}
     # metrics of the user
     metrics = {"raw": result | {"top-1 %": 0.25}, "ema": result | {"only_ema": 0.75}}
