@@ -529,8 +529,7 @@ class OptimizerConfig:
     # counts.
     lr_scales: Kwargs = key({})
     # Further arguments of the optimizer, such as `{momentum: 0.9, nesterov: true}` or `{betas:
-    # [0.9, 0.95]}`. Lookahead takes `lookahead_alpha` (0.5: step of the slow weights towards the
-    # fast ones) and `lookahead_k` (6: their steps).
+    # [0.9, 0.95]}`.
     kwargs: Kwargs = key({}, shares=("momentum", "alpha"))
 
 

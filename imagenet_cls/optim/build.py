@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import timm.optim
 import torch
-from timm.optim import Lookahead
 from torch import Tensor, nn
 
-from imagenet_cls.config.schema import NOT_NEGATIVE, POSITIVE_SHARE, OptimizerConfig
+from imagenet_cls.config.schema import NOT_NEGATIVE, OptimizerConfig
 from imagenet_cls.errors import Problem, UserError
 from imagenet_cls.lookup import (
     did_you_mean,
@@ -21,7 +20,6 @@ from imagenet_cls.lookup import (
     number_problem,
 )
 from imagenet_cls.optim.groups import parameter_groups
-from imagenet_cls.optim.signature_check import Count, value_problems
 from imagenet_cls.text import shorten
 
 TIMM = "timm:"
@@ -35,10 +33,12 @@ IMPLEMENTATION = {"sgd": "fused", "adamw": "fused", "rmsprop": "foreach"}
 # Built by timm's factory, so that its defaults (momentum 0.9) hold here too.
 BUILT_IN_FROM_TIMM = {"lamb": "timm:lamb", "rmsproptf": "timm:rmsproptf"}
 
-# `timm:lookahead_NAME` is timm's Lookahead around its optimizer NAME, whose arguments may be named
-# alpha and k, too.
+# `timm:lookahead_NAME` is timm's Lookahead around its optimizer NAME (Zhang et al. 2019, "Lookahead
+# Optimizer: k steps forward, 1 step back", algorithm 1): after every 6 steps the slow weights move
+# half of the way to the fast ones, which continue from there. timm's slow weights start after the
+# first 6 steps, not before them. The fast weights are evaluated, averaged and saved; the authors
+# evaluate the slow ones.
 LOOKAHEAD = "lookahead_"
-LOOKAHEAD_KWARGS = ("lookahead_alpha", "lookahead_k")
 
 
 def build_optimizer(
@@ -83,9 +83,7 @@ def _factory_and_signature(
         inner = known.removeprefix(LOOKAHEAD)
         if inner in timm.optim.list_optimizers():  # timm itself takes `nonsense_adamw` for `adamw`
             # Given groups and not the model, timm adds no exclusions from weight decay.
-            factory = partial(timm.optim.create_optimizer_v2, opt=inner)
-            if known != inner:
-                factory = partial(_build_lookahead, factory)
+            factory = partial(timm.optim.create_optimizer_v2, opt=known)
             return factory, timm.optim.get_optimizer_class(inner, bind_defaults=False)
     elif is_factory_name(name):
         factory = import_factory(name)
@@ -97,23 +95,6 @@ def _factory_and_signature(
         f"unknown optimizer {name!r}{did_you_mean(name, built_in + of_timm)} (built in: "
         f"{', '.join(built_in)}; or timm:NAME, my_module:my_factory)"
     )
-
-
-def _build_lookahead(
-    inner: Callable[..., torch.optim.Optimizer],
-    groups: list[dict[str, Any]],
-    lookahead_alpha: Annotated[float, POSITIVE_SHARE] = 0.5,
-    lookahead_k: Count = 6,
-    **kwargs: Any,
-) -> Lookahead:
-    """timm's Lookahead around the optimizer that `inner` builds from `kwargs`.
-
-    After every k steps the slow weights move by the share alpha towards the fast ones, which
-    continue from there (Zhang et al. 2019, "Lookahead Optimizer: k steps forward, 1 step back",
-    algorithm 1). timm's slow weights start after the first k steps, not before them. The fast
-    weights are evaluated, averaged and saved; the authors evaluate the slow ones.
-    """
-    return Lookahead(inner(groups, **kwargs), alpha=lookahead_alpha, k=lookahead_k)
 
 
 def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
@@ -132,21 +113,10 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
         for pattern, factor in optimizer.lr_scales.items()
         if (text := number_problem(factor, NOT_NEGATIVE))
     ]
-    lookahead_names = LOOKAHEAD_KWARGS if _is_lookahead(optimizer) else ()
     # Whatever the first parameter is called, it receives the groups.
     passed = (*keyword_names(signature)[0][:1], "params", "lr", "weight_decay")
-    problems = kwargs_problems(
-        "optimizer.kwargs", signature, optimizer.kwargs, passed, more_names=lookahead_names
-    )
-    lookahead_kwargs = {
-        name: value for name, value in optimizer.kwargs.items() if name in lookahead_names
-    }
-    problems += value_problems("optimizer.kwargs", _build_lookahead, lookahead_kwargs)
+    problems = kwargs_problems("optimizer.kwargs", signature, optimizer.kwargs, passed)
     return lr_scales + (problems or _step_problems(optimizer))
-
-
-def _is_lookahead(optimizer: OptimizerConfig) -> bool:
-    return optimizer.name.lower().startswith(TIMM + LOOKAHEAD)
 
 
 def initial_momentum(optimizer: OptimizerConfig) -> float | None:
@@ -172,8 +142,8 @@ def state_copies(optimizer: OptimizerConfig) -> int:
         return 2
     values = [value for state in built.state_dict()["state"].values() for value in state.values()]
     copies = sum(isinstance(value, Tensor) and value.shape == (3, 2) for value in values)
-    if _is_lookahead(optimizer) and optimizer.kwargs.get("lookahead_k") != 1:
-        copies += 1  # the slow weights, after k steps
+    if optimizer.name.lower().startswith(TIMM + LOOKAHEAD):
+        copies += 1  # the slow weights, after 6 steps
     return copies
 
 
