@@ -9,8 +9,7 @@ Random numbers are drawn only to initialize weights, so the same seed gives the 
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -293,7 +292,16 @@ def model_problems(
     if is_torchvision and channels != 3:
         text = f"{channels} needs a model of timm or your own; torchvision's take 3"
         return [Problem("data.channels", text)]
-    built, problems = _try_build(model, channels)
+    reserved = [
+        Problem(f"model.kwargs.{name}", "is set by the program; remove it")
+        for name in model.kwargs
+        if name in RESERVED
+    ]
+    kwargs = {
+        name: value for name, value in model.kwargs.items() if name not in (*RESERVED, "weights")
+    }
+    built, problems = _try_build(model.name, kwargs, model.num_classes or 1000, channels)
+    problems = reserved + problems
     if is_torchvision:
         problems += _torchvision_problems(model, built)
     elif built is not None:
@@ -306,21 +314,18 @@ def model_problems(
 def _adaptation_problems(
     model: ModelConfig, built: nn.Module, grad_checkpointing: bool
 ) -> list[Problem]:
-    """Adapt the built model as a run does, and return the problems of that."""
-    changes: list[Callable[[], object]] = [partial(freeze, built, model, model.num_classes or 1000)]
-    if grad_checkpointing:
-        changes.append(partial(checkpoint_activations, built))
-    changes.append(partial(split_batch_norm, built, model, splits=2))
-    problems: list[Problem] = []
-    for change in changes:
-        try:
-            # new layers of freeze and split_batch_norm are on the same device
-            with next(built.parameters()).device:
-                change()
-        except ConfigError as error:
-            parts = (line.partition(": ") for line in error.lines)
-            problems += [Problem(key, text) for key, _, text in parts]
-    return problems
+    """Adapt the built model as a run does, and return the problems of the first step that fails."""
+    try:
+        # new layers of split_batch_norm are on the same device
+        with next(built.parameters()).device:
+            split_batch_norm(built, model, splits=2)
+            freeze(built, model, model.num_classes or 1000)
+            if grad_checkpointing:
+                checkpoint_activations(built)
+    except ConfigError as error:
+        parts = (line.partition(": ") for line in error.lines)
+        return [Problem(key, text) for key, _, text in parts]
+    return []
 
 
 def _name_problem(name: str) -> Problem | None:
@@ -411,45 +416,32 @@ def _factory_problems(model: ModelConfig) -> list[Problem]:
     return problems
 
 
-def _try_build(model: ModelConfig, channels: int) -> tuple[nn.Module | None, list[Problem]]:
+def _try_build(
+    name: str, kwargs: Mapping[str, Any], num_classes: int, channels: int
+) -> tuple[nn.Module | None, list[Problem]]:
     """The model without the arguments that its constructor rejects, and problems.
 
-    None if it can't be built. Rejected arguments are removed one after another, since Python names
-    only the first of them.
+    None if it can't be built. Python names only the first rejected argument, so the model is built
+    again without it.
     """
-    problems = [
-        Problem(f"model.kwargs.{name}", "is set by the program; remove it")
-        for name in model.kwargs
-        if name in RESERVED
-    ]
-    kwargs = dict(model.kwargs)
-    for name in (*RESERVED, "weights"):
-        kwargs.pop(name, None)
-    rejected: list[str] = []
-    built = None
-    failure = None
-    while built is None and failure is None:
-        trial = ModelConfig(model.name, kwargs=kwargs)
-        try:
-            built = _build_on_meta_or_cpu(trial, model.num_classes or 1000, channels)
-        except ResourceError:
-            raise
-        except (CheckpointError, ConfigError) as error:
-            failure = Problem("model.name", first_line(error).removeprefix("model.name: "))
-        except Exception as error:
-            _, _, quoted = str(error).partition("unexpected keyword argument")
-            quoted = quoted.partition("Did you mean")[0]  # added by Python 3.13
-            names = [name for name in re.findall(r"'(\w+)'", quoted) if name in kwargs]
-            if not names:
-                text = f"the model can't be built: {type(error).__name__}: {first_line(error)}"
-                failure = Problem("model.kwargs" if kwargs else "model.name", text)
-            for name in names:
-                rejected.append(name)
-                del kwargs[name]
-    problems += [_unknown_argument(name, built) for name in rejected]
-    if failure is not None:
-        problems.append(failure)
-    return built, problems
+    try:
+        model = ModelConfig(name, kwargs=dict(kwargs))
+        return _build_on_meta_or_cpu(model, num_classes, channels), []
+    except ResourceError:
+        raise
+    except (CheckpointError, ConfigError) as error:
+        text = first_line(error).removeprefix("model.name: ")
+        return None, [Problem("model.name", text)]
+    except Exception as error:
+        _, _, quoted = str(error).partition("unexpected keyword argument")
+        quoted = quoted.partition("Did you mean")[0]  # added by Python 3.13
+        rejected = [word for word in re.findall(r"'(\w+)'", quoted) if word in kwargs]
+        if not rejected:
+            text = f"the model can't be built: {type(error).__name__}: {first_line(error)}"
+            return None, [Problem("model.kwargs" if kwargs else "model.name", text)]
+    others = {key: value for key, value in kwargs.items() if key not in rejected}
+    built, problems = _try_build(name, others, num_classes, channels)
+    return built, [*(_unknown_argument(word, built) for word in rejected), *problems]
 
 
 def _build_on_meta_or_cpu(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
