@@ -247,7 +247,7 @@ class Predictor:
 
 
 def check_sizes(config: EvalConfig, path: Path) -> None:
-    """Raise CheckpointError for sizes that no config may have, or that need gigabytes for an image.
+    """Raise CheckpointError for sizes that no config may have.
 
     path: the path of the checkpoint, whose config was read without a check of its ranges.
     """
@@ -258,14 +258,6 @@ def check_sizes(config: EvalConfig, path: Path) -> None:
             raise CheckpointError(
                 f"{path}: eval.{key}: {error}.", "Use another checkpoint."
             ) from None
-    transform = EvalTransform(config)
-    for height, width in (transform.crop, transform.resized_size(1000, 1000)):
-        if height * width > _MAX_PIXELS:
-            raise CheckpointError(
-                f"{path}: The sizes in its eval section make images of {height} x {width} pixels, "
-                f"more than {_MAX_PIXELS:,}.",
-                "Use a checkpoint of smaller images.",
-            )
 
 
 def check_packages(*names: str) -> None:

@@ -14,7 +14,6 @@ import shutil
 import struct
 import sys
 import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -366,16 +365,13 @@ def test_safetensors_header_with_wrong_sizes_is_an_error_and_costs_no_memory(
 @pytest.mark.parametrize(
     "values",
     [
-        {"crop_px": 20_000},
         {"crop_px": 1_000_000},
-        {"crop_px": [20_000, 16]},
         {"crop_px": 0},
-        {"resize_px": 100_000},
         {"crop_pct": 1e-5, "resize_px": None},
     ],
     ids=str,
 )
-def test_sizes_of_images_that_cost_gigabytes_exit_with_4(
+def test_sizes_of_images_out_of_range_exit_with_4(
     values: dict[str, Any],
     trained: Path,
     tmp_path: Path,
@@ -388,21 +384,6 @@ def test_sizes_of_images_that_cost_gigabytes_exit_with_4(
     )
     code, _, err = call(*commands(folder)["predict"])
     assert code == 4 and "odd" in err
-
-
-def test_compressed_file_is_an_error(tmp_path: Path) -> None:
-    """torch reads compressed files, but writes none."""
-    stored, compressed = tmp_path / "stored.pth", tmp_path / "compressed.pth"
-    torch.save({"weight": torch.zeros(10_000_000, dtype=torch.uint8)}, stored)
-    with (
-        zipfile.ZipFile(stored) as source,
-        zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as target,
-    ):
-        for entry in source.infolist():
-            target.writestr(entry.filename, source.read(entry))
-    assert read_weights(stored)[0]["weight"].shape == (10_000_000,)
-    with pytest.raises(CheckpointError, match=r"compressed\.pth"):
-        read_weights(compressed)
 
 
 def test_weights_of_another_model_through_every_command_exit_with_4(

@@ -81,11 +81,11 @@ def test_output_of_another_shape_exits_with_4(
 
 @pytest.mark.parametrize(
     "values",
-    [{"crop_px": 20_000}, {"crop_px": 1_000_000}, {"crop_px": [1, 2, 3]}, {"resize_px": 10**6}],
+    [{"crop_px": 1_000_000}, {"crop_px": [1, 2, 3]}, {"resize_px": 10**6}],
     ids=str,
 )
 @pytest.mark.parametrize("preprocess", ["none", "normalize"])
-def test_sizes_that_cost_gigabytes_exit_with_4(
+def test_sizes_out_of_range_exit_with_4(
     values: dict[str, Any], preprocess: str, call: Callable, digits: Path, tmp_path: Path
 ) -> None:
     image = next((digits / "train" / "3").iterdir())
