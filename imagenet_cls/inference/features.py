@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.datasets import has_training_part, open_datasets
-from imagenet_cls.data.samplers import shard_for_eval
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.test_set import describe_images
 from imagenet_cls.engine.build import rank_devices
@@ -121,21 +120,17 @@ def compute_features(
     """The features of all images by each model, fp32 (N, D), and their targets, int64 (N,), in the
     order of `source`. Other ranks than 0 return their shards. A collective.
     """
-    num_rows = len(shard_for_eval(len(source), group.rank, group.world_size))
-    shard: dict[str, Tensor] = {}
-    row = 0
+    shard: dict[str, list[Tensor]] = {name: [] for name in (*models, "targets", "indices")}
     evaluation = Evaluation(
         config, source, group, rank_devices(config, group), trained.mean, trained.std
     )
     for features, targets, indices in evaluation.outputs(models):
         for name, rows in {**features, "targets": targets, "indices": indices}.items():
-            if name not in shard:
-                shard[name] = torch.empty(num_rows, *rows.shape[1:], dtype=rows.dtype)
-            shard[name][row : row + len(rows)] = rows
-        row += len(indices)
+            shard[name].append(rows.cpu())
     gathered = {}
-    for name in (*models, "targets", "indices"):
-        rows = shard.get(name, torch.empty(0))  # a shard may be empty
+    for name, parts in shard.items():
+        rows = torch.cat(parts) if parts else torch.empty(0)  # a shard may be empty
+        parts.clear()
         gathered[name] = gather_shards(rows, len(source), group)
     targets = gathered.pop("targets")
     indices = gathered.pop("indices")
@@ -179,21 +174,19 @@ def linear_probe(train: Tensor, targets: Tensor, val: Tensor, c: float) -> tuple
     visual models from natural language supervision" (CLIP), 2021; but c is not searched on the
     validation images. Raises UsageError.
     """
-    from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
     model = LogisticRegression(C=c, max_iter=_PROBE_ITERATIONS)
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(action="ignore"):  # the note says what they say
             model.fit(train.numpy(), targets.numpy())
     except ValueError as error:  # such as a single class
         raise UsageError(
             f"--linear-probe: scikit-learn can't fit the features: {first_line(error)}.",
             "Use other training images or another checkpoint.",
         ) from error
-    converged = not any(issubclass(warning.category, ConvergenceWarning) for warning in caught)
-    note = f"{model.n_iter_.max()} iterations"
-    if not converged:
+    iterations = model.n_iter_.max()
+    note = f"{iterations} iterations"
+    if iterations >= _PROBE_ITERATIONS:
         note += ", not converged"
     return torch.from_numpy(model.predict(val.numpy())), note
