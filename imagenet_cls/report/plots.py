@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MAX_LABEL = 24  # characters of a line
 _MAX_POINTS = 300  # of a curve; each is a mean
+_POINTS = "offset points"  # the unit of a distance from the annotated place
 _FAR = 2.5  # times the highest loss before the lowest one
 # Fields of the records that are drawn over the steps of a run, by the name of their file, with the
 # labels of their axes.
@@ -136,19 +137,11 @@ def plot_panels(
         else:
             epoch = epochs[list(values).index(highest)]
             axes.plot(epoch, highest, "o", color="C0")
-            _label(axes, epoch, highest, f"{highest:.4g} at epoch {epoch:.3g}", color="C0")
+            label = f"{highest:.4g} at epoch {epoch:.3g}"
+            axes.annotate(label, (epoch, highest), (8, 6), textcoords=_POINTS, color="C0")
     all_axes[0].set_title(title, parse_math=False)
     all_axes[-1].set_xlabel("epoch")
     _write(path, figure)
-
-
-def _label(axes: "Axes", x: float, y: float, label: str, **style: Any) -> None:
-    """Text at a place, on the side that has more space."""
-    axes.autoscale_view()  # before this, the place in the frame is not known
-    place = axes.transData.transform((x, 1))
-    is_left = axes.transAxes.inverted().transform(place)[0] < 0.5
-    side, align = (8, "left") if is_left else (-8, "right")
-    axes.annotate(label, (x, y), (side, 6), textcoords="offset points", ha=align, **style)
 
 
 def plot_lr_range(
@@ -176,7 +169,8 @@ def plot_lr_range(
             color = f"C{number}"
             axes.axvline(lr, color=color, linestyle="--", linewidth=1.2)
             axes.plot(lr, np.interp(lr, lrs, smoothed), "o", color=color, zorder=3)
-            _label(axes, lr, 0.02, label, color=color, xycoords=axes.get_xaxis_transform())
+            place = axes.get_xaxis_transform()  # y is a share of the axis
+            axes.annotate(label, (lr, 0.02), (8, 6), place, _POINTS, color=color)
         _finish(axes, "learning rate", "loss")
 
 
