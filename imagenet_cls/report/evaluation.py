@@ -71,7 +71,7 @@ def evaluation_statistics(
                 "image": utf8_text(name_of(int(index[i]))),
                 "target": labels[target[i]],
                 "prediction": labels[prediction[i]],
-                "confidence": float(confidence[i]),
+                "confidence": confidence[i],
             }
             for i in order[:_MAX_EXAMPLES]
         ]
@@ -81,15 +81,15 @@ def evaluation_statistics(
         "images": len(rows),
         "num_classes": len(classes),
         "correct": int(correct.sum()),
-        "top1_pct": 100 * float(correct.mean()),
-        "balanced_accuracy_pct": 100 * float(recall[images > 0].mean()),
-        "macro_f1_pct": 100 * float(np.nanmean(f1)),
-        "nll": float(rows["loss"].mean()),
+        "top1_pct": 100 * correct.mean(),
+        "balanced_accuracy_pct": 100 * recall[images > 0].mean(),
+        "macro_f1_pct": 100 * np.nanmean(f1),
+        "nll": rows["loss"].mean(),
         "ece": sum(
             r["images"] * abs(r["accuracy_pct"] / 100 - r["confidence"]) for r in calibration
         )
         / len(rows),
-        "mean_confidence": float(confidence.mean()),
+        "mean_confidence": confidence.mean(),
         "classes": [
             {
                 "name": labels[k],
@@ -119,11 +119,11 @@ def calibration_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Statis
     number = np.searchsorted(edges[1:-1], confidence)
     return [
         {
-            "low": float(edges[n]),
-            "high": float(edges[n + 1]),
+            "low": edges[n],
+            "high": edges[n + 1],
             "images": int((number == n).sum()),
-            "confidence": float(confidence[number == n].mean()),
-            "accuracy_pct": 100 * float(correct[number == n].mean()),
+            "confidence": confidence[number == n].mean(),
+            "accuracy_pct": 100 * correct[number == n].mean(),
         }
         for n in np.unique(number)
     ]
@@ -142,7 +142,7 @@ def confused_pairs(confusion: np.ndarray, labels: Sequence[str]) -> list[Statist
             "target": labels[k],
             "prediction": labels[m],
             "images": int(wrong[k, m]),
-            "share_pct": 100 * float(wrong[k, m] / confusion[k].sum()),
+            "share_pct": 100 * wrong[k, m] / confusion[k].sum(),
         }
         for k, m in pairs
         if wrong[k, m]
