@@ -267,13 +267,12 @@ def open_log(folder: Path | None, rank: int) -> logging.Logger:
         with explain_write_errors(path, WRITE_REMEDY):
             path.parent.mkdir(parents=True, exist_ok=True)
             handler = RankLogHandler(path, encoding="utf-8")
-    # `basicConfig` closes these handlers. They keep their records, since they have no target.
-    earlier = [old for old in logging.root.handlers if isinstance(old, MemoryHandler)]
     line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(handlers=[handler], format=line, level=logging.INFO, force=True)
-    for old in earlier if folder is not None else ():
-        for record in old.buffer:
-            handler.handle(record)
+    handler.setFormatter(logging.Formatter(line))
+    for earlier in logging.root.handlers:
+        if isinstance(earlier, MemoryHandler):
+            earlier.setTarget(handler)  # gets its records when `basicConfig` closes it
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
     _remove_terminal_handlers()
     logging.captureWarnings(True)
     threading.excepthook = _log_thread_error
