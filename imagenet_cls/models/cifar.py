@@ -61,6 +61,12 @@ def _constructor_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _initialize(module: nn.Module) -> None:
+    """Initialize a convolution as He et al. 2015."""
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
 class CifarResNet(nn.Module):
     """He et al. 2015, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
 
@@ -94,9 +100,7 @@ class CifarResNet(nn.Module):
                 previous = width
         self.blocks = nn.Sequential(*blocks)
         self.fc = nn.Linear(previous, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        self.apply(_initialize)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, num_classes)"""
@@ -130,9 +134,7 @@ class WideResNet(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.BatchNorm2d(channels)
         self.fc = nn.Linear(channels, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        self.apply(_initialize)
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, images: Tensor) -> Tensor:

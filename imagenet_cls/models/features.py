@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.errors import UsageError
-from imagenet_cls.models.head import head_names
+from imagenet_cls.models.head import head_names, is_classifier
 
 
 class FeatureModel(nn.Module):
@@ -27,11 +27,9 @@ class FeatureModel(nn.Module):
         self._inputs: dict[tuple[torch.device, str], Tensor] = {}
         head = head_names(model, num_classes)
         for name, layer in model.named_modules():
-            outputs = getattr(layer, "out_features", None) or getattr(layer, "out_channels", None)
-            is_classifier = isinstance(layer, nn.Linear | nn.Conv2d) and outputs == num_classes
-            if is_classifier and any(
-                parameter.startswith(f"{name}." if name else "") for parameter in head
-            ):
+            prefix = f"{name}." if name else ""
+            is_in_head = any(parameter.startswith(prefix) for parameter in head)
+            if is_in_head and is_classifier(layer, num_classes):
                 layer.register_forward_pre_hook(partial(self._record, name))
         self.train(model.training)
 

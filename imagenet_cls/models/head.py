@@ -19,10 +19,15 @@ def head_names(model: nn.Module, num_classes: int) -> list[str]:
     if names:
         return names
     for owner, module in reversed(list(model.named_modules())):
-        outputs = getattr(module, "out_features", None) or getattr(module, "out_channels", None)
-        if isinstance(module, nn.Linear | nn.Conv2d) and outputs == num_classes:
+        if is_classifier(module, num_classes):
             return [f"{owner}.{name}" if owner else name for name, _ in module.named_parameters()]
     return []
+
+
+def is_classifier(layer: nn.Module, num_classes: int) -> bool:
+    """Whether a layer is linear or a convolution, with `num_classes` outputs."""
+    outputs = getattr(layer, "out_features", None) or getattr(layer, "out_channels", None)
+    return isinstance(layer, nn.Linear | nn.Conv2d) and outputs == num_classes
 
 
 def permute_outputs(model: nn.Module, order: Sequence[int]) -> str:
