@@ -1,34 +1,24 @@
 """The page of one run or several: results, curves, differences of the configs."""
 
-import io
 import json
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-from PIL import Image
-
 from imagenet_cls.errors import CheckpointError, explain_content_errors
 from imagenet_cls.files import is_locked
 from imagenet_cls.report.figures import curve_figures
 from imagenet_cls.report.jsonl import Record, read_metrics, user_metrics
-from imagenet_cls.report.render import DURATION, render, to_jpeg
+from imagenet_cls.report.render import DURATION, render
 from imagenet_cls.text import utf8_text
 
-# of TensorBoard's file that are searched for the first batch, which is among the first
-_MAX_EVENTS = 100
-_BATCH_PX = 1000
-_MAX_BATCHES = 4  # runs, of which the page shows the first batch
 _MAX_COLUMNS = 6  # differing keys that are columns of the table of runs
 
 # Columns of the results: title, key of `run_statistics`, format.
@@ -65,7 +55,6 @@ class RunRecords:
     saved_step: int | None
     stopped_early: bool
     checkpoints: Mapping[int, Path]
-    first_batch: bytes | None = field(repr=False)
 
     def records(self, kind: str) -> list[Record]:
         return [record for record in self.metrics if record["kind"] == kind]
@@ -122,7 +111,6 @@ def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRec
         saved_step,
         stopped_early,
         checkpoints,
-        _first_batch(folder / "tensorboard"),
     )
 
 
@@ -140,14 +128,18 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
         (record for record in reversed(results) if record["weights"] == best["weights"]), {}
     )
     intervals = [record for record in train if record.get("images_per_sec")]
-    # above 1 for a run that continues another one's checkpoint
-    first = train[0]["step"] if train else 1
-    counts = np.diff([first - 1, *(record["step"] for record in intervals)])
-    seconds = [
-        (global_batch or 0) * n / record["images_per_sec"]
-        for n, record in zip(counts, intervals, strict=True)
-    ]
-    evaluated = {record["step"]: record["seconds"] for record in results}
+    hours = images_per_sec = data_wait_pct = None
+    if intervals:
+        images_per_sec = median(record["images_per_sec"] for record in intervals)
+        data_wait_pct = fmean(record["data_wait_pct"] for record in intervals)
+    if intervals and global_batch:
+        # The first step is above 1 for a run that continues another one's checkpoint.
+        previous = train[0]["step"] - 1
+        seconds = sum({record["step"]: record["seconds"] for record in results}.values())
+        for record in intervals:
+            seconds += global_batch * (record["step"] - previous) / record["images_per_sec"]
+            previous = record["step"]
+        hours = seconds / 3600
     return {
         "step": train[-1]["step"] if train else 0,
         "total_steps": run.total_steps,
@@ -159,15 +151,9 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
         "last_balanced_pct": last.get("balanced_accuracy_pct"),
         "user_metrics": user_metrics(last),
         "last_loss": train[-1]["loss"] if train else None,
-        "hours": (sum(seconds) + sum(evaluated.values())) / 3600
-        if global_batch and intervals
-        else None,
-        "images_per_sec": median(record["images_per_sec"] for record in intervals)
-        if intervals
-        else None,
-        "data_wait_pct": fmean(record["data_wait_pct"] for record in intervals)
-        if intervals
-        else None,
+        "hours": hours,
+        "images_per_sec": images_per_sec,
+        "data_wait_pct": data_wait_pct,
         "ranks": run.ranks,
     }
 
@@ -217,7 +203,6 @@ def runs_page(
         are_columns=len(differences) <= _MAX_COLUMNS,
         versions=list(dict.fromkeys(name for run in runs for name in run.versions)),
         address=lambda path: quote(os.fsencode(os.path.relpath(path, folder))),
-        batches=[run for run in runs if run.first_batch][:_MAX_BATCHES],
     )
 
 
@@ -233,20 +218,3 @@ def _state(run: RunRecords, statistics: Mapping[str, Any]) -> str:
         if run.stopped_early:
             return f"stopped early: {reached}"
     return f"interrupted: {reached}"
-
-
-def _first_batch(folder: Path) -> bytes | None:
-    """The first augmented batch of a run as JPEG, from TensorBoard's files; None if there is none
-    that can be read.
-    """
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-
-    with suppress(Exception):
-        file = min(filter(Path.is_file, folder.glob("events.*")))
-        for event in islice(LegacyEventFileLoader(str(file)).Load(), _MAX_EVENTS):
-            for value in event.summary.value:
-                if value.tag == "train/first_batch":
-                    return to_jpeg(
-                        Image.open(io.BytesIO(value.image.encoded_image_string)), _BATCH_PX
-                    )
-    return None
