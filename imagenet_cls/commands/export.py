@@ -61,20 +61,19 @@ def export_command(argv: Sequence[str]) -> None:
         )
     check_exists(arguments.checkpoint)
     check_output_path(out)
-    from imagenet_cls.inference.export import BATCHES, compare, comparison_images, export_model
+    from imagenet_cls.inference.export import BATCHES, compare, export_model
     from imagenet_cls.inference.predictor import Predictor, check_packages
 
     if arguments.format == "onnx":
         check_packages("onnx", "onnxscript", "onnxruntime")
     predictor = Predictor(arguments.checkpoint, "cpu", arguments.weights, arguments.allow_import)
     export = export_model(predictor, arguments.format, arguments.preprocess, arguments.opset)
-    images, described = comparison_images(predictor, arguments.allow_import)
-    lines = compare(predictor, export, images)
+    lines = compare(predictor, export)
     write_output(out, export.content)
     batches = " and ".join(map(str, BATCHES))
     for line in (
         *predictor.warnings,
-        f"{described}, in batches of {batches}: {lines[0]}",
+        f"random images, in batches of {batches}: {lines[0]}",
         *lines[1:],
     ):
         print(printable(line))

@@ -5,7 +5,7 @@ import json
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.checkpoint.format import size_bytes
-from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.transforms import to_channels
-from imagenet_cls.errors import CheckpointError, DataError, UsageError
+from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.inference.predictor import OnnxModel, Predictor
-from imagenet_cls.lookup import is_user_factory
 from imagenet_cls.text import first_line
 
 BATCHES = (1, 7)
@@ -165,64 +162,23 @@ def _export_errors(predictor: Predictor, format: str, remedy: str) -> Iterator[N
         logging.disable(disabled)
 
 
-def comparison_images(
-    predictor: Predictor, allow_import: Collection[str] = ()
-) -> tuple[list[Tensor], str]:
-    """Images of the run's validation part, uint8 (C, H, W), or random ones where it can't be read;
-    and a description of them.
-
-    allow_import: the data set's own code is run only if this names it.
-    """
-    count = max(BATCHES)
-    try:
-        images = held_out_images(predictor, count, allow_import)
-        return images, f"{len(images)} held-out images"
-    except (DataError, OSError) as error:
-        reason = first_line(error)
-    height, width = predictor.transform.crop
-    generator = torch.Generator().manual_seed(0)
-    images = []
-    for i in range(count):  # of different sizes
-        shape = (len(predictor.mean), height + 9 * i, width + 17 * i)
-        images.append(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator))
-    return images, f"{count} random images ({reason})"
-
-
-def held_out_images(
-    predictor: Predictor, count: int, allow_import: Collection[str]
-) -> list[Tensor]:
-    """At most `count` images of the run's validation part. Raises DataError or OSError."""
-    data = predictor.config.data
-    if is_user_factory(data.name) and data.name not in allow_import:
-        raise DataError(
-            f"data.name={data.name} is not opened", f"To open it: --allow-import {data.name}"
-        )
-    if not Path(data.root).expanduser().exists():
-        raise DataError(f"no {data.root} here", "Mount it.")
-    source = open_datasets(data, ("val",), allow_missing=True).val
-    assert source is not None
-    found = min(count, len(source))
-    images = []
-    for i in range(found):  # evenly spaced, of several classes
-        image, _ = source.load(i * len(source) // found)
-        images.append(to_channels(image, len(predictor.mean)))
-    return images
-
-
 @torch.no_grad()
-def compare(predictor: Predictor, export: Export, images: Sequence[Tensor]) -> list[str]:
-    """Compare the logits of an export with PyTorch's, in batches of the sizes `BATCHES`.
+def compare(predictor: Predictor, export: Export) -> list[str]:
+    """Compare the logits of an export with PyTorch's for random images, in batches of the sizes
+    `BATCHES`.
 
-    images: uint8 (C, H, W), of any sizes. Returns a line about the largest difference, and a line
-    for each image with another top-1 class. Raises CheckpointError if logits differ by more than
-    the tolerance, or if logits of PyTorch are not finite.
+    Returns a line about the largest difference, and a line for each image with another top-1 class.
+    Raises CheckpointError if logits differ by more than the tolerance, or if logits of PyTorch are
+    not finite.
     """
+    generator = torch.Generator().manual_seed(0)
+    shape = (max(BATCHES), len(predictor.mean), *predictor.transform.crop)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     largest = 0.0
     scale = 0.0
     others = []
     for size in BATCHES:
-        batch = [i % len(images) for i in range(size)]
-        pixels = torch.stack([predictor.transform(images[i]) for i in batch])
+        pixels = images[:size]
         prepared = predictor.preprocess(pixels).contiguous()
         expected = predictor.model(prepared).float()
         if not expected.isfinite().all():
@@ -238,7 +194,7 @@ def compare(predictor: Predictor, export: Export, images: Sequence[Tensor]) -> l
         for row in (actual.argmax(dim=1) != expected.argmax(dim=1)).nonzero()[:, 0].tolist():
             margin = expected[row].max() - expected[row, actual[row].argmax()]
             others.append(
-                f"image {batch[row]}, in a batch of {size}: the exported model has another top-1; "
+                f"image {row}, in a batch of {size}: the exported model has another top-1; "
                 f"in PyTorch its logit is {margin:.3g} below the largest"
             )
     tolerance = TOLERANCE * scale
