@@ -1,7 +1,4 @@
-"""`tools/publish.py`: write a trained timm model as a folder, and upload it.
-
-timm and the Hugging Face Hub read the folder.
-"""
+"""`tools/publish.py`: write a trained timm model as a folder for timm and the Hugging Face Hub."""
 
 import re
 from collections.abc import Sequence
@@ -15,23 +12,18 @@ _FILES = "model.safetensors, config.json and README.md"
 
 
 def publish_command(argv: Sequence[str]) -> None:
-    """Write the folder. Raises UsageError for models of other libraries, ResourceError if the
-    upload fails.
-    """
+    """Write the folder. Raises UsageError for models of other libraries."""
     parser = cli.build_parser(
         "publish", "Write a trained timm model as a folder for timm and the Hugging Face Hub."
     )
     cli.add_weights_arguments(parser)
     parser.add_argument("folder", type=cli.path, metavar="DIR", help="a new or empty folder")
     parser.add_argument(
-        "--push", metavar="USER/NAME", help="upload to this model of the Hugging Face Hub"
-    )
-    parser.add_argument(
         "--license", metavar="ID", help="of the model, as the Hub names it, such as apache-2.0"
     )
     parser.add_argument("--overwrite", action="store_true", help=f"replace {_FILES} in DIR")
     arguments = parser.parse_args(argv)
-    folder, repository = arguments.folder, arguments.push
+    folder = arguments.folder
     check_exists(arguments.checkpoint)
     if folder.is_file():
         raise UsageError(f"{folder} is a file.", "Give a folder.")
@@ -39,24 +31,16 @@ def publish_command(argv: Sequence[str]) -> None:
         raise UsageError(
             f"{folder} exists and is not empty.", "Give another folder, or --overwrite."
         )
-    if repository is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise UsageError(
-            f"--push {repository}: not a model of the Hugging Face Hub.", "Give USER/NAME."
-        )
     if arguments.license is not None and not re.fullmatch(r"[\w.-]+", arguments.license):
         raise UsageError(
             f"--license {printable(arguments.license)}: not an identifier.",
             "Give one, such as apache-2.0.",
         )
     from imagenet_cls.inference.predictor import Predictor
-    from imagenet_cls.inference.publish import push, write_folder
+    from imagenet_cls.inference.publish import write_folder
 
     predictor = Predictor(arguments.checkpoint, "cpu", arguments.weights, arguments.allow_import)
-    write_folder(
-        predictor, folder, (repository or folder.name).rpartition("/")[2], arguments.license
-    )
+    write_folder(predictor, folder, arguments.license)
     for line in predictor.warnings:
         print(printable(line))
     print(f"wrote {_FILES} of {predictor.path} ({predictor.weights}) to {folder}")
-    if repository is not None:
-        print(f"uploaded to {push(folder, repository)}")

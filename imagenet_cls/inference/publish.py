@@ -5,12 +5,10 @@ Weights, `config.json`, model card.
 
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import timm
 from safetensors import SafetensorError
 
@@ -21,7 +19,7 @@ from imagenet_cls.config.keys import per_machine_keys
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.inference.predictor import Predictor
-from imagenet_cls.models.build import FOLDER, HUB, is_download_error
+from imagenet_cls.models.build import FOLDER, HUB
 from imagenet_cls.private_names import generate_readme
 from imagenet_cls.text import first_line, printable
 
@@ -40,12 +38,11 @@ _ARCHITECTURE_KEYS = (
 _RECIPE = ("augment", "mix", "loss", "distill", "optimizer", "schedule", "train", "ema")
 
 
-def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str | None) -> None:
+def write_folder(predictor: Predictor, folder: Path, license_id: str | None) -> None:
     """Write `FILES` by timm's `save_for_hf`.
 
-    predictor: on the CPU. name: the name of the model, for the card. license_id: as the Hub names
-    it, such as `apache-2.0`. Raises UsageError for a model or preprocessing that timm does not
-    have, CheckpointError and ResourceError.
+    predictor: on the CPU. license_id: as the Hub names it, such as `apache-2.0`. Raises UsageError
+    for a model or preprocessing that timm does not have, CheckpointError and ResourceError.
     """
     config = predictor.config
     model = predictor.model
@@ -88,7 +85,8 @@ def write_folder(predictor: Predictor, folder: Path, name: str, license_id: str 
         # safetensors gives its file the mode 0600
         shutil.copymode(folder / "config.json", folder / "model.safetensors")
         card = model_card(predictor, preprocessing, license_id)
-        (folder / "README.md").write_text(generate_readme(card, name), encoding="utf-8")
+        readme = generate_readme(card, folder.resolve().name)
+        (folder / "README.md").write_text(readme, encoding="utf-8")
 
 
 def check_timm_model(predictor: Predictor) -> None:
@@ -195,24 +193,3 @@ def model_card(
         },
         "usage": usage,
     }
-
-
-def push(folder: Path, repository: str) -> str:
-    """Upload the files of `write_folder` to the Hub; return the URL. Raises ResourceError without
-    network or login.
-    """
-    try:
-        api = huggingface_hub.HfApi(library_name="imagenet-cls", library_version=__version__)
-        url = api.create_repo(repository, exist_ok=True)
-        api.upload_folder(
-            repo_id=url.repo_id, folder_path=os.fspath(folder), allow_patterns=list(FILES)
-        )
-        return str(url)
-    except Exception as error:
-        if not is_download_error(error):
-            raise
-        raise ResourceError(
-            f"Can't upload {folder} to {repository}: {first_line(error)}",
-            f"The folder is complete. Log in with `hf auth login`, then: hf upload {repository} "
-            f"{folder}",
-        ) from error

@@ -157,12 +157,6 @@ def test_interrupted_overwrite_leaves_no_card_of_another_model(
     assert call(publish_command, run, tmp_path / "new", "--license", "mit\nevil: 1")[0] == 2
 
 
-def test_push_without_network_is_exit_code_5(call: Callable, run: Path, tmp_path: Path) -> None:
-    code, _, err = call(publish_command, run, tmp_path, "--push", "user/name")
-    assert code == 5 and "hf upload user/name" in err and (tmp_path / "config.json").is_file()
-    assert call(publish_command, run, tmp_path / "new", "--push", "name")[0] == 2
-
-
 @pytest.mark.parametrize("model", ["helpers:noisy", "torchvision:squeezenet1_1", "resnet18_cifar"])
 def test_model_of_another_library_is_exit_code_2(
     model: str, call: Callable, digits: Path, tmp_path: Path
