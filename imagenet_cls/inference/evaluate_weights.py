@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -116,7 +116,13 @@ def evaluate_weights(
     metrics = evaluate(outputs, names, group, trained.num_classes, labels, user_metrics)
     counts = all_reduce_sum(recorder.nonfinite, group).tolist()
     if any(counts):
-        error = nonfinite_error(dict(zip(names, counts, strict=True)), len(images))
+        bad = " and ".join(
+            f"{count} ({name})" for name, count in zip(names, counts, strict=True) if count
+        )
+        error = CheckpointError(
+            f"The outputs are NaN or infinite for {bad} of {len(images)} images.",
+            "Evaluate other weights, or with train.precision=fp32.",
+        )
         raise mark_printed_by_main(error, group)
     rows = None
     gathered = gather_to_main(recorder.rows, group)
@@ -270,18 +276,6 @@ def has_training_images(trained: TrainedModels, location: DataConfig) -> bool:
     except DataError:
         return False
     return train is not None and train.digest() == trained.data_digest
-
-
-def nonfinite_error(counts: Mapping[str, int], images: int) -> CheckpointError:
-    """The error for weights with NaN or infinite outputs. counts: the number of images with such
-    outputs, by the name of the weights. images: the number of all images.
-    """
-    bad = " and ".join(f"{count} ({name})" for name, count in counts.items() if count)
-    finite = [f"--weights {name}, or " for name, count in counts.items() if not count]
-    return CheckpointError(
-        f"The outputs are NaN or infinite for {bad} of {images} images.",
-        f"Evaluate {''.join(finite)}another checkpoint, or with train.precision=fp32.",
-    )
 
 
 class OutputRecorder:
