@@ -17,7 +17,6 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.build import new_head_note
 from imagenet_cls.models.head import head_names
-from imagenet_cls.text import first_line
 
 # Where pre-training code puts the encoder among other networks, in order of preference: MoCo
 # evaluates `encoder_q.` and `base_encoder.`, DINOv2 the teacher. "": the encoder alone, or beside
@@ -90,22 +89,13 @@ def load_weights(
     if mismatch := state_dict_mismatch(required, loaded):
         encoder = _find_encoder(model, given, head) if head_may_differ else None
         if encoder is None:
-            remedy = "Set model.name and model.kwargs to what the checkpoint was trained with."
-            same_names = required.keys() == loaded.keys()
-            if resized and same_names and _names_with_other_shape(required, loaded) == resized:
-                classes = state[resized[0]].shape[0]
-                remedy = f"Set model.num_classes={classes}, or use data with its classes."
+            classes = f"model.num_classes={state[resized[0]].shape[0]}, " if resized else ""
             raise CheckpointError(
-                f"The checkpoint's weights don't fit this model: {mismatch}.", remedy
+                f"The checkpoint's weights don't fit this model: {mismatch}.",
+                f"Set {classes}model.name and model.kwargs as the checkpoint was trained.",
             )
         loaded, sentence = encoder
-    try:
-        model.load_state_dict(loaded, strict=False)  # only the head and counters may be missing
-    except RuntimeError as error:  # sparse or quantized tensors
-        raise CheckpointError(
-            f"The checkpoint's weights can't be copied into this model: {first_line(error)}",
-            "Use another checkpoint.",
-        ) from error
+    model.load_state_dict(loaded, strict=False)  # only the head and counters may be missing
     return sentence
 
 
