@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.checkpoint.format import size_bytes
 from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.inference.predictor import OnnxModel, Predictor
 from imagenet_cls.text import first_line
@@ -28,7 +27,6 @@ METADATA = "imagenet_cls.json"
 metadata_props.
 """
 _EVAL_KEYS = ("mode", "crop_px", "crop_pct", "resize_px", "interpolation", "flip_tta")
-_ONNX_BYTES = 2**31  # of a protobuf message
 _TORCH = Path(torch.__file__).parent
 _EXAMPLE_BATCH = 2  # the exporter takes sizes of 0 and 1 for constants
 
@@ -76,10 +74,6 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
     predictor: on the CPU. opset: version of ONNX's operators; None for torch's default.
     """
     exported = ExportedModel(predictor, preprocess).eval()
-    if format == "onnx" and size_bytes(exported.state_dict()) >= _ONNX_BYTES:
-        raise UsageError(
-            f"{predictor.path}: an ONNX file holds at most 2 GiB.", "Use --format torch."
-        )
     shape = (_EXAMPLE_BATCH, len(predictor.mean), *predictor.transform.crop)
     images = torch.zeros(shape, dtype=torch.uint8 if exported.normalizes else torch.float32)
     values = metadata(predictor, preprocess)
