@@ -1,5 +1,6 @@
 """Builds the optimizer of a config's `optimizer` section, and checks the section."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from imagenet_cls.lookup import (
     number_problem,
 )
 from imagenet_cls.optim.groups import parameter_groups
-from imagenet_cls.text import shorten
+from imagenet_cls.text import first_line, shorten
 
 TIMM = "timm:"
 BUILT_IN: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -186,25 +187,18 @@ def _step_problems(optimizer: OptimizerConfig) -> list[Problem]:
 
 
 def _state_problems(name: str, state: dict[str, Any]) -> list[Problem]:
-    """A problem for the entries of an optimizer's `state_dict()` that a checkpoint can't store."""
-    # such as the generator state of timm's kron
-    found = {*map(str, state.keys() - {"state", "param_groups"})}
-    for owner in (*state.get("state", {}).values(), *state.get("param_groups", [])):
-        found |= {
-            str(key)
-            for key, value in owner.items()
-            if not isinstance(value, Tensor) and not _is_plain(value)
-        }
+    """A problem for an optimizer's `state_dict()` that a checkpoint can't store: it stores tensors
+    and JSON.
+    """
+    owners = (*state.get("state", {}).values(), *state.get("param_groups", []))
+    values = [{key: v for key, v in owner.items() if not isinstance(v, Tensor)} for owner in owners]
+    try:
+        json.dumps(values)
+        # such as the generator state of timm's kron
+        found = ", ".join(map(str, state.keys() - {"state", "param_groups"}))
+    except (TypeError, ValueError) as error:
+        found = first_line(error)
     if not found:
         return []
-    text = f"the state of {name!r} has {', '.join(sorted(found))}, which a checkpoint can't store"
-    return [Problem("optimizer.name", f"{text}; use another optimizer")]
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value consists of numbers, strings and None, in dicts, lists and tuples."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
+    text = f"a checkpoint can't store the state of {name!r} ({found}); use another optimizer"
+    return [Problem("optimizer.name", text)]
