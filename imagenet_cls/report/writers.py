@@ -63,8 +63,7 @@ class Writer:
 
 
 class TensorBoard(Writer):
-    """TensorBoard's event files: scalars, the config, the hyperparameters that are not defaults,
-    and the first batch.
+    """TensorBoard's event files: scalars, the config and the first batch.
 
     TensorBoard hides the events of earlier processes from the resumed step on (`purge_step`). A
     thread writes the files, so that an error is raised by a later call.
@@ -73,7 +72,6 @@ class TensorBoard(Writer):
     def __init__(self, folder: Path, config: Config, resume_step: int):
         # This import takes over a second, and TensorBoard may be switched off.
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         self.last_step = resume_step - 1 if any(folder.glob("events.*")) else 0
         self._first_step = max(resume_step, 1)
@@ -81,13 +79,6 @@ class TensorBoard(Writer):
         # indented lines are code in Markdown
         code = "\n".join("    " + line for line in dump_yaml(config).splitlines())
         self._writer.add_text("config", code, self._first_step)
-        # `SummaryWriter.add_hparams` would make a folder of its own. The last of the three records
-        # of `hparams` ends the session, so that it is written by `close`.
-        *start, self._end = hparams(
-            changed_values(config), dict.fromkeys(["val/top1_pct", "val_ema/top1_pct"], 0.0)
-        )
-        for summary in start:
-            self._writer.file_writer.add_summary(summary)  # type: ignore[attr-defined]
 
     def write(self, rows: Sequence[Row]) -> None:
         for step, values in rows:
@@ -105,8 +96,6 @@ class TensorBoard(Writer):
         self._writer.flush()
 
     def close(self, finished: bool) -> None:
-        if finished:
-            self._writer.file_writer.add_summary(self._end)  # type: ignore[attr-defined]
         self._writer.close()
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers import wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tracker import AppendOnly, read_rows
 
 from imagenet_cls.config.schema import Config, LogConfig
@@ -301,19 +300,6 @@ def test_writer_that_cannot_start_is_an_error_and_closes_the_others(tmp_path, mo
     with pytest.raises(ResourceError, match=r"log\.writers.*not logged in"):
         make_reporter(tmp_path, writers=["tensorboard", "tracker:AppendOnly"])
     assert closed == [False]
-
-
-def test_tensorboard_shows_changed_values_as_hyperparameters(tmp_path):
-    with make_reporter(tmp_path, writers=["tensorboard"]):
-        pass
-    metadata = read_events(tmp_path).PluginTagToContent("hparams")
-    start = HParamsPluginData.FromString(
-        metadata["_hparams_/session_start_info"]
-    ).session_start_info
-    assert {name: value.string_value for name, value in start.hparams.items()} == {
-        "log.writers": "[tensorboard]"
-    }
-    assert "_hparams_/session_end_info" in metadata
 
 
 def test_writer_problems_name_the_key_and_the_extra(monkeypatch):
