@@ -5,8 +5,7 @@ inside the functions, since that takes half a second.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,23 +23,15 @@ _MAX_LABEL = 24  # characters of a line
 _MAX_POINTS = 300  # of a curve; each is a mean
 _POINTS = "offset points"  # the unit of a distance from the annotated place
 _FAR = 2.5  # times the highest loss before the lowest one
-# Fields of the records that are drawn over the steps of a run, by the name of their file, with the
-# labels of their axes.
-_CURVES = {
-    "loss": ("loss", "loss"),
-    "lr": ("lr", "learning rate"),
-    "top1": ("top1_pct", "top-1 on validation images (%)"),
-}
+# Fields of the records that are drawn over the steps of a run, with the labels of their axes.
+_CURVES = {"loss": "loss", "lr": "learning rate", "top1_pct": "top-1 on validation images (%)"}
 
 
 def plot_run(metrics: Sequence[Record], folder: Path) -> None:
-    """Draw `loss.png`, `lr.png` and `top1.png` of a run into `folder`. Existing files are replaced.
-    Raises OSError.
+    """Draw the figure of `draw_run` into `folder/curves.png`. An existing file is replaced. Raises
+    OSError.
     """
-    for name, (key, label) in _CURVES.items():
-        with _plot(folder / f"{name}.png") as axes:
-            _draw_curve(axes, key, metrics)
-            _finish(axes, "step", label)
+    _write(folder / "curves.png", draw_run(metrics))
 
 
 def draw_run(metrics: Sequence[Record]) -> "Figure":
@@ -53,7 +44,7 @@ def draw_run(metrics: Sequence[Record]) -> "Figure":
             return _png(self)
 
     figure = RunFigure((15, 4), layout="constrained")
-    for axes, (key, label) in zip(figure.subplots(1, 3), _CURVES.values(), strict=True):
+    for axes, (key, label) in zip(figure.subplots(1, 3), _CURVES.items(), strict=True):
         _draw_curve(axes, key, metrics)
         _finish(axes, "step", label)
     return figure
@@ -157,30 +148,24 @@ def plot_lr_range(
     All losses are inside the frame. The axis of the loss is logarithmic if it ends far above its
     start.
     """
-    with _plot(path) as axes:
-        axes.plot(lrs, losses, color="C0", alpha=0.35, linewidth=1, label="loss of each step")
-        axes.plot(lrs, smoothed, color="C0", linewidth=2, label="smoothed")
-        axes.set_xscale("log")
-        axes.margins(x=0, y=0.08)
-        before = losses[: smoothed.index(min(smoothed)) + 1]
-        if min(losses) > 0 and max(losses) > _FAR * max(before):
-            axes.set_yscale("log")
-        for number, (label, lr) in enumerate(marked.items(), 1):
-            color = f"C{number}"
-            axes.axvline(lr, color=color, linestyle="--", linewidth=1.2)
-            axes.plot(lr, np.interp(lr, lrs, smoothed), "o", color=color, zorder=3)
-            place = axes.get_xaxis_transform()  # y is a share of the axis
-            axes.annotate(label, (lr, 0.02), (8, 6), place, _POINTS, color=color)
-        _finish(axes, "learning rate", "loss")
-
-
-@contextmanager
-def _plot(path: Path) -> "Iterator[Axes]":
-    """Axes, which are saved to `path` at the end."""
     from matplotlib.figure import Figure
 
     figure = Figure((8, 4.5), dpi=120, layout="constrained")
-    yield figure.subplots()
+    axes = figure.subplots()
+    axes.plot(lrs, losses, color="C0", alpha=0.35, linewidth=1, label="loss of each step")
+    axes.plot(lrs, smoothed, color="C0", linewidth=2, label="smoothed")
+    axes.set_xscale("log")
+    axes.margins(x=0, y=0.08)
+    before = losses[: smoothed.index(min(smoothed)) + 1]
+    if min(losses) > 0 and max(losses) > _FAR * max(before):
+        axes.set_yscale("log")
+    for number, (label, lr) in enumerate(marked.items(), 1):
+        color = f"C{number}"
+        axes.axvline(lr, color=color, linestyle="--", linewidth=1.2)
+        axes.plot(lr, np.interp(lr, lrs, smoothed), "o", color=color, zorder=3)
+        place = axes.get_xaxis_transform()  # y is a share of the axis
+        axes.annotate(label, (lr, 0.02), (8, 6), place, _POINTS, color=color)
+    _finish(axes, "learning rate", "loss")
     _write(path, figure)
 
 

@@ -115,7 +115,7 @@ class Reporter:
         self._console.eval_result(text)
 
     def plot(self) -> None:
-        """Draw `plots/*.png` from all records of the run."""
+        """Draw `plots/curves.png` from all records of the run."""
         if self._folder and self._metrics:
             with explain_write_errors(self._folder / "plots", WRITE_REMEDY):
                 plot_run(read_metrics(self._metrics.path), self._folder / "plots")
