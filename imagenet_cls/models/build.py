@@ -360,15 +360,12 @@ def _timm_weights_problems(model: ModelConfig, built: nn.Module) -> list[Problem
         return []
     if any(cfg.get(key) for key in ("url", "hf_hub_id", "file")):
         return []
-    tagged = timm.list_models(model.name.partition(".")[0], include_tags=True, pretrained=True)
-    remedy = "set it to false, or use model.checkpoint"
-    if tagged:
-        remedy = f"with weights: {', '.join(tagged)}"
-    return [Problem("model.pretrained", f"no weights are published for {model.name!r}; {remedy}")]
+    text = f"no weights are published for {model.name!r}; set it to false, or use model.checkpoint"
+    return [Problem("model.pretrained", text)]
 
 
 def _torchvision_problems(model: ModelConfig, built: nn.Module | None) -> list[Problem]:
-    """The problems of wrong weights, auxiliary outputs, and models that normalize their input.
+    """The problems of wrong weights, and of models that normalize their input.
 
     ConvNeXt and a few more ignore unknown arguments, so those are not found.
     """
@@ -389,11 +386,6 @@ def _torchvision_problems(model: ModelConfig, built: nn.Module | None) -> list[P
             "normalizes its input again if it has published weights; use timm's model of that name"
         )
         problems.append(Problem("model.pretrained", text))
-    if getattr(built, "aux_logits", False):
-        text = (
-            f"{model.name!r} has auxiliary outputs in training; add model.kwargs.aux_logits=false"
-        )
-        problems.append(Problem("model.name", text))
     return problems
 
 

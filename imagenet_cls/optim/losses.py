@@ -254,7 +254,8 @@ def build_criterion(
         elif distill.kind == "none":
             raise UserError(
                 f"model.name: in training, the model returns a {type(outputs).__name__}.",
-                "Return a tensor of logits, (images, classes).",
+                "Return a tensor of logits, (images, classes); for a model of torchvision with "
+                "auxiliary outputs set model.kwargs.aux_logits=false.",
             )
         else:
             logits, token_logits = outputs

@@ -301,7 +301,6 @@ def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
             ModelConfig("torchvision:resnet50", pretrained=True, kwargs={"weights": "V3"}),
             ["kwargs.weights"],
         ),
-        (ModelConfig("torchvision:googlenet", kwargs={"init_weights": False}), ["name"]),
         (ModelConfig(f"{__name__}:own", kwargs={"widht": 4}), ["kwargs.widht"]),
         (ModelConfig(f"{__name__}:own", kwargs={"num_classes": 4}), ["kwargs.num_classes"]),
         (ModelConfig(f"{__name__}:own", pretrained=True), ["pretrained"]),
