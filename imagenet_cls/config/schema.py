@@ -553,9 +553,9 @@ class ScheduleConfig:
     cooldown_epochs: float = key(0.0, NOT_NEGATIVE)
     # Change the learning rate between epochs only, as in torchvision's and timm's scripts.
     by_epoch: bool = False
-    # Arguments of the schedule: cosine {min_lr, cycles, cycle_decay}, step {every_epochs, gamma},
-    # multistep {milestones_epochs, gamma}, polynomial {power, min_lr}, exponential {gamma (a factor
-    # an epoch)}, one_cycle {pct_start, anneal (cos or linear), div_factor, final_div_factor,
+    # Arguments of the schedule: cosine {min_lr}, step {every_epochs, gamma}, multistep
+    # {milestones_epochs, gamma}, polynomial {power, min_lr}, exponential {gamma (a factor an
+    # epoch)}, one_cycle {pct_start, anneal (cos or linear), div_factor, final_div_factor,
     # min_momentum, max_momentum}, piecewise {epochs, factors}, plateau {patience (evaluations),
     # gamma, min_lr, threshold}. Epochs count from where the schedule starts.
     kwargs: Kwargs = key({})

@@ -20,7 +20,7 @@ from imagenet_cls.config.schema import (
 )
 from imagenet_cls.errors import Problem, UserError
 from imagenet_cls.lookup import find_factory, keyword_names, kwargs_problems
-from imagenet_cls.optim.signature_check import Count, NotNegative, value_problems
+from imagenet_cls.optim.signature_check import NotNegative, value_problems
 from imagenet_cls.text import format_value
 
 # Arguments that the program passes: to the built-in curves, and to a user's factory.
@@ -57,26 +57,14 @@ class Horizon:
     units_per_epoch: int
 
 
-def cosine(
-    t: float,
-    horizon: Horizon,
-    min_lr: NotNegative = 0.0,
-    cycles: Count = 1,
-    cycle_decay: Share = 1.0,
-) -> float:
-    """Half a cosine from base_lr down to min_lr (Loshchilov and Hutter, "SGDR", 2017, equation 5).
-
-    cycles: the number of cycles, of equal length. cycle_decay: the highest rate of each cycle is
-    that of the one before times this. The same as timm's CosineLRScheduler with t_initial as the
-    length of a cycle.
+def cosine(t: float, horizon: Horizon, min_lr: NotNegative = 0.0) -> float:
+    """Half a cosine from base_lr down to min_lr (Loshchilov and Hutter, "SGDR", 2017, equation 5),
+    without restarts. The same as timm's CosineLRScheduler.
     """
     if horizon.length <= 0:
         return horizon.base_lr
-    cycle, position = divmod(t * cycles, horizon.length)
-    if cycle >= cycles:
-        return min_lr
-    highest = horizon.base_lr * cycle_decay**cycle
-    return min_lr + (highest - min_lr) * 0.5 * (1 + math.cos(math.pi * (position / horizon.length)))
+    passed = t / horizon.length
+    return min_lr + (horizon.base_lr - min_lr) * 0.5 * (1 + math.cos(math.pi * passed))
 
 
 def polynomial(
