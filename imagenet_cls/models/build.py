@@ -164,8 +164,8 @@ def weights_source(model: ModelConfig, built: nn.Module, num_classes: int) -> st
 def published_weights(model: ModelConfig, built: nn.Module) -> tuple[str, int]:
     """Name of the published weights that `built` started from, and the number of their classes."""
     if model.name.startswith(TORCHVISION):
+        weights = _torchvision_weights(model)
         name = model.name.removeprefix(TORCHVISION)
-        weights = torchvision.models.get_model_weights(name)[model.kwargs.get("weights", "DEFAULT")]
         return f"torchvision {name}, {weights.name}", len(weights.meta["categories"])
     cfg: dict[str, Any] = built.pretrained_cfg  # type: ignore[assignment]
     if is_model_source(model.name):
@@ -173,6 +173,12 @@ def published_weights(model: ModelConfig, built: nn.Module) -> tuple[str, int]:
     name = ".".join(filter(None, [cfg.get("architecture"), cfg.get("tag")]))
     file = f", read from {cfg['file']}" if cfg.get("file") else ""
     return f"timm {name}{file}", cfg["num_classes"]
+
+
+def _torchvision_weights(model: ModelConfig) -> Any:
+    """The published weights of torchvision that the section names."""
+    published = torchvision.models.get_model_weights(model.name.removeprefix(TORCHVISION))
+    return published[model.kwargs.get("weights", "DEFAULT")]
 
 
 def new_head_note(head: Sequence[str], old_outputs: int, num_classes: int) -> str:
@@ -214,8 +220,7 @@ def _download_error(model: ModelConfig, error: Exception) -> ResourceError:
         arguments = f"model.name={FOLDER}FOLDER"
         from_scratch = ""  # the Hub has the description of the model, too
     elif name.startswith(TORCHVISION):
-        weights = torchvision.models.get_model_weights(name.removeprefix(TORCHVISION))
-        files = weights[model.kwargs.get("weights", "DEFAULT")].url
+        files = _torchvision_weights(model).url
     else:
         cfg = timm.models.get_pretrained_cfg(name)
         hub_id = getattr(cfg, "hf_hub_id", None)
