@@ -56,12 +56,9 @@ def _curves(metrics: Sequence[Record], key: str, most: int) -> Iterator[Figure]:
     size: the number of values of which a point is the mean.
     """
     training = [record for record in metrics if record["kind"] == "train" and key in record]
-    size = math.ceil(len(training) / most)
-    if key == "lr" and size > 1:  # exact rates of some steps, the last one included
-        training = training[(len(training) - 1) % size :: size]
-        size = 1
     # The top-1 of training is of augmented, often mixed images.
     if training and key != "top1_pct":
+        size = math.ceil(len(training) / most)
         steps, values = mean_points(*columns(training, key), most)
         curve = {"weights": "", "x": steps.tolist(), "y": _numbers(values), "size": size}
         if key == "images_per_sec":

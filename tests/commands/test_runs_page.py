@@ -321,9 +321,7 @@ def test_points_of_a_figure_are_exact_or_say_what_they_are_the_mean_of() -> None
     loss, _, lr, _ = curve_figures([many, few])
     steps = [*range(4, 3001, 4), 3001]
     assert (loss["curves"][0]["x"], loss["curves"][0]["size"]) == (steps, 4)
-    picked = range(3001, 0, -4)[::-1]
-    assert lr["curves"][0]["x"] == [*picked]
-    assert lr["curves"][0]["y"] == [float(f"{1 / s:.6g}") for s in picked]
+    assert (lr["curves"][0]["x"], lr["curves"][0]["size"]) == (steps, 4)
     assert [curve["run"] for curve in lr["curves"]] == [0, 1]
 
 
