@@ -110,7 +110,7 @@ def confusion_figure(confusion: np.ndarray, labels: Sequence[str]) -> Figure:
     mistakes = confusion[np.ix_(order, order)]
     np.fill_diagonal(mistakes, 0)
     size = math.ceil(len(labels) / _MAX_BLOCKS)
-    starts = np.arange(0, len(labels), size)
+    starts = range(0, len(labels), size)
     sums = np.add.reduceat(np.add.reduceat(mistakes, starts, axis=0), starts, axis=1)
     blocks = [[labels[k] for k in order[start : start + size]] for start in starts]
     return figure | {"labels": blocks, "counts": sums.tolist()}
