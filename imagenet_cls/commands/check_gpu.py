@@ -122,7 +122,7 @@ class Result:
 class Task:
     """A check in progress, which starts processes.
 
-    folder: for the files of all checks; it is removed at the end. log: receives the output of the
+    folder: for the files of this check; it is removed at the end. log: receives the output of the
     processes. gpus: the names of the GPUs, filled by `describe_machine`. end: time limit on the
     clock `time.monotonic`.
     """
@@ -185,24 +185,16 @@ class Task:
         name: str,
         *overrides: str | Path,
         config: str = "small.yaml",
-        reuse: bool = False,
         **options: Any,
     ) -> Path:
         """Train and return the run folder.
 
-        overrides: may include options of the command. reuse: return the run of an earlier check, if
-        it has finished. options: arguments of `run`.
+        overrides: may include options of the command. options: arguments of `run`.
         """
         run_folder = self.folder / "runs" / name
-        done = run_folder.with_suffix(".done")
-        if reuse and done.exists():
-            return run_folder
         device = f"device={'cuda' if self.gpus else 'cpu'}"
         argv = [self.folder / config, device, *overrides, "--work-dir", run_folder]
-        if reuse:
-            argv.append("--overwrite")  # an earlier check may have failed
         self.run([*child_command("train"), *argv], **options)
-        done.touch()
         return run_folder
 
 
@@ -268,39 +260,37 @@ def run_checks(checks: Mapping[str, Check], out: Path) -> list[Result]:
         out.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(logs, ignore_errors=True)
         logs.mkdir()
-    with tempfile.TemporaryDirectory(prefix="imagenet-cls-", ignore_cleanup_errors=True) as path:
-        folder = Path(path)
-        (folder / "small.yaml").write_text(SMALL_CONFIG)
-        (folder / "resnet50.yaml").write_text(RESNET50_CONFIG)
-        commit = (code_version() or {}).get("commit", "")[:7]
-        title = " ".join(["imagenet-cls", __version__, commit, f"{datetime.now(UTC):%Y-%m-%d}"])
-        gpus: list[str] = []
-        results: list[Result] = []
-        for name, check in {"machine": Check(describe_machine), **checks}.items():
-            log = logs.resolve() / f"{name}.txt"
-            result = run_check(name, check, Task(folder, log, gpus, time.monotonic() + LIMIT_SEC))
-            results.append(result)
-            print(
-                f"{name:<25} {result.result:<7} {result.seconds:6.1f} s  {result.line}",
-                flush=True,
-            )
-            rest = len(checks) + 1 - len(results)
-            head = title + (f", {rest} more checks to run" if rest else "")
-            write_output(out / "check_gpu.md", markdown_table(head, results))
+    commit = (code_version() or {}).get("commit", "")[:7]
+    title = " ".join(["imagenet-cls", __version__, commit, f"{datetime.now(UTC):%Y-%m-%d}"])
+    gpus: list[str] = []
+    results: list[Result] = []
+    for name, check in {"machine": Check(describe_machine), **checks}.items():
+        result = run_check(name, check, gpus, logs.resolve() / f"{name}.txt")
+        results.append(result)
+        print(f"{name:<25} {result.result:<7} {result.seconds:6.1f} s  {result.line}", flush=True)
+        rest = len(checks) + 1 - len(results)
+        head = title + (f", {rest} more checks to run" if rest else "")
+        write_output(out / "check_gpu.md", markdown_table(head, results))
     outcomes = [result.result for result in results]
     counts = [f"{outcomes.count(kind)} {kind}" for kind in ("pass", "fail", "skipped")]
     print(f"{', '.join(counts)}; written to {out / 'check_gpu.md'}")
     return results
 
 
-def run_check(name: str, check: Check, task: Task) -> Result:
-    """Run a check. Any exception is a failure of this check only."""
+def run_check(name: str, check: Check, gpus: list[str], log: Path) -> Result:
+    """Run a check in a temporary folder. Any exception is a failure of this check only."""
     begin = time.monotonic()
     outcome = "fail"
     try:
-        if check.min_gpus > len(task.gpus):
+        if check.min_gpus > len(gpus):
             raise CheckSkipped(f"GPUs needed: {check.min_gpus}")
-        line = check.run(task)
+        with tempfile.TemporaryDirectory(
+            prefix="imagenet-cls-", ignore_cleanup_errors=True
+        ) as path:
+            folder = Path(path)
+            (folder / "small.yaml").write_text(SMALL_CONFIG)
+            (folder / "resnet50.yaml").write_text(RESNET50_CONFIG)
+            line = check.run(Task(folder, log, gpus, begin + LIMIT_SEC))
         outcome = "pass"
     except CheckSkipped as skipped:
         line = str(skipped)
@@ -422,9 +412,7 @@ def write_images(folder: Path, count: int, width: int, height: int) -> list[str]
 
 def small_images(task: Task) -> list[str]:
     """Write 640 JPEG files of 80 x 64 pixels; return the overrides for them."""
-    folder = task.folder / "small"
-    shutil.rmtree(folder, ignore_errors=True)
-    overrides = write_images(folder, 640, 80, 64)
+    overrides = write_images(task.folder / "small", 640, 80, 64)
     return [*overrides, "data.num_workers=2", "train.epochs=100"]
 
 
@@ -451,7 +439,7 @@ def precision(task: Task, name: str) -> str:
     """Fail unless losses and gradient norms of 10 steps are close to those in fp32 without TF32; in
     fp16 only losses.
     """
-    exact = read_steps(task.train("eager-1", NVIDIA_TF32_OVERRIDE="0", reuse=True))
+    exact = read_steps(task.train("eager-1", NVIDIA_TF32_OVERRIDE="0"))
     if name == "fp32":
         return f"10 steps, loss {exact[0]['loss']:.4f} to {exact[-1]['loss']:.4f}"
     steps = read_steps(task.train(name, f"train.precision={name}"))
@@ -466,7 +454,7 @@ def compiled(task: Task, mode: str) -> str:
     without `train.compile`.
     """
     micro_batch = "train.micro_batch_size=16"
-    eager = task.train("eager-2", micro_batch, NVIDIA_TF32_OVERRIDE="0", reuse=True)
+    eager = task.train("eager-2", micro_batch, NVIDIA_TF32_OVERRIDE="0")
     run = task.train(mode, micro_batch, f"train.compile={mode}", NVIDIA_TF32_OVERRIDE="0")
     return compare_steps(read_steps(run), read_steps(eager), TOLERANCE)
 
@@ -510,7 +498,7 @@ def reproducible_run(task: Task) -> list[str]:
 def deterministic(task: Task) -> str:
     """Fail unless two deterministic runs are bitwise identical."""
     settings = reproducible_run(task)
-    first = digest(task.train("undisturbed", *settings, reuse=True))
+    first = digest(task.train("undisturbed", *settings))
     second = digest(task.train("again", *settings))
     if first != second:
         raise CheckFailed(
@@ -522,7 +510,7 @@ def deterministic(task: Task) -> str:
 def resume(task: Task) -> str:
     """Fail unless a run that is killed and resumed ends in the bits of an undisturbed one."""
     settings = reproducible_run(task)
-    expected = digest(task.train("undisturbed", *settings, reuse=True))
+    expected = digest(task.train("undisturbed", *settings))
     checkpoints = task.folder / "runs" / "killed" / "checkpoints"
     run = task.train("killed", *settings, kill_when=lambda: any(checkpoints.glob("step-*")))
     saved = int(newest_checkpoint(run).name.removeprefix("step-"))
