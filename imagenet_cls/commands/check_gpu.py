@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
-from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -140,6 +139,9 @@ class Task:
     ) -> str:
         """Run a process; return what it printed. Raises CheckFailed if it fails or takes too long.
 
+        At the end its process group is killed. Ranks that it started, which have groups of their
+        own, end with their launching process.
+
         kill_when: asked again and again; once it is true, the process is killed by SIGKILL, which
         is no failure.
         """
@@ -169,7 +171,8 @@ class Task:
                     time.sleep(_POLL_SEC)
                 code = process.poll()  # None if it is to be killed
             finally:
-                kill_tree(process.pid)
+                with suppress(ProcessLookupError):  # all of them have ended
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             log.seek(start)
             output = log.read()
@@ -310,20 +313,6 @@ def markdown_table(head: str, results: Sequence[Result]) -> str:
         line = row.line.replace("|", r"\|")
         lines.append(f"| {row.check} | {row.result} | {row.seconds:.0f} | {line} |")
     return "\n".join(lines) + "\n"
-
-
-def kill_tree(pid: int) -> None:
-    """Kill a process and its descendants, also in other process groups, such as the ranks that
-    `--gpus 2` starts. On other systems than Linux only the process.
-    """
-    children: list[str] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # it has ended
-            children += file.read_text().split()
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    for child in children:
-        kill_tree(int(child))
 
 
 def error_line(output: str) -> str:
@@ -562,10 +551,10 @@ def compare_steps(
     """The largest relative difference of losses and gradient norms. Raises CheckFailed above the
     tolerance.
     """
+    if len(found) != len(expected):
+        raise CheckFailed(f"{len(found)} steps in place of {len(expected)}")
     worst = 0.0
-    for mine, other in zip_longest(found, expected):
-        if mine is None or other is None:
-            raise CheckFailed(f"{len(found)} steps in place of {len(expected)}")
+    for mine, other in zip(found, expected, strict=True):
         for name in names:
             difference = abs(mine[name] - other[name]) / abs(other[name])
             if not difference <= tolerance:  # also of NaN
