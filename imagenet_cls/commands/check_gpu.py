@@ -27,7 +27,7 @@ from typing import Any
 
 from imagenet_cls import __version__
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import child_command
+from imagenet_cls.commands.distributed import check_is_no_rank, child_command
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.files import explain_write_errors, write_output
 from imagenet_cls.parallel.signals import handle_interrupts
@@ -86,15 +86,6 @@ TOLERANCE = 0.02
 SPEED_BATCH = 128
 LIMIT_SEC = 600  # of a check
 REPRODUCIBLE_STEPS = 100  # enough to kill a run before it ends
-# They would make a check one rank of a launcher that started this process.
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Errors)\b.*")
 _POLL_SEC = 0.02
 
@@ -145,12 +136,9 @@ class Task:
         kill_when: asked again and again; once it is true, the process is killed by SIGKILL, which
         is no failure.
         """
-        environment = dict(os.environ)
-        for name in LAUNCHER_VARIABLES:
-            environment.pop(name, None)
         # not of an earlier run: compiling is part of the checks
-        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-            environment[name] = str(self.folder / "compiled")
+        cache = str(self.folder / "compiled")
+        caches = {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
         with self.log.open("a+", errors="replace") as log:
             settings = [f"{name}={value}" for name, value in env.items()]
             print("$", *settings, *argv, file=log, flush=True)
@@ -160,7 +148,7 @@ class Task:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment | env,
+                env=os.environ | caches | env,
                 cwd=self.folder,
                 start_new_session=True,
             )
@@ -217,6 +205,7 @@ class Check:
 def check_gpu_command(argv: Sequence[str]) -> int:
     """Run the checks; print and write the table. Returns the exit code."""
     arguments = cli.parse(check_gpu_parser(), argv)
+    check_is_no_rank()
     checks = {
         name: check
         for name, check in CHECKS.items()

@@ -3,7 +3,6 @@
 Each row is a real run of `tools/train.py` in a temporary run folder.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -18,12 +17,11 @@ import numpy as np
 import yaml
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import child_command
+from imagenet_cls.commands.distributed import check_is_no_rank, child_command
 from imagenet_cls.config.layers import find_config
 from imagenet_cls.config.load import DEMO, LoadedConfig, load_config
 from imagenet_cls.engine.plan import ceil_div, micro_batch_for
 from imagenet_cls.errors import UsageError, UserError
-from imagenet_cls.parallel.environment import find_rank_info
 from imagenet_cls.parallel.signals import handle_interrupts
 from imagenet_cls.report.jsonl import read_metrics
 
@@ -117,11 +115,7 @@ def plan_modes(config: str, overrides: Sequence[str], ranks: int) -> list[Mode]:
     """The rows, in order; the others are compared with the first. Raises UserError."""
     if ranks < 2:
         raise UsageError("--ranks 1: there is nothing to compare.", "Ask for two ranks or more.")
-    if find_rank_info(os.environ) is not None:
-        raise UsageError(
-            "This process is a rank of a launcher.",
-            "Start the tool without one: it starts its own ranks.",
-        )
+    check_is_no_rank()
     loaded = load_config(config, overrides)
     batch = loaded.config.train.global_batch_size
     limit = loaded.config.train.micro_batch_size

@@ -90,6 +90,15 @@ def join_group(loaded: LoadedConfig, rank_info: RankInfo) -> "Group":
     return replace(group, heartbeat=start_heartbeat(group, parallel.timeout_sec))
 
 
+def check_is_no_rank() -> None:
+    """Raise UsageError if a launcher has started this process as a rank."""
+    if find_rank_info(os.environ) is not None:
+        raise UsageError(
+            "This process is a rank of a launcher.",
+            "Start the command without one: it starts its own processes.",
+        )
+
+
 def join_alone(loaded: LoadedConfig) -> tuple[Config, "Group"]:
     """The config with `parallel.mode` none, and the group of a command that runs in one process.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from imagenet_cls.checkpoint.progress import METRICS
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import child_command
+from imagenet_cls.commands.distributed import check_is_no_rank, child_command
 from imagenet_cls.commands.sweep_plan import (
     SweepRun,
     load_runs,
@@ -31,7 +31,7 @@ from imagenet_cls.commands.sweep_search import Search
 from imagenet_cls.errors import ResourceError, RunsFailed, Stopped, UsageError
 from imagenet_cls.files import explain_write_errors, is_locked, take_lock
 from imagenet_cls.parallel.cpus import cpu_threads
-from imagenet_cls.parallel.environment import RankInfo, find_rank_info
+from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.signals import handle_stop_signals, set_parent_death_signal
 from imagenet_cls.text import command_line, join_names
 
@@ -103,11 +103,7 @@ def sweep_parser() -> argparse.ArgumentParser:
 
 def run_sweep(arguments: argparse.Namespace) -> list[str]:
     """Start the runs that are not finished. Returns the names of those that failed."""
-    if find_rank_info(os.environ) is not None:
-        raise UsageError(
-            "This process is a rank of a launcher.",
-            "Start the sweep without one: it starts its own runs.",
-        )
+    check_is_no_rank()
     out = arguments.out
     overrides, source = cli.split_overrides(arguments, ["one config or data set"])
     known = read_runs(out)
