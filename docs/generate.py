@@ -71,9 +71,9 @@ if `eval.resize_px` is null. If such a key is set without effect, the run prints
 
 ## Values
 
-- `${section.key}` is replaced by the value of another key (a single value or a list) after all layers are merged.
-  Resolvers such as `${oc.env:HOME}` are errors, so that no saved config contains a secret. A literal `${` is not
-  possible.
+- `${section.key}` is replaced by the value of another key (a single value or a list, without references) after all
+  layers are merged. Resolvers such as `${oc.env:HOME}` are errors, so that no saved config contains a secret. A literal
+  `${` is not possible.
 - `1e-4` is a number, also in `kwargs`. `yes`, `no`, `on` and `off` are booleans, except for keys of type text, which
   keep what is written. `010` and dates are text. Quoted numbers are text in `kwargs`.
 - `???` marks a value that a later layer has to set.
@@ -88,7 +88,8 @@ other value is an error in a config, which says what to do instead, and a warnin
 ## Errors
 
 All problems are reported at once, one line each, with exit code 2, before torch is imported. A file that is not valid
-YAML, or holds tags, duplicate keys or merge keys, is reported before its keys and values are checked:
+YAML, or holds tags, duplicate keys or merge keys, is reported before its keys and values are checked, and a wrong key
+or value before values that do not fit together:
 
     configs/mine.yaml:12: optimizer.lr: 'many' is not a number
     command line 'optimzer.lr=1': optimzer: unknown key; did you mean 'optimizer'?

@@ -44,26 +44,14 @@ def check_value(key: str, value: Any) -> None:
         raise ValueError(f"{shown} is not {info.form[1]}")
 
 
-def rule_problems(c: Config, invalid_keys: set[str]) -> Iterator[Problem]:
-    """What does not fit together.
-
-    invalid_keys: keys with unknown values. Rules that read them, or other keys of their sections,
-    are left out.
-    """
+def rule_problems(c: Config) -> Iterator[Problem]:
+    """What does not fit together."""
     for key in keys.value_types():
-        info = keys.info(key)
-        if not invalid_keys & {key, info.at_most, *info.excludes}:
-            yield from _schema_rules(c, key)
-    invalid = {key.partition(".")[0] for key in invalid_keys}
-    if not invalid & {"data", "distill"}:
-        yield from _data_rules(c)
-    if not invalid & {"augment", "train"}:
-        yield from _image_rules(c)
-    of_training = {"augment", "distill", "loss", "mix", "model", "parallel", "schedule", "train"}
-    if not invalid & of_training:
-        yield from _training_rules(c)
-    if not invalid & {"device", "parallel", "train"}:
-        yield from _device_rules(c)
+        yield from _schema_rules(c, key)
+    yield from _data_rules(c)
+    yield from _image_rules(c)
+    yield from _training_rules(c)
+    yield from _device_rules(c)
 
 
 def _is_set(c: Config, key: str) -> bool:

@@ -209,16 +209,16 @@ def _remark(key: str) -> str:
     return f" ({ADVICE[key]})" if key in ADVICE else ""
 
 
-def unknown_key(key: str) -> tuple[str, list[str]]:
-    """The message for a key that its section does not have, and the keys that it suggests."""
+def unknown_key(key: str) -> str:
+    """The message for a key that its section does not have."""
     section, _, name = key.rpartition(".")
     if key in _fields() or section not in sections():
-        return "unknown key; dots are for the command line, in a file write nested sections", []
+        return "unknown key; dots are for the command line, in a file write nested sections"
     if alias := ALIASES.get(key) or ALIASES.get(name):
         meant = alias.partition("=")[0]
-        return f"unknown key; did you mean {meant!r}?{_remark(meant)}", [meant]
+        return f"unknown key; did you mean {meant!r}?{_remark(meant)}"
     if advice := ADVICE.get(name):
-        return f"unknown key; {advice}", []
+        return f"unknown key; {advice}"
     beside = {
         other.rpartition(".")[2]: other
         for other in _fields()
@@ -227,8 +227,8 @@ def unknown_key(key: str) -> tuple[str, list[str]]:
     found = [other for other in _fields() if other.rpartition(".")[2] == name][:3]
     found = found or [beside[near] for near in nearest(name, beside)]
     if found:
-        return f"unknown key; did you mean {' or '.join(map(repr, found))}?", found
+        return f"unknown key; did you mean {' or '.join(map(repr, found))}?"
     if "kwargs" in beside:
-        return f"unknown key; further arguments belong in {section}.kwargs", []
+        return f"unknown key; further arguments belong in {section}.kwargs"
     short_keys = "" if section else "; beside a dataset also epochs, size and lr"
-    return f"unknown key (allowed: {', '.join(beside)}{short_keys})", []
+    return f"unknown key (allowed: {', '.join(beside)}{short_keys})"

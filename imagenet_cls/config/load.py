@@ -20,15 +20,12 @@ from imagenet_cls.config import keys, reader
 from imagenet_cls.config.check import NO_VALUE, check_value, rule_problems, unused_values
 from imagenet_cls.config.layers import CONFIGS, DELETE, Layers, find_config, flatten, walk
 from imagenet_cls.config.reader import Tree
-from imagenet_cls.config.schema import COMPONENTS, DEFAULT_KWARGS, REQUIRED, Config
+from imagenet_cls.config.schema import COMPONENTS, DEFAULT_KWARGS, Config
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import format_value, shorten
 
 DEMO = CONFIGS / "demo.yaml"  # the default config
-# characters for all `${...}` of a config; a few nested lines could expand to gigabytes
-MAX_INSERTED = 1_000_000
-MAX_CHAIN = 20  # references from one value to the next
 
 # Paths in which `~` is replaced here, since several modules read them.
 _WEIGHTS = ("model.checkpoint", "distill.teacher.checkpoint")
@@ -60,19 +57,16 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     layers.add_overrides(overrides)
     if layers.errors:
         raise ConfigError(layers.errors)
-    builder = _Builder(layers.tree)
-    problems = take_removed_keys(layers.tree)
-    config = builder.build()
+    origins = {key: reader.place_of(node) for key, node in walk(layers.tree)}
+    config = _build(layers.tree, origins)
     if config.device.isdigit():
         config = replace(config, device=f"cuda:{config.device}")
-    problems += builder.problems
-    problems += rule_problems(config, builder.invalid_keys)
-    if problems:
-        raise ConfigError(format_problems(problems, builder.origins))
+    if problems := list(rule_problems(config)):
+        raise ConfigError(format_problems(problems, origins))
     warnings: list[str] = []
     for found in (layers.removed_value_warnings(), unused_values(config)):
-        warnings += format_problems(found, builder.origins)
-    return LoadedConfig(config, builder.origins, file.stem, warnings, layers.replaced)
+        warnings += format_problems(found, origins)
+    return LoadedConfig(config, origins, file.stem, warnings, layers.replaced)
 
 
 def take_removed_keys(tree: Tree) -> list[Problem]:
@@ -119,149 +113,105 @@ def _template() -> DictConfig:
     return template
 
 
-class _InvalidReference(ValueError):
-    """A key whose value refers to an invalid key."""
+def _build(tree: Tree, origins: Mapping[str, str], is_stored: bool = False) -> Config:
+    """The config of merged layers. Raises ConfigError with a line for each problem of a key.
 
-
-class _Builder:
-    """Builds the config from merged layers: replaces `${...}`; OmegaConf converts. An invalid key
-    gets its default.
-
-    origins: as in `LoadedConfig`. problems: of single keys. invalid_keys: existing keys whose value
-    is not known.
+    is_stored: whether it is the config of a checkpoint, which may be older than a range and than
+    the removal of a key.
     """
+    problems = take_removed_keys(tree)
+    if is_stored:
+        problems = []  # `removed_key_warnings` reports them
+    types = keys.value_types()
+    values = {key: keys.default_of(key) for key in types}
+    for key, node in walk(tree):
+        values[key] = reader.value_of(node, keys.is_text(types.get(key)))
+    config = deepcopy(_template())
+    for key in _known_keys("", tree, problems):
+        try:
+            if "${" in str(values[key]) and key.removesuffix(".name") in COMPONENTS:
+                # layers reset the section by the name
+                raise ValueError(f"{values[key]}: a component's name can't be interpolated")
+            value = _interpolate(values[key], values)
+            if key in _WEIGHTS and isinstance(value, str):
+                value = os.path.expanduser(value)  # noqa: PTH111 (it may be a URL)
+            _assign(config, key, value)
+            if not is_stored:
+                value = OmegaConf.select(config, key)
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value)
+                check_value(key, value)
+        except ValueError as error:
+            problems.append(Problem(key, str(error)))
+    if not problems:  # otherwise one may be a typo of a key that is missing
+        missing = OmegaConf.missing_keys(config)
+        problems = [Problem(key, NO_VALUE) for key in values if key in missing]
+    if problems:
+        raise ConfigError(format_problems(problems, origins))
+    built = OmegaConf.to_object(config)
+    assert isinstance(built, Config)
+    return built
 
-    def __init__(self, tree: Tree, check_ranges: bool = True):
-        self.tree = tree
-        self.check_ranges = check_ranges
-        types = keys.value_types()
-        self.values = {key: keys.default_of(key) for key in types}
-        self.values |= {
-            key: reader.value_of(node, keys.is_text(types.get(key))) for key, node in walk(tree)
-        }
-        self.origins = {key: reader.place_of(node) for key, node in walk(tree)}
-        self.config = deepcopy(_template())
-        self.inserted = 0  # characters by `${...}`
-        self.problems: list[Problem] = []
-        self.invalid_keys: set[str] = set()
 
-    def build(self) -> Config:
-        """The config. Its problems are in `problems`."""
-        # Keys without references first: a reference to an invalid key is not a problem of its own.
-        known = self.known_keys("", self.tree)
-        for key in sorted(known, key=lambda key: "${" in str(self.values[key])):
-            try:
-                value = self.interpolate(self.values[key], (key,))
-                if key in _WEIGHTS and isinstance(value, str):
-                    value = os.path.expanduser(value)  # noqa: PTH111 (it may be a URL)
-                self.assign(key, value)
-                if self.check_ranges:
-                    value = OmegaConf.select(self.config, key)
-                    if OmegaConf.is_config(value):
-                        value = OmegaConf.to_container(value)
-                    check_value(key, value)
-            except _InvalidReference:
-                self.assign(key, keys.default_of(key))
-                self.invalid_keys.add(key)
-            except ValueError as error:
-                self.add_problem(key, str(error))
-                self.assign(key, keys.default_of(key))
-        for key in OmegaConf.missing_keys(self.config):
-            if key not in self.invalid_keys:
-                self.add_problem(key, NO_VALUE)
-            # so that the other keys can be checked; a config with problems is never used
-            self.assign(key, 0)
-        config = OmegaConf.to_object(self.config)
-        assert isinstance(config, Config)
-        return config
+def _known_keys(section: str, tree: Tree, problems: list[Problem]) -> Iterator[str]:
+    """The keys of the schema that the layers set. Adds a problem for any other key."""
+    types = keys.value_types()
+    for name, value in tree.items():
+        key = f"{section}.{name}" if section else name
+        if "." in name or key not in types.keys() | keys.sections().keys():
+            problems.append(Problem(key, keys.unknown_key(key)))
+        elif key in types:
+            yield key
+        elif isinstance(value, Tree):
+            yield from _known_keys(key, value, problems)
+        else:
+            first = next(known for known in types if known.startswith(f"{key}."))
+            advice = keys.ADVICE.get(key, f"give one of them, such as {first}")
+            shown = format_value(reader.value_of(value))
+            message = f"{shown} is given for a section of keys; {advice}"
+            problems.append(Problem(key, message))
 
-    def add_problem(self, key: str, message: str) -> None:
-        self.problems.append(Problem(key, message))
-        self.mark_invalid(key)
 
-    def mark_invalid(self, section: str) -> None:
-        """Mark a key, or all keys of a section."""
-        for key in keys.value_types():
-            if f"{key}.".startswith(f"{section}."):
-                self.invalid_keys.add(key)
+def _interpolate(value: Any, values: Mapping[str, Any]) -> Any:
+    """A value with each `${section.key}` replaced by that one of `values`. Raises ValueError.
 
-    def known_keys(self, section: str, tree: Tree) -> Iterator[str]:
-        """The keys of the schema that the layers set. Adds a problem for any other key."""
-        for name, value in tree.items():
-            key = f"{section}.{name}" if section else name
-            if "." in name or key not in keys.value_types().keys() | keys.sections().keys():
-                message, suggestions = keys.unknown_key(key)
-                self.add_problem(key, message)
-                if suggestions:
-                    self.mark_invalid(suggestions[0])
-            elif key in keys.value_types():
-                yield key
-            elif isinstance(value, Tree):
-                yield from self.known_keys(key, value)
-            else:
-                first = next(known for known in keys.value_types() if known.startswith(f"{key}."))
-                advice = keys.ADVICE.get(key, f"give one of them, such as {first}")
-                shown = format_value(self.values[key])
-                self.add_problem(key, f"{shown} is given for a section of keys; {advice}")
-
-    def interpolate(self, value: Any, chain: tuple[str, ...]) -> Any:
-        """A value with each `${section.key}` replaced by the value of that key. Raises ValueError.
-
-        chain: the key of the value, after the keys that refer to it. OmegaConf also has resolvers,
-        and no limits.
-        """
-        if isinstance(value, list):
-            return [self.interpolate(item, chain) for item in value]
-        if isinstance(value, dict):
-            return {name: self.interpolate(item, chain) for name, item in value.items()}
-        if value == REQUIRED:
-            raise ValueError(NO_VALUE)
-        if not isinstance(value, str) or "${" not in value:
-            return value
-        if chain[0].removesuffix(".name") in COMPONENTS:  # layers reset the section by the name
-            raise ValueError(f"{format_value(value)}: a component's name can't be interpolated")
-        if "${" in _REFERENCE.sub("", value):
-            raise ValueError(
-                f"{format_value(value)} is not allowed; only ${{section.key}} is, without resolvers"
-            )
-        found = {key: self.referenced_value(key, chain) for key in _REFERENCE.findall(value)}
-        if whole := _REFERENCE.fullmatch(value):
-            return found[whole[1]]
-        text = _REFERENCE.sub(lambda match: str(found[match[1]]), value)
-        if "${" in text:
-            raise ValueError(f"{format_value(text)} has a '${{' after interpolation")
-        return text
-
-    def referenced_value(self, key: str, chain: tuple[str, ...]) -> Any:
-        if key in chain:
-            raise ValueError(f"${{{key}}} refers back to itself")
-        if len(chain) > MAX_CHAIN:
-            raise ValueError(f"${{{key}}} is reached by more than {MAX_CHAIN} references")
-        if key not in self.values or isinstance(self.values[key], dict):
-            with_value = [
-                other for other, found in self.values.items() if not isinstance(found, dict)
-            ]
-            raise ValueError(f"${{{key}}} is not a key with a value{did_you_mean(key, with_value)}")
-        if key in self.invalid_keys:
-            raise _InvalidReference(key)
-        value = self.interpolate(self.values[key], (*chain, key))
-        self.inserted += 1 + len(str(value))
-        if self.inserted > MAX_INSERTED:
-            raise ValueError(
-                f"the ${{...}} of this config insert more than {MAX_INSERTED} characters"
-            )
+    OmegaConf would also run resolvers. A reference to a value with references, which could loop or
+    expand to gigabytes, is an error.
+    """
+    if isinstance(value, list):
+        return [_interpolate(item, values) for item in value]
+    if isinstance(value, dict):
+        return {name: _interpolate(item, values) for name, item in value.items()}
+    if not isinstance(value, str) or "${" not in value:
         return value
+    if "${" in _REFERENCE.sub("", value):
+        raise ValueError(
+            f"{format_value(value)} is not allowed; only ${{section.key}} is, without resolvers"
+        )
+    for key in _REFERENCE.findall(value):
+        if key not in values or isinstance(values[key], dict):
+            with_value = [other for other, found in values.items() if not isinstance(found, dict)]
+            raise ValueError(f"${{{key}}} is not a key with a value{did_you_mean(key, with_value)}")
+        if "${" in str(values[key]):
+            raise ValueError(f"${{{key}}} has a reference itself; write {values[key]} here")
+    if whole := _REFERENCE.fullmatch(value):
+        return values[whole[1]]
+    text = _REFERENCE.sub(lambda match: str(values[match[1]]), value)
+    if "${" in text:
+        raise ValueError(f"{format_value(text)} has a '${{' after interpolation")
+    return text
 
-    def assign(self, key: str, value: Any) -> None:
-        """Set a key to a plain value, converted to its type. Raises ValueError."""
-        hint = keys.value_types()[key]
-        # OmegaConf also makes booleans of numbers and texts
-        if hint is not bool or isinstance(value, bool):
-            with suppress(OmegaConfBaseException, OverflowError, ValueError):
-                OmegaConf.update(self.config, key, value, merge=False)
-                return
-        near = did_you_mean(value, keys.choices(hint)) if isinstance(value, str) else ""
-        raise ValueError(f"{format_value(value)} is not {keys.describe_type(hint)}{near}")
+
+def _assign(config: DictConfig, key: str, value: Any) -> None:
+    """Set a key to a plain value, converted to its type. Raises ValueError."""
+    hint = keys.value_types()[key]
+    # OmegaConf also makes booleans of numbers and texts
+    if hint is not bool or isinstance(value, bool):
+        with suppress(OmegaConfBaseException, OverflowError, ValueError):
+            OmegaConf.update(config, key, value, merge=False)
+            return
+    near = did_you_mean(value, keys.choices(hint)) if isinstance(value, str) else ""
+    raise ValueError(f"{format_value(value)} is not {keys.describe_type(hint)}{near}")
 
 
 def config_from_dict(mapping: Mapping[str, Any]) -> Config:
@@ -271,13 +221,7 @@ def config_from_dict(mapping: Mapping[str, Any]) -> Config:
     Raises ConfigError for unknown keys and wrong types. Ranges and rules may be newer than a
     checkpoint.
     """
-    tree = reader.to_tree(mapping)
-    take_removed_keys(tree)  # `removed_key_warnings` reports them
-    builder = _Builder(tree, check_ranges=False)
-    config = builder.build()
-    if builder.problems:
-        raise ConfigError(format_problems(builder.problems, {}))
-    return config
+    return _build(reader.to_tree(mapping), {}, is_stored=True)
 
 
 def removed_key_warnings(mapping: Mapping[str, Any]) -> list[str]:

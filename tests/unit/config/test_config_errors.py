@@ -25,13 +25,10 @@ def test_all_problems_are_reported_at_once_with_place_and_suggestion() -> None:
         "optimizer:\n  lr: many\nmodle: {}\ntrain:\n  epochs: 0\n  precision: fp31\nseed: 1.5\n",
         "augment.hflip_prob=2",
         "log.every_step=3",
-        "train.clip_norm=1",
-        "train.clip_value=1",
     )
     assert sorted(places_of(lines)) == [
         ["command line 'augment.hflip_prob=2'", "augment.hflip_prob"],
         ["command line 'log.every_step=3'", "log.every_step"],
-        ["command line 'train.clip_value=1'", "train.clip_value"],
         ["x.yaml:2", "optimizer.lr"],
         ["x.yaml:3", "modle"],
         ["x.yaml:5", "train.epochs"],
@@ -268,7 +265,7 @@ def test_rule_accepts_and_rejects(good: dict[str, Any], wrong: dict[str, Any]) -
     assert key.partition(".")[0] in {name.partition(".")[0] for name in wrong}
 
 
-def test_rule_is_skipped_if_one_of_its_keys_is_wrong() -> None:
+def test_rules_are_skipped_if_a_key_is_wrong() -> None:
     wrong = {
         "train.global_batch_size": -1,
         "train.micro_batch_size": 512,
@@ -388,13 +385,12 @@ def test_one_letter_typo_of_a_key_suggests_it() -> None:
             ):
                 typo = f"{section}{dot}{wrong}"
                 if wrong and typo not in every:
-                    _, suggestions = keys.unknown_key(typo)
-                    right += key in suggestions
-                    missed += [] if key in suggestions else [typo]
+                    is_suggested = repr(key) in keys.unknown_key(typo)
+                    right += is_suggested
+                    missed += [] if is_suggested else [typo]
     assert right > 1500 and len(missed) < right / 20, missed
 
 
 def test_typo_of_a_required_key_is_reported_once() -> None:
-    assert len(errors_of("optimizer: {xyz: 0.1}\n")) == 2  # not recognized as lr
     assert len(errors_of("optimizer: {l: 0.1}\n")) == 1
     assert len(errors_of("optimizr: {lr: 0.1}\n")) == 1

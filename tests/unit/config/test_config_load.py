@@ -247,9 +247,9 @@ def test_interpolation_uses_merged_values_and_keeps_types() -> None:
         + ("train: {epochs: 5}\nschedule: {kwargs: {t: '${train.epochs}', l: ['${seed}', 1]}}\n"),
     )
     text = "_base_: base.yaml\nexpect: {note: 'lr ${optimizer.lr} seed ${seed}'}\n"
-    config = load(text, "train.epochs=9", "seed=${log.every_steps}").config
-    assert config.schedule.kwargs == {"t": 9, "l": [50, 1]}
-    assert (config.expect.note, config.seed) == ("lr 0.1 seed 50", 50)
+    config = load(text, "train.epochs=9").config
+    assert config.schedule.kwargs == {"t": 9, "l": [0, 1]}
+    assert (config.expect.note, config.seed) == ("lr 0.1 seed 0", 0)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_interpolation_uses_merged_values_and_keeps_types() -> None:
         (r"\${train.epochs}", "not allowed"),
         ("${train.epoch}", "did you mean 'train.epochs'"),
         ("${train}", "is not a key with a value"),
-        ("${expect.note}", "refers back to itself"),
+        ("${expect.note}", "has a reference itself"),
         ("${expect.source}{oc.env:SECRET}", "after interpolation"),
     ],
 )
@@ -278,30 +278,10 @@ def test_interpolation_in_other_form_is_an_error(
     assert line.startswith("x.yaml:3: expect.note: ") and message in line and "hunter2" not in line
 
 
-def test_interpolation_that_expands_or_loops_is_an_error() -> None:
-    steps = "".join(
-        f"    a{i}: '${{model.kwargs.a{i + 1}}}${{model.kwargs.a{i + 1}}}'\n" for i in range(18)
-    )
-    lists = "".join(
-        f"    a{i}: ['${{model.kwargs.a{i + 1}}}', '${{model.kwargs.a{i + 1}}}']\n"
-        for i in range(18)
-    )
-    for lines in (steps, lists):
-        assert "more than" in errors_of(f"{LR}model:\n  kwargs:\n{lines}    a18: '{'x' * 50}'\n")[0]
-    loop = errors_of(
-        LR
-        + ("model: {kwargs: {a: '${model.kwargs.b}${model.kwargs.b}', b: '${model.kwargs.a}'}}\n")
-    )
-    assert "refers back to itself" in loop[0]
+def test_reference_to_a_value_with_references_is_an_error() -> None:
+    text = LR + "model: {kwargs: {a: '${model.kwargs.b}', b: ['${seed}']}}\n"
+    assert "has a reference itself" in errors_of(text)[0]
     assert "can't be interpolated" in errors_of(LR + "model: {name: '${data.root}'}\n")[0]
-
-
-def test_reference_to_an_invalid_key_is_no_further_error() -> None:
-    text = LR + (
-        "schedule: {warmup_epochs: '${train.epochs}', kwargs: {t: '${schedule.warmup_epochs}'}}\n"
-    )
-    (line,) = errors_of(f"{text}train: {{epochs: many}}\n")
-    assert "train.epochs" in line
 
 
 def test_question_marks_require_a_later_value() -> None:
