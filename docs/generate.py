@@ -61,7 +61,7 @@ changes the name resets that section to the defaults of the new component, and t
 meant for `sgd` never reaches `adamw`. The learning rate has no default, so changing the optimizer without setting `lr`
 is an error. Setting the same name again resets nothing.
 
-A warning at the start lists each value that a new name removed, where it was set, and the arguments that set it again.
+A warning at the start lists each value that a new name removed, and where it was set.
 If the reset is meant, write `_delete_: true` into that section of the file: then there is no warning.
 
 ## Keys without effect

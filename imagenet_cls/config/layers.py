@@ -1,7 +1,6 @@
 """Read the layers of a config and merge them: `_base_` files < the file < the command line."""
 
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,6 @@ from imagenet_cls.text import format_value, shorten
 
 BASE = "_base_"
 DELETE = "_delete_"
-_ABSENT = object()  # null is a value
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The shipped configs: a wheel has the folder `configs` of the repository in the package.
@@ -76,9 +74,9 @@ class Layers:
             new_value = reader.value_of(new.get(name, old_value), as_text=True)
             if new_value == old_value:
                 continue
-            for key in keys.value_types():
-                if key in before and key != name and f"{key}.".startswith(f"{section}."):
-                    self.removed[key] = before[key], name
+            for key, node in flatten(self.tree).items():
+                if key != name and f"{key}.".startswith(f"{section}."):
+                    self.removed[key] = node, name
             self._reset(section, new_value)
         if "optimizer.kwargs" in deleted:  # removes the default arguments of a new optimizer, too
             self._reset("optimizer.kwargs")
@@ -98,27 +96,21 @@ class Layers:
 
     def removed_value_warnings(self) -> Iterator[Problem]:
         """A warning for each changed name that removed values which no layer gives again."""
-        now = dict(walk(self.tree))
-        places: dict[str, list[str]] = {}
-        arguments: dict[str, list[str]] = {}
+        now = flatten(self.tree)
+        types = keys.value_types()
+        dropped: dict[str, list[str]] = {}
         for key, (node, name) in self.removed.items():
-            lost = _lost_value(node, now.get(key, _ABSENT))
-            if lost is _ABSENT:
+            place = reader.place_of(node)
+            # The program's own values, such as `DEFAULT_KWARGS`, have no place.
+            if not place or reader.place_of(now.get(key)):
                 continue
-            value = reader.value_of(lost, keys.is_text(keys.value_types()[key]))
-            if value == keys.default_of(key):
-                continue
-            parts = {key: lost}
-            if isinstance(lost, Tree):
-                parts = {f"{key}.{part}": item for part, item in lost.items()}
-            for part, item in parts.items():
-                places.setdefault(name, []).append(f"{part} ({reader.place_of(item)})")
-            argument = shlex.quote(f"{key}={reader.dump_inline(value)}")
-            arguments.setdefault(name, []).append(argument)
-        for name, removed in places.items():
-            text = f"the new name resets {RESETS[name]}, which drops {', '.join(removed)}"
-            keep = f"to keep the values that still apply, add {' '.join(arguments[name])}"
-            yield Problem(name, f"{text}; {keep}")
+            value = reader.value_of(node, keys.is_text(types.get(key)))
+            applies = now.get(key, keys.default_of(key) if key in types else None)
+            if value != applies:
+                dropped.setdefault(name, []).append(f"{key} ({place})")
+        for name, listed in dropped.items():
+            text = f"the new name resets {RESETS[name]}, which drops {', '.join(listed)}"
+            yield Problem(name, f"{text}; set the values again that still apply")
 
     def add_file(self, path: Path, chain: tuple[Path, ...] = (), place: str = "") -> None:
         """Add the bases of a file, depth first, then its own content. A file that is reached twice
@@ -216,22 +208,6 @@ def walk(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def flatten(tree: dict[str, Any]) -> dict[str, Any]:
     """The values of nested dictionaries by dotted keys. An empty dictionary is a value."""
     return {key: value for key, value in walk(tree) if not isinstance(value, dict) or not value}
-
-
-def _lost_value(removed: Any, now: Any) -> Any:
-    """The part of a removed value that no layer sets again; `_ABSENT` if nothing is lost."""
-    if isinstance(removed, Tree):
-        given = now if isinstance(now, Tree) else {}
-        lost = Tree()
-        for name, value in removed.items():
-            if (part := _lost_value(value, given.get(name, _ABSENT))) is not _ABSENT:
-                lost[name] = part
-        return lost or _ABSENT
-    # The program's own values, such as `DEFAULT_KWARGS`, have no place.
-    if not reader.place_of(removed) or reader.place_of(now):
-        return _ABSENT
-    is_same = now is not _ABSENT and reader.value_of(now) == reader.value_of(removed)
-    return _ABSENT if is_same else removed
 
 
 def _merge(tree: Tree, over: Tree) -> None:

@@ -3,7 +3,6 @@ keys.
 """
 
 import os
-import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -102,9 +101,8 @@ def test_changed_name_warns_of_each_removed_value_and_its_place() -> None:
     data = ["data.name=my:dataset", "data.mean=[0.4, 0.4, 0.4]"]
     (of_data,) = load(text, *data).warnings
     assert "data.val (x.yaml:4), data.val_fraction (x.yaml:5);" in of_data
-    for warning, overrides in ((of_model, model), (of_data, data)):
-        arguments = shlex.split(warning.rpartition(" add ")[2])
-        assert len(arguments) == 2 and load(text, *overrides, *arguments).warnings == []
+    again = ["data.val=", "data.val_fraction=0.2"]
+    assert load(text, *data, *again).warnings == []
 
 
 def test_name_of_a_later_file_warns_unless_the_reset_is_explicit() -> None:
@@ -112,7 +110,8 @@ def test_name_of_a_later_file_warns_unless_the_reset_is_explicit() -> None:
     changed = "_base_: base.yaml\noptimizer: {name: rmsproptf, lr: 0.1"
     (warning,) = load(changed + "}\n").warnings
     assert warning.startswith("x.yaml:2: optimizer.name: ") and "optimizer.lr " not in warning
-    assert "optimizer.weight_decay=0.1 'optimizer.kwargs={momentum: 0.8}'" in warning
+    for key in ("optimizer.weight_decay", "optimizer.kwargs.momentum"):
+        assert f"{key} (base.yaml:1)" in warning
     assert load(changed + ", _delete_: true}\n").warnings == []
     assert load(changed + ", weight_decay: 0.0, kwargs: {momentum: 0.9}}\n").warnings == []
     assert config_from_dict(asdict(load(changed + "}\n").config)) == load(changed + "}\n").config
