@@ -132,8 +132,6 @@ def init_group(
     # Plain `mpi` would make a group without a store, in which no gloo group can be made.
     full_names = {"auto": "nccl" if device.type == "cuda" else "gloo", "mpi": "cpu:mpi,cuda:mpi"}
     backend = full_names.get(backend, backend)
-    if backend == "nccl":
-        enable_flight_recorder(os.environ)
     if rank_info.world_size == 1:
         if mode == "ddp" and not dist.is_initialized():
             bound_to = bound_device(backend, device)
@@ -190,21 +188,11 @@ def bound_device(backend: str, device: torch.device) -> torch.device | None:
     return device if backend == "nccl" else None
 
 
-def enable_flight_recorder(env: MutableMapping[str, str]) -> None:
-    """Have nccl's process group, made later, record its last collectives and write them to a file
-    after a timeout.
-    """
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:
-        env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    env.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-
-
 def name_flight_recorder_files(env: MutableMapping[str, str], logs: Path) -> None:
-    """Have nccl's process group write `nccl_trace_rank<r>` in the folder `logs`, unless a variable
-    names a file.
+    """Have nccl's process group write its last collectives to `nccl_trace_rank<r>` in the folder
+    `logs` after a timeout, unless a variable names a file.
     """
-    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    if is_nccl and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in env:
+    if dist.is_initialized() and dist.get_backend() == "nccl":
         env.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{logs.absolute()}/nccl_trace_rank")
 
 

@@ -1,6 +1,5 @@
 """Devices, backends and wrapping with a single rank. Several ranks: tests/distributed."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import (
     Group,
     check_backend,
-    enable_flight_recorder,
     init_group,
     name_flight_recorder_files,
 )
@@ -166,8 +164,6 @@ def test_process_group_is_bound_to_the_gpu_of_its_rank(
 ) -> None:
     """Of a single rank, and the group that check_dist.py makes."""
     gpu, bound = torch.device("cuda", 1), []
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1")  # restored later, as the next one
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     monkeypatch.setattr(process_group, "start_gpu", lambda _: None)
     monkeypatch.setattr(process_group, "check_backend", lambda *_: None)
     monkeypatch.setattr(
@@ -189,41 +185,17 @@ def test_process_group_is_bound_to_the_gpu_of_its_rank(
     assert bound == ([torch.device(device_id)] * 2 if device_id else [None])
 
 
-def test_flight_recorder_is_on_for_nccl_before_the_group_is_made(
+def test_flight_recorder_of_nccl_writes_to_the_folder_of_logs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without a GPU: only the variables that nccl's process group reads."""
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
-    older = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-    for name in (*names, *older):
-        monkeypatch.setenv(name, "")  # so that it is restored
-        monkeypatch.delenv(name)
-    made = []
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda backend, **_: made.append((backend, variables()))
-    )
-    monkeypatch.setattr("imagenet_cls.parallel.process_group.check_backend", lambda *_: None)
-
-    def variables() -> list[str | None]:
-        return [os.environ.get(name) for name in names]
-
-    for backend in ("gloo", "nccl"):
-        init_group(RankInfo(), torch.device("cpu"), "ddp", backend, "env://", 10.0)
-    assert made == [("gloo", [None] * 3), ("nccl", ["2000", "1", None])]
+    """Without a GPU: only the variable that nccl's process group reads."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    own = {"TORCH_FR_DUMP_TEMP_FILE": "a"}
     for backend, file in (("gloo", None), ("nccl", f"{tmp_path}/nccl_trace_rank")):
         monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
-        name_flight_recorder_files(os.environ, tmp_path)
-        assert os.environ.get("TORCH_FR_DUMP_TEMP_FILE") == file
-    own = {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "a",
-    }
-    env = dict(own)
-    enable_flight_recorder(env)
-    name_flight_recorder_files(env, tmp_path)
-    assert env == own
+        for env, expected in (({}, file), (own, "a")):
+            name_flight_recorder_files(env, tmp_path)
+            assert env.get("TORCH_FR_DUMP_TEMP_FILE") == expected
 
 
 def test_batch_norm_statistics_after_a_skipped_step_are_restored() -> None:
