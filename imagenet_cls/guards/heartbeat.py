@@ -22,6 +22,7 @@ from imagenet_cls.parallel.collectives import gather_on_all
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.exit import abort_rank, restart_advice
 from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.text import join_names
 
 _DATAGRAM = struct.Struct("!8sIB")  # id of the run, sender's rank, state
 _ALIVE, _FAILED, _LEFT = range(3)
@@ -94,8 +95,6 @@ class Heartbeat:
         for member in self._others.values():
             with contextlib.suppress(OSError):  # no IPv4 address: it gets no heartbeat
                 self._addresses.append((socket.gethostbyname(member.address), member.port))
-        # At most 200 datagrams per second: with more ranks each sends less often.
-        self._interval_sec = min(max(_INTERVAL_SEC, len(members) / 200), self.timeout_sec / 8)
         threading.Thread(
             target=self._run_thread, args=(abort,), name="heartbeat", daemon=True
         ).start()
@@ -142,14 +141,7 @@ class Heartbeat:
         else:
             problem = f"Lost contact with {where}: no heartbeat for {longest:.0f} s."
             advice = f"Check that it is up and the network works. {restart_advice()}"
-        error = ResourceError(problem, advice)
-        here = (self.me.host, self.me.address)
-        peers = {
-            rank for rank, other in self._others.items() if (other.host, other.address) == here
-        }
-        # Another rank of this machine reports the same.
-        error.printed_elsewhere = any(rank < self.me.rank for rank in peers - lost.keys())
-        return error
+        return ResourceError(problem, advice)
 
     def close(self, failed: bool = False) -> None:
         """Tell the others that this rank ends. failed: because of its own error, so that it is the
@@ -227,8 +219,4 @@ def name_machines(members: Sequence[Member]) -> str:
         f"host {host} ({address}; {name_ranks(ranks)})"
         for (host, address), ranks in ranks_on.items()
     ]
-    listing = ", ".join(machines[:3])
-    more = len(machines) - 3
-    if more > 0:
-        listing += f" and {more} more machine{'s' if more > 1 else ''}"
-    return listing
+    return join_names(machines)

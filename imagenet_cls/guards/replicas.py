@@ -5,7 +5,6 @@ Ranks whose parameters, BatchNorm buffers, EMA or optimizer state differ in any 
 
 import hashlib
 import socket
-from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -14,10 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.parallel.collectives import gather_on_all, mark_printed_by_main
+from imagenet_cls.parallel.collectives import (
+    find_differences,
+    gather_on_all,
+    mark_printed_by_main,
+)
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.private_names import BatchNormBase
+from imagenet_cls.text import join_names
 
 # 2**64 divided by the golden ratio, as a signed number: its multiples are spread evenly over 64
 # bits.
@@ -30,7 +34,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 # several rows.
 _ROW = 2**16
 _ROWS_ON_CPU, _ROWS_ON_GPU = 1, 64
-_SHOWN = 3  # hosts and tensors that an error names
 
 
 class ReplicaCheck:
@@ -67,7 +70,7 @@ class ReplicaCheck:
             self.get_tensors(),
             self.group,
             f"after step {step}",
-            "Possible causes: a faulty GPU or memory on that host, mixed GPU models, or a forward "
+            "Possible causes: a faulty GPU or memory, mixed GPU models, or a forward "
             "pass that updates parameters or buffers from its input "
             "(parallel.check_every_steps=null turns this check off).\n"
             f"All ranks were equal after step {self.last_equal_step}, and no checkpoint was saved "
@@ -182,26 +185,15 @@ def check_equal_on_ranks(
     if group.cpu_group is None:
         return
     sums = tensor_hashes(tensors)
-    digests = gather_on_all(_digest(sums), group)
-    if len(set(digests)) == 1:
+    if len(set(gather_on_all(_digest(sums), group))) == 1:
         return
-    everything = gather_on_all((socket.gethostname(), sums), group)
-    (common, count), *_ = Counter(digests).most_common()
-    # of the majority, else rank 0
-    reference = digests.index(common) if count > group.world_size / 2 else 0
-    ranks = [rank for rank, digest in enumerate(digests) if digest != digests[reference]]
-    hosts = list(dict.fromkeys(everything[rank][0] for rank in ranks))
-    expected = everything[reference][1]
-    names = [
-        name
-        for name in dict.fromkeys(chain(expected, *(everything[rank][1] for rank in ranks)))
-        if any(everything[rank][1].get(name) != expected.get(name) for rank in ranks)
-    ]
+    different = find_differences({name: str(value) for name, value in sums.items()}, group)
+    ranks = sorted({rank for listed in different.values() for rank in listed})
+    all_hosts = gather_on_all(socket.gethostname(), group)
+    hosts = list(dict.fromkeys(all_hosts[rank] for rank in ranks))
     error = ResourceError(
-        f"Diverged replicas: {name_ranks(ranks)} "
-        f"({', '.join(hosts[:_SHOWN])}{', ...' if len(hosts) > _SHOWN else ''}) "
-        f"of {group.world_size} differ from the rest {when}, in {', '.join(names[:_SHOWN])}"
-        f"{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}.",
+        f"Diverged replicas: {name_ranks(ranks)} ({join_names(hosts)}) of {group.world_size} and "
+        f"rank 0 differ {when}, in {join_names(list(different))}.",
         remedy,
     )
     raise mark_printed_by_main(error, group)

@@ -1,6 +1,7 @@
 """Collectives; with a single rank they do nothing."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -73,7 +74,7 @@ def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int
     """
     gathered = gather_on_all(values, group)
     found = {}
-    for name in sorted(set().union(*gathered)):
+    for name in dict.fromkeys(chain(*gathered)):
         ranks = [
             rank for rank, other in enumerate(gathered) if other.get(name) != gathered[0].get(name)
         ]

@@ -287,7 +287,7 @@ def test_diverged_rank_exits_5_and_is_named(runs: Path) -> None:
     code, lines = end_of(runs, "diverged")
     assert code == 5 and len(lines) == 3
     expected = (
-        r".*replicas: rank 1 \(.+\) of 2 differ from the rest after step 8, in "
+        r".*replicas: rank 1 \(.+\) of 2 and rank 0 differ after step 8, in "
         r"1\.weight\b.*\."
     )
     assert re.fullmatch(expected, lines[0])

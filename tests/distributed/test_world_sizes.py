@@ -217,7 +217,7 @@ def starting_weights(group: Group) -> None:
         if group.world_size > 1:
             listing = "rank 1" if group.world_size < 4 else "ranks 1, 3"
             diverged = (
-                rf"{listing} \(.*\) of {group.world_size} differ from the rest at the "
+                rf"{listing} \(.*\) of {group.world_size} and rank 0 differ at the "
                 rf"start, in {name}\.\n"
             )
             with pytest.raises(ResourceError, match=diverged):

@@ -50,7 +50,7 @@ def vanish(heartbeat: Heartbeat) -> None:
     heartbeat._closed.set()
 
 
-def test_lost_ranks_are_named_by_all_others_and_reported_once(heartbeats: Heartbeats) -> None:
+def test_lost_ranks_are_named_by_all_others(heartbeats: Heartbeats) -> None:
     a, b, *gone = heartbeats(4)
     for heartbeat in gone:
         vanish(heartbeat)
@@ -58,7 +58,6 @@ def test_lost_ranks_are_named_by_all_others_and_reported_once(heartbeats: Heartb
     for reason in reasons:
         assert str(reason).startswith(f"Lost contact with {on_ranks(2, 3)}: no heartbeat for ")
         assert "--resume" in str(reason) and len(str(reason).splitlines()) <= 3
-    assert [reason.printed_elsewhere for reason in reasons if reason] == [False, True]
 
 
 def test_rank_that_sends_or_leaves_is_not_lost(heartbeats: Heartbeats) -> None:
@@ -123,7 +122,7 @@ def test_name_machines_groups_ranks_by_machine() -> None:
     assert name_machines(members) == (
         "host gpu0 (10.0.0.0; ranks 8, 9), host gpu1 (10.0.0.1; ranks 10, 11, 12, 13, 14, 15, 16, "
         "17, ...), "
-        "host gpu2 (10.0.0.2; ranks 20, 21, 22, 23, 24, 25, 26, 27, ...) and 3 more machines"
+        "host gpu2 (10.0.0.2; ranks 20, 21, 22, 23, 24, 25, 26, 27, ...), ..."
     )
 
 
