@@ -4,7 +4,6 @@ A message has at most three lines: what, where, what to do.
 """
 
 import errno
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -106,20 +105,8 @@ def explain_content_errors(
         raise kind(f"{place}: {what} ({reason}).", remedy) from error
 
 
-# errno values that only the user can fix. Any other OSError that gets here is a missing check, so
-# it keeps its traceback.
-_INVALID_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
-_FAILED_PATH = (
-    errno.EROFS,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.ESTALE,
-    errno.ENOTCONN,
-    errno.EREMOTEIO,
-    errno.ETIMEDOUT,
-    errno.EHOSTDOWN,
-)
+# They show a missing check, so they keep their traceback.
+_UNCHECKED = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 # How RuntimeErrors of `Path.resolve`, before Python 3.13, and `Path.expanduser` begin.
 _PATHLIB = ("Symlink loop from ", "Could not determine home directory")
 
@@ -128,29 +115,18 @@ def explain_path_error(error: BaseException) -> BaseException:
     """A UserError for an error of a path that the user has to change or repair; any other error as
     it is.
     """
-    if type(error) is RuntimeError and str(error).startswith(_PATHLIB):
-        unresolved = UsageError(f"A path is invalid: {first_line(error)}", "Use another path.")
-        unresolved.__cause__ = error
-        return unresolved
-    if not isinstance(error, OSError) or error.filename is None:
-        return error
-    name = error.filename
-    where = shorten(
-        printable(os.fsdecode(name) if isinstance(name, str | bytes) else str(name)), 300
-    )
     explained: UserError
-    if error.errno in _INVALID_PATH:
-        explained = UsageError(f"{where}: {error.strerror}.", "Use another path.")
-    elif error.errno in (errno.EACCES, errno.EPERM):
-        explained = ResourceError(
-            f"{where}: {error.strerror}.", "Give this user access to it, or use another path."
-        )
-    elif error.errno in _FAILED_PATH:
-        explained = ResourceError(
-            f"{where}: {error.strerror}.", "Repair the disk or file system, or use another path."
-        )
-    else:
+    if type(error) is RuntimeError and str(error).startswith(_PATHLIB):
+        explained = UsageError(f"A path is invalid: {first_line(error)}", "Use another path.")
+    elif not isinstance(error, OSError) or error.filename is None or isinstance(error, _UNCHECKED):
         return error
+    else:
+        problem = f"{shorten(printable(str(error.filename)), 300)}: {error.strerror}."
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            explained = UsageError(problem, "Use another path.")
+        else:
+            remedy = "Get access to it, repair the disk or file system, or use another path."
+            explained = ResourceError(problem, remedy)
     explained.__cause__ = error
     return explained
 
