@@ -85,35 +85,8 @@ def read_progress(values: Mapping[str, Any]) -> Progress:
     """The progress that `state.json` holds. Values that an older version did not write have their
     defaults.
 
-    Raises TypeError, ValueError or LookupError if a value is missing or has another type, so that a
-    malformed checkpoint is an error when it is read and not in the middle of a run.
+    Raises TypeError or ValueError for unknown names, as of a newer version.
     """
     progress = Progress(**values)
-    _integer(progress.step)
-    _integer(progress.evaluated_step)
-    progress.evaluations = [
-        (_integer(step), _number(top1_pct)) for step, top1_pct in progress.evaluations
-    ]
-    for best in progress.best.values():
-        _integer(best["step"])
-        _number(best_score(best))
-    for results in progress.latest.values():
-        _number(results["top1_pct"])
-        _number(results["loss"])
-    progress.history = [
-        {metric: _number(value) for metric, value in results.items()}
-        for results in progress.history
-    ]
+    progress.evaluations = [(step, top1_pct) for step, top1_pct in progress.evaluations]
     return progress
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is not an integer")
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise TypeError(f"{value!r} is not a number")
-    return value
