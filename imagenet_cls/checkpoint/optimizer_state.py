@@ -34,7 +34,6 @@ def optimizer_to_tensors(
     found: dict[str, Tensor] = {}
     groups = []
     parameters = {}
-    on_host = []  # names of tensors that are not on their parameter's device
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key not in ("params", "names")}
         tensors, others = _split(settings)
@@ -47,9 +46,7 @@ def optimizer_to_tensors(
         tensors, parameters[name] = _split(state)
         for key, tensor in tensors.items():
             found[f"{name}{_SEPARATOR}{key}"] = tensor
-            if tensor.device != parameter.device:
-                on_host.append(f"{name}{_SEPARATOR}{key}")
-    values = {"groups": groups, "parameters": parameters, "on_host": on_host}
+    values = {"groups": groups, "parameters": parameters}
     return copy_to_host(found), deepcopy(values)
 
 
@@ -92,7 +89,6 @@ def load_optimizer(
     state.clear()
     for name, plain in values["parameters"].items():
         state[parameters[name]] = dict(plain)
-    on_host = set(values["on_host"])
     # As in torch's `Optimizer.load_state_dict`, fused and capturable kernels read `step` on the
     # device. Otherwise the host reads it, and would wait for a GPU. A checkpoint of a run on a CPU
     # does not show where it belongs.
@@ -115,5 +111,5 @@ def load_optimizer(
             value = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
             value.copy_(tensor)
         else:
-            value = tensor.to("cpu" if full_name in on_host else parameter.device, copy=True)
+            value = tensor.to(parameter.device, copy=True)
         state[parameter][key] = value

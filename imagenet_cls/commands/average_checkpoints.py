@@ -90,7 +90,7 @@ def average_command(argv: Sequence[str]) -> None:
                 ],
             }
             out = write_checkpoint(
-                out, Snapshot(average, {}, {"groups": [], "parameters": {}, "on_host": []}, state)
+                out, Snapshot(average, {}, {"groups": [], "parameters": {}}, state)
             )
     print(
         f"averaged the weights of {len(paths)} checkpoints "

@@ -66,7 +66,6 @@ class Run:
         self.nonfinite_guard = NonFiniteGuard(
             parts.group,
             parts.config.train.max_nonfinite_steps,
-            parts.plan.total_steps,
             fp16=parts.scaler.is_enabled(),
             samples_of=self.sample_names,
         )

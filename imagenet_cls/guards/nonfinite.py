@@ -16,8 +16,9 @@ from imagenet_cls.errors import NonFiniteError, UserError
 from imagenet_cls.parallel.collectives import gather_on_all, mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.text import join_names
 
-_SHOWN = 3  # samples that the error lists; the log lists all
+_SHOWN = 4  # samples of each rank; the error lists three, and the log all
 # fp16: GradScaler starts at 65,536 and halves the scale at each overflow until the gradients fit.
 _LOSS_SCALE_SEARCH_STEPS = 50
 
@@ -26,14 +27,12 @@ _LOSS_SCALE_SEARCH_STEPS = 50
 class NonFiniteGuard:
     """Counts the steps without a finite loss and gradient in the records of `Meter.flush`.
 
-    total_steps: the number of steps of the run. fp16: a skipped step with a finite loss is normal,
-    since the loss scale was too high. samples_of: returns the names of the images that this rank
-    read in a step, counted from 1.
+    fp16: a skipped step with a finite loss is normal, since the loss scale was too high.
+    samples_of: returns the names of the images that this rank read in a step, counted from 1.
     """
 
     group: Group
     max_steps: int
-    total_steps: int
     fp16: bool = False
     samples_of: Callable[[int], Sequence[str]] = lambda step: ()
     last_step_finite: bool = field(default=True, init=False)
@@ -51,12 +50,7 @@ class NonFiniteGuard:
         text = f"step {steps[0]}"
         if len(steps) > 1:
             text = f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-        text += f": loss or gradient was NaN or infinite ({self.count} such steps since the start)"
-        if steps[-1] == self.total_steps:
-            text += (
-                "; it was the last step of the run: check the evaluation before you use the weights"
-            )
-        return text
+        return f"{text}: loss or gradient was NaN or infinite ({self.count} such steps so far)"
 
     def check(self, records: Sequence[dict[str, Any]], own_losses: Tensor | None) -> None:
         """Raise NonFiniteError, on all ranks alike, after too many non-finite steps in a row.
@@ -88,10 +82,8 @@ class NonFiniteGuard:
         """
         step = record["step"]
         samples = self.samples_of(step)
-        seen = gather_on_all(
-            (math.isfinite(own_loss), len(samples), list(samples[:_SHOWN])), self.group
-        )
-        with_nan = [rank for rank, (is_finite, _, _) in enumerate(seen) if not is_finite]
+        seen = gather_on_all((math.isfinite(own_loss), list(samples[:_SHOWN])), self.group)
+        with_nan = [rank for rank, (is_finite, _) in enumerate(seen) if not is_finite]
         suspects = with_nan or list(range(self.group.world_size))
         if self.group.rank in suspects:
             logging.getLogger("imagenet_cls").info(
@@ -101,14 +93,11 @@ class NonFiniteGuard:
             f"Loss or gradient was NaN or infinite in {self.consecutive} steps in a row, the last "
             f"one step {step} (loss {record['loss']:g}, lr {record['lr']:g})."
         )
-        if count := sum(seen[rank][1] for rank in suspects):
-            shown = [name for rank in suspects for name in seen[rank][2]][:_SHOWN]
-            more = ""
-            if count > len(shown):
-                more = f" and {count - len(shown)} more (logs/rank{suspects[0]}.log)"
+        if shown := [name for rank in suspects for name in seen[rank][1]]:
             what = "the loss" if with_nan else "the gradient (the losses were finite)"
             where = f"{name_ranks(suspects)} of {self.group.world_size}"
-            problem += f"\nIt was {what} on {where}, from {', '.join(shown)}{more}."
+            log = f"logs/rank{suspects[0]}.log"
+            problem += f"\nIt was {what} on {where}, from {join_names(shown)} ({log} has all)."
         remedy = "Lower optimizer.lr, warm up longer, or set train.clip_norm."
         return mark_printed_by_main(NonFiniteError(problem, remedy), self.group)
 

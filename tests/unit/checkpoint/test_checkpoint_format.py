@@ -48,7 +48,6 @@ def snapshot(step: int, value: float = 0.5, **best: dict[str, Any]) -> Snapshot:
         optimizer_values={
             "groups": [{"lr": 0.1, "betas": [0.9, 0.999]}],
             "parameters": {},
-            "on_host": [],
         },
         state={
             "step": step,
@@ -130,23 +129,9 @@ def test_read_malformed_state_is_an_error(tmp_path: Path, text: str) -> None:
     assert str(error.value).count("\n") == 1 and len(str(error.value)) < 600
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"step": 1.5},
-        {"step": True},
-        {"evaluated_step": "1"},
-        {"evaluations": [[1, "90"]]},
-        {"evaluations": [[1]]},
-        {"best": {"raw": {"top1_pct": 90.0}}},
-        {"best": {"raw": {"step": 1, "top1_pct": None}}},
-        {"latest": {"raw": {"top1_pct": 90.0}}},
-        {"history": [{"top1_pct": [90.0]}]},
-        {"steps": 1},
-    ],
-)
-def test_read_progress_with_a_missing_or_wrong_value_is_an_error(values: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError, LookupError)):
+@pytest.mark.parametrize("values", [{"evaluations": [[1]]}, {"steps": 1}])
+def test_read_progress_of_another_form_is_an_error(values: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
         read_progress(asdict(Progress(step=1)) | values)
 
 
