@@ -40,7 +40,7 @@ A config is merged from these layers; later ones override earlier ones:
 Mappings merge key by key; lists and single values are replaced. So `kwargs: {}` removes nothing. A mapping with
 `_delete_: true` replaces the one of the layers below it.
 `_base_: [_base_/models/resnet50.yaml, _base_/datasets/imagenet_224.yaml]` holds paths relative to the file. A file that
-is reached twice counts once, at its first place. Files that include each other are an error. An empty file is an empty
+is reached twice counts once, at its first place, also a file that includes itself. An empty file is an empty
 layer.
 
 Where there is no file of the name, a config on the command line, or in `_base_`, is one of this package:
@@ -82,8 +82,8 @@ if `eval.resize_px` is null. If such a key is set without effect, the run prints
 
 ## Removed keys
 
-Configs and checkpoints of earlier versions may hold keys that are gone. One that has its former default is ignored. Any
-other value is an error in a config, which says what to do instead, and a warning if it is that of a checkpoint.
+Configs and checkpoints of earlier versions may hold keys that are gone. They are ignored in a checkpoint, and in a config
+if they have their former defaults. Any other value there is an error, which says what to do instead.
 
 ## Errors
 

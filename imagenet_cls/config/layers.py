@@ -112,11 +112,9 @@ class Layers:
             text = f"the new name resets {RESETS[name]}, which drops {', '.join(listed)}"
             yield Problem(name, f"{text}; set the values again that still apply")
 
-    def add_file(self, path: Path, chain: tuple[Path, ...] = (), place: str = "") -> None:
+    def add_file(self, path: Path, place: str = "") -> None:
         """Add the bases of a file, depth first, then its own content. A file that is reached twice
-        counts once.
-
-        chain: the files that lead to this one. place: where it is named as a base.
+        counts once. place: where it is named as a base.
         """
         self._files.add(os.path.realpath(path))
         shown = Path(shown_path(path))
@@ -132,26 +130,20 @@ class Layers:
             return
         if tree is not None:  # an empty file is an empty layer
             if BASE in tree:
-                self._add_bases(tree.pop(BASE), (*chain, path))
+                self._add_bases(tree.pop(BASE), path.parent)
             self.add(tree)
 
-    def _add_bases(self, node: Any, chain: tuple[Path, ...]) -> None:
+    def _add_bases(self, node: Any, folder: Path) -> None:
         place = f"{reader.place_of(node)}: {BASE}: "
         value = reader.value_of(node, as_text=True)
         names = value if isinstance(value, list) else [value]
         if not all(isinstance(name, str) and name and "\0" not in name for name in names):
             self.errors.append(f"{place}{format_value(value)} is not a path or a list of paths")
             return
-        real_chain = [os.path.realpath(file) for file in chain]
-        for base in (find_config(name, chain[-1].parent) for name in names):
-            real = os.path.realpath(base)
-            if real in real_chain:
-                cycle = [*chain[real_chain.index(real) :], base]
-                self.errors.append(
-                    f"{place}these files include each other: {' -> '.join(map(shown_path, cycle))}"
-                )
-            elif real not in self._files:
-                self.add_file(base, chain, place)
+        for name in names:
+            base = find_config(name, folder)
+            if os.path.realpath(base) not in self._files:
+                self.add_file(base, place)
 
     def add_overrides(self, overrides: Sequence[str]) -> None:
         """Add the `key.sub=value` arguments as one layer. Of equal keys the last one counts. A
