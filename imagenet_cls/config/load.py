@@ -119,9 +119,8 @@ def _build(tree: Tree, origins: Mapping[str, str], is_stored: bool = False) -> C
     is_stored: whether it is the config of a checkpoint, which may be older than a range and than
     the removal of a key.
     """
-    problems = take_removed_keys(tree)
-    if is_stored:
-        problems = []  # `removed_key_warnings` reports them
+    removed = take_removed_keys(tree)
+    problems = [] if is_stored else removed
     types = keys.value_types()
     values = {key: keys.default_of(key) for key in types}
     for key, node in walk(tree):
@@ -222,12 +221,6 @@ def config_from_dict(mapping: Mapping[str, Any]) -> Config:
     checkpoint.
     """
     return _build(reader.to_tree(mapping), {}, is_stored=True)
-
-
-def removed_key_warnings(mapping: Mapping[str, Any]) -> list[str]:
-    """A warning for each removed key of a checkpoint's config that was not at its default."""
-    problems = take_removed_keys(reader.to_tree(mapping))
-    return [f"warning: the checkpoint's config: {line}" for line in format_problems(problems, {})]
 
 
 def values_by_key(config: Config) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.checkpoint.select import load_newest, newest_intact, state_of_newest
 from imagenet_cls.config.check import ineffective_keys
 from imagenet_cls.config.keys import keys_without_recipe
-from imagenet_cls.config.load import comparable_values, removed_key_warnings
+from imagenet_cls.config.load import comparable_values
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.data.sources import size_fingerprint
 from imagenet_cls.engine.build import TrainingParts
@@ -287,8 +287,7 @@ def check_resumable(
             f"The config differs from the checkpoint's: {differences}{more}.",
             f"Restore it, or allow the change: {flags}",
         )
-    lines = removed_key_warnings(state["config"])
-    lines += [f"changed since the checkpoint: {line}" for line in changed.values()]
+    lines = [f"changed since the checkpoint: {line}" for line in changed.values()]
     if any(_includes(_AFFECTS_ROUNDING, name) for name in changed):
         lines.append(
             "the samples are the same, but rounding may differ: results may not be "

@@ -20,7 +20,6 @@ from imagenet_cls.checkpoint.format import (
     stored_mean_std,
 )
 from imagenet_cls.checkpoint.select import load_best
-from imagenet_cls.config.load import removed_key_warnings
 from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
 from imagenet_cls.engine.build import choose_num_classes
@@ -91,7 +90,7 @@ class TrainedModels:
 
     models: by the name of their weights, `raw` or `ema`. classes: None if unknown. origin: where
     the weights are from, for messages. path: the checkpoint, or the file of an `OnnxPredictor`.
-    warnings: about damaged checkpoints that were skipped, and removed keys of the config. best: the
+    warnings: about damaged checkpoints that were skipped. best: the
     weights that evaluated best in their run, if known. data_digest: the digest of the training
     images of their run, if known.
     """
@@ -185,7 +184,6 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
         mean, std = stored_mean_std(snapshot.state)
         num_classes = snapshot.state["num_classes"]
         classes = tuple(map(str, snapshot.state["classes"]))
-        warnings = [*damage, *removed_key_warnings(snapshot.state["config"])]
     models = {}
     for name, stored in (("raw", snapshot.model), ("ema", snapshot.ema)):
         if stored is None:
@@ -215,7 +213,7 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
         std,
         origin=f"{snapshot.path}, step {snapshot.state['step']}{note}",
         path=snapshot.path,
-        warnings=warnings,
+        warnings=damage,
         best=best,
         data_digest=snapshot.state.get("data_digest"),
     )

@@ -206,19 +206,6 @@ def test_predict_takes_files_folders_and_patterns(
     assert sum(row[1] == "7" for row in rows[1:]) > len(rows) / 2  # it has learned something
 
 
-def test_removed_key_of_a_checkpoint_is_a_warning(
-    small: Path, digits: Path, tmp_path: Path, call: Callable
-) -> None:
-    checkpoint = tmp_path / newest(small).name
-    shutil.copytree(newest(small), checkpoint)
-    state = json.loads((checkpoint / "state.json").read_text())
-    state["config"]["data"]["manifest"] = "list.json"
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    write_manifest(checkpoint)
-    code, _, err = call(predict_command, checkpoint, digits / "train" / "7", *ALLOW)
-    assert code == 0 and "data.manifest" in err and "data.exclude" in err
-
-
 def test_predict_with_bad_arguments_is_an_error(
     small: Path, digits: Path, tmp_path: Path, call: Callable
 ) -> None:

@@ -41,13 +41,6 @@ def state_for(digits: Path, **changes: object) -> dict[str, Any]:
     return describe_run(parts_for(digits, **changes)) | {"step": 11}
 
 
-def test_removed_key_of_a_checkpoint_is_reported(digits: Path) -> None:
-    before = state_for(digits)
-    before["config"]["data"]["on_bad_image"] = "exclude"
-    (line,) = check_resumable(before, parts_for(digits), ())
-    assert "data.on_bad_image" in line and "data.exclude" in line
-
-
 def test_keys_that_are_not_recipe_may_change_and_are_reported(digits: Path) -> None:
     before = state_for(digits)
     assert check_resumable(before, parts_for(digits), ()) == []
