@@ -30,10 +30,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 # int64 change only the top bits of a product.
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 
-# Elements per row: a row and its products fit in a core's cache. On a GPU a kernel processes
-# several rows.
-_ROW = 2**16
-_ROWS_ON_CPU, _ROWS_ON_GPU = 1, 64
+_ROW = 2**16  # elements; a row and its products fit in a core's cache
 
 
 class ReplicaCheck:
@@ -146,12 +143,8 @@ def _hash(integers: Tensor, factors: Tensor) -> Tensor:
     then of rows.
     """
     in_row, of_row = factors.split(_ROW)
-    in_rows = integers.numel() // _ROW * _ROW
-    at_once = _ROWS_ON_CPU if integers.device.type == "cpu" else _ROWS_ON_GPU
-    rows = [(in_row * some).sum(1) for some in integers[:in_rows].view(-1, _ROW).split(at_once)]
-    rest = integers[in_rows:]
-    sums = torch.cat([*rows, (in_row[: rest.numel()] * rest).sum().view(1)])
-    return (sums * of_row[: sums.numel()]).sum()
+    sums = torch.stack([(row * in_row[: len(row)]).sum() for row in integers.split(_ROW)])
+    return (sums * of_row[: len(sums)]).sum()
 
 
 def model_digest(model: nn.Module) -> str:
