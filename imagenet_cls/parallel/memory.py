@@ -17,11 +17,6 @@ def peak_memory_bytes() -> int:
     """
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    return peak_resident_bytes()
-
-
-def peak_resident_bytes() -> int:
-    """The most resident bytes of this process since `reset_peak_memory`."""
     # On Linux, the peak of getrusage may belong to the process that started this one.
     peak = _proc_bytes("proc/self/status", "VmHWM")
     if peak:

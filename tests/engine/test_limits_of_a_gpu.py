@@ -67,7 +67,6 @@ def test_out_of_memory_error_states_batch_size_and_memory(tmp_path: Path) -> Non
             arguments(tmp_path, tmp_path / "run", **TINY, **{"model.name": f"{__name__}:greedy"})
         )
     first, second, third = str(error.value).splitlines()
-    total = torch.cuda.get_device_properties(0).total_memory / 2**30
     sizes = r"8 images at once of 16 px \(\d+ of 16 px in evaluation\)"
-    assert re.fullmatch(rf"Out of memory on cuda:0: {sizes}, peak \S+ of {total:.2f} GiB\.", first)
+    assert re.fullmatch(rf"Out of memory with {sizes}\.", first)
     assert "CUDA out of memory" in second and "train.micro_batch_size" in third
