@@ -78,9 +78,8 @@ def test_hash_ignores_the_memory_format() -> None:
 
 @pytest.mark.parametrize("length", [0, 3, 4, 11, 12])
 def test_hash_of_several_rows_equals_the_formula(
-    monkeypatch: pytest.MonkeyPatch, length: int, at_once: int
+    monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """However many rows at once: the same on every device."""
     monkeypatch.setattr(replicas, "_ROW", 4)
     tensor = torch.arange(length, dtype=torch.float32)
     assert hash_of(tensor) == reference(tensor)
