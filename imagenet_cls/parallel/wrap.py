@@ -154,10 +154,6 @@ class BatchNormStatistics:
         """
         if self.last is None:
             return
-        # nothing to write back; on a CPU no wait
-        if self.are_equal and skipped.is_cpu and not skipped.item():
-            torch.cat(self.buffers, out=self.last)
-            return
         flat = torch.cat(self.buffers)
         if not self.are_equal:
             all_reduce_mean(flat, self.group)
