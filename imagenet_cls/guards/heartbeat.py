@@ -102,18 +102,12 @@ class Heartbeat:
     def wait_for_lost_rank(self, patience_sec: float) -> ResourceError | None:
         """The error that names the lost ranks after a failed collective; None if all still send.
 
-        Waits `patience_sec`, or longer if that is too short for a lost rank to be silent. Returns
-        earlier only if a rank has been silent for half the timeout. From here on this heartbeat
-        does not abort the process.
+        Waits `patience_sec`, or longer if that is too short for a lost rank to be silent. From here
+        on this heartbeat does not abort the process.
         """
         self._lost_another = True
         self.aborts = False
-        end = time.monotonic() + max(patience_sec, (_LOST_DATAGRAMS + 1) * self._interval_sec)
-        while (
-            time.monotonic() < end
-            and max(self._silence().values(), default=0.0) < self.timeout_sec / 2
-        ):
-            time.sleep(0.05)
+        time.sleep(max(patience_sec, (_LOST_DATAGRAMS + 1) * self._interval_sec))
         return self.lost_rank_error()
 
     def lost_rank_error(self) -> ResourceError | None:
