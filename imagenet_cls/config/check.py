@@ -259,11 +259,6 @@ def _device_rules(c: Config) -> Iterator[Problem]:
             "parallel.sync_bn",
             "synchronizes ranks, and parallel.mode dp has one; use ddp and several ranks",
         )
-    if not is_dp and c.parallel.output_device is not None:
-        yield Problem(
-            "parallel.output_device",
-            f"{c.parallel.output_device} is for parallel.mode dp; set it to null",
-        )
 
 
 def ineffective_keys(config: Config) -> dict[str, str]:
@@ -280,7 +275,7 @@ def ineffective_keys(config: Config) -> dict[str, str]:
 
 def unused_values(config: Config) -> Iterator[Problem]:
     """A problem for each unmet condition: the keys that are not at their defaults and have no
-    effect without it. And one for an end of mixing after the end of the run.
+    effect without it.
     """
     by_need: dict[str, list[str]] = {}
     for key, need in ineffective_keys(config).items():
@@ -289,7 +284,3 @@ def unused_values(config: Config) -> Iterator[Problem]:
     for need, (first, *others) in by_need.items():
         likewise = f" (likewise {', '.join(others)})" if others else ""
         yield Problem(first, f"has no effect; it needs {need}{likewise}")
-    off_epoch = config.mix.off_epoch
-    epochs = config.train.epochs
-    if config.mix.is_on and off_epoch is not None and off_epoch > epochs:
-        yield Problem("mix.off_epoch", f"{off_epoch} has no effect: train.epochs is {epochs}")

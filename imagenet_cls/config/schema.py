@@ -155,6 +155,10 @@ JITTERS = Condition(
 )
 ERASES = Condition("augment.erasing.prob above 0", lambda c: c.augment.erasing.prob > 0)
 MIXES = Condition("mix.mixup_alpha or mix.cutmix_alpha above 0", lambda c: c.mix.is_on)
+MIXES_BEFORE_THE_END = Condition(
+    "mixing, and train.epochs of at least mix.off_epoch",
+    lambda c: c.mix.is_on and (c.mix.off_epoch or 0) <= c.train.epochs,
+)
 MIXES_BOTH_WAYS = Condition(
     "mixup and cutmix both on", lambda c: c.mix.mixup_alpha > 0 and c.mix.cutmix_alpha > 0
 )
@@ -177,6 +181,7 @@ AVERAGES = Condition(
 STOPS_EARLY = Condition(
     "train.early_stop.patience_evals", lambda c: c.train.early_stop.patience_evals is not None
 )
+DATA_PARALLEL = Condition("parallel.mode dp", lambda c: c.parallel.mode == "dp")
 RESIZES_BY_SHARE = Condition("eval.resize_px null", lambda c: c.eval.resize_px is None)
 
 
@@ -427,7 +432,7 @@ class MixConfig:
     # One draw for the whole micro-batch, for each pair of images, or for each image.
     mode: Literal["batch", "pair", "elem"] = key("batch", needs=MIXES)
     # No mixing from this epoch on, counted from 0. null: to the end.
-    off_epoch: int | None = key(None, NOT_NEGATIVE, needs=MIXES)
+    off_epoch: int | None = key(None, NOT_NEGATIVE, needs=MIXES_BEFORE_THE_END)
 
     @property
     def is_on(self) -> bool:
@@ -697,7 +702,7 @@ class ParallelConfig:
     device_ids: list[int] | None = key(None, NOT_NEGATIVE, recipe=False)
     # For mode dp: the GPU where the logits are gathered and the loss is computed. null: the first
     # of device_ids.
-    output_device: int | None = key(None, NOT_NEGATIVE, recipe=False)
+    output_device: int | None = key(None, NOT_NEGATIVE, recipe=False, needs=DATA_PARALLEL)
     # Synchronize BatchNorm over all ranks in training (SyncBatchNorm). No effect on one rank.
     sync_bn: bool = False
     # Rendezvous of the ranks: `env://` (MASTER_ADDR and MASTER_PORT), `tcp://host:port` or

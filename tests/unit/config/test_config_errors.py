@@ -240,10 +240,6 @@ SPLIT_BN = {"model.split_bn": True, "augment.splits": 3, "loss.name": "jsd"}
             {"parallel": {"mode": "dp", "device_ids": [0, -1]}},
         ),
         (
-            {"parallel": {"mode": "dp", "output_device": 0}},
-            {"parallel": {"mode": "ddp", "output_device": 0}},
-        ),
-        (
             {"parallel": {"mode": "ddp", "sync_bn": True}},
             {"parallel": {"mode": "dp", "sync_bn": True}},
         ),
