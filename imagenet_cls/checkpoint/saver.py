@@ -31,10 +31,9 @@ class CheckpointSaver:
         progress: Progress,
         take_snapshot: Callable[[], Snapshot],
         before_write: Callable[[], None],
-        report: Callable[[str], None],
     ):
         """progress: the run's, which the training loop updates. before_write: called in the thread
-        before each write. report: receives a line for a removed checkpoint.
+        before each write.
         """
         self.checkpoints = checkpoints
         self.config = config
@@ -42,10 +41,8 @@ class CheckpointSaver:
         self.progress = progress
         self.take_snapshot = take_snapshot
         self.before_write = before_write
-        self.report = report
         self._executor = futures.ThreadPoolExecutor(1, "checkpoint")
         self._save_in_progress: futures.Future[None] | None = None
-        self._written: Path | None = None  # the newest checkpoint
         present = list_checkpoints(checkpoints) if is_main else []
         # The best checkpoint may not be in this folder: the run may have resumed from another. Then
         # the one that the link `best` names is kept until a better one is saved.
@@ -62,8 +59,6 @@ class CheckpointSaver:
         if not self.is_main:
             return
         self.wait()  # before the copy, so that memory holds one copy only
-        if self._written is not None and not self._written.exists():
-            self.report(f"{self._written} was removed by another process; training continues.")
         best = dict(self.progress.best)
         self._save_in_progress = self._executor.submit(self._write, self.take_snapshot(), best)
 
@@ -93,7 +88,7 @@ class CheckpointSaver:
     def _write(self, snapshot: Snapshot, best: dict[str, dict[str, Any]]) -> None:
         """Runs in the thread. best: `Progress.best` when the copy was made."""
         self.before_write()
-        self._written = write_checkpoint(self.checkpoints, snapshot)
+        write_checkpoint(self.checkpoints, snapshot)
         step = snapshot.state["step"]
         self._damaged.discard(step)
         present = {step_of(path): path.name for path in list_checkpoints(self.checkpoints)}

@@ -136,7 +136,6 @@ def open_saver(
         progress,
         take_snapshot=lambda: take_snapshot(parts, progress, description),
         before_write=before_write,
-        report=lambda line: reporter.event(progress.step, line),
     )
 
 
