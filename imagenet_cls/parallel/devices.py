@@ -93,19 +93,11 @@ def explain_start_errors(device: torch.device) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
-        reason = first_line(error)
-        if "driver" in reason or "no kernel image" in reason:
-            remedy = (
-                "Update the NVIDIA driver, or install a torch that fits it and the GPU "
-                "(pytorch.org, Get Started), or use device=cpu."
-            )
-        else:
-            remedy = (
-                "Look for other processes on it (nvidia-smi), use another GPU "
-                "(CUDA_VISIBLE_DEVICES), or use device=cpu."
-            )
-        problem = f"torch {torch.__version__} can't use {device}:\n{reason[:200]}"
-        raise ResourceError(problem, remedy) from error
+        raise ResourceError(
+            f"torch {torch.__version__} can't use {device}:\n{first_line(error)[:200]}",
+            "Look for other processes on it (nvidia-smi), install a driver and a torch that fit "
+            "the GPU (pytorch.org, Get Started), or use device=cpu.",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -141,10 +133,8 @@ def choose_devices(
             f"GPUs is {visible}.",
             "Number GPUs from 0 in the order of CUDA_VISIBLE_DEVICES.",
         )
-    if visible == 1:
-        note = "parallel.mode=dp: one GPU is visible, so the model runs on it"
-    elif len(chosen) == 1:
-        note = f"parallel.mode=dp: only GPU {chosen[0]} is named, so the model runs on it"
+    if len(chosen) == 1:
+        note = f"parallel.mode=dp: the model runs on one GPU, {chosen[0]}"
     else:
         note = (
             f"parallel.mode=dp: DataParallel on GPUs {chosen} of one process. "

@@ -104,7 +104,7 @@ def test_rank_that_sees_one_gpu_uses_it_if_it_may_be_its_own(
     [
         (
             RuntimeError("The NVIDIA driver on your system is too old (found version 12080)."),
-            "Update the NVIDIA driver",
+            "install a driver",
         ),
         (
             torch.cuda.DeferredCudaCallError("CUDA error: no kernel image is available"),
