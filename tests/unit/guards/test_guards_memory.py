@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from imagenet_cls.errors import DataError, ResourceError, out_of_memory_line
-from imagenet_cls.guards.memory import explain_out_of_memory
+from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.parallel.memory import memory_limit_bytes, peak_memory_bytes, reset_peak_memory
 
 
@@ -14,7 +14,7 @@ def test_out_of_memory_names_sizes_and_remedies() -> None:
     gpu_error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2 GiB.\nand much more"
     )
-    with pytest.raises(ResourceError) as error, explain_out_of_memory("4 images of 224 px"):
+    with pytest.raises(ResourceError) as error, explain_device_errors("4 images of 224 px"):
         raise gpu_error
     first, second, third = str(error.value).splitlines()
     assert error.value.exit_code == 5 and "4 images of 224 px" in first
@@ -39,20 +39,20 @@ def test_out_of_memory_names_sizes_and_remedies() -> None:
 )
 def test_out_of_memory_is_recognized_by_its_text(text: str) -> None:
     assert out_of_memory_line(RuntimeError(text))
-    with pytest.raises(ResourceError) as caught, explain_out_of_memory():
+    with pytest.raises(ResourceError) as caught, explain_device_errors():
         raise RuntimeError(text)
     detail = str(caught.value).splitlines()[1]
     assert "out of memory" in detail or "ALLOC_FAILED" in detail
 
 
 def test_memory_of_the_host_is_named() -> None:
-    with pytest.raises(ResourceError, match="can't allocate memory"), explain_out_of_memory():
+    with pytest.raises(ResourceError, match="can't allocate memory"), explain_device_errors():
         torch.empty(2**60, dtype=torch.uint8, device="cpu")
 
 
 def test_other_errors_pass() -> None:
     for error in (RuntimeError("a bug"), DataError("x", "y")):
-        with pytest.raises(type(error), match=str(error)), explain_out_of_memory():
+        with pytest.raises(type(error), match=str(error)), explain_device_errors():
             raise error
 
 
