@@ -35,7 +35,7 @@ _MAX_TIMEOUT_SEC = 60.0  # shorter than a run's
 
 def check_command(argv: Sequence[str]) -> int:
     """Check the ranks of any launcher, or of --gpus N. Returns the exit code."""
-    arguments, rank_info = parse_rank_arguments("check-dist", check_parser(), argv)
+    arguments, rank_info = parse_rank_arguments(check_parser(), argv)
     if rank_info is None:
         loaded = load_config(None, arguments.overrides)
         return start_ranks("check-dist", check_command, arguments, loaded, argv)

@@ -26,13 +26,11 @@ from imagenet_cls.parallel.environment import (
     options_from_kubernetes,
 )
 from imagenet_cls.parallel.exit import (
-    COMMAND_ENV,
+    RESTART_ADVICE,
     hard_exit,
-    is_training_command,
     print_error,
     report_error,
     requeue_if_slurm,
-    restart_advice,
 )
 from imagenet_cls.parallel.signals import (
     exit_on_signal,
@@ -120,14 +118,13 @@ def join_alone(loaded: LoadedConfig) -> tuple[Config, "Group"]:
 
 
 def parse_rank_arguments(
-    name: str, parser: argparse.ArgumentParser, argv: Sequence[str]
+    parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, RankInfo | None]:
     """Parse the arguments of a command that runs on ranks, and find the rank of this process.
 
-    name: the command, as in `commands.main`. The rank is None if this process is to start the
-    ranks; `arguments.launcher` is then `spawn` or `pytorch`. Raises UsageError.
+    The rank is None if this process is to start the ranks; `arguments.launcher` is then `spawn` or
+    `pytorch`. Raises UsageError.
     """
-    os.environ[COMMAND_ENV] = name
     arguments = parse(parser, argv)
     rank_info = find_rank_info(os.environ, arguments.launcher)
     if rank_info is not None:
@@ -288,16 +285,16 @@ def lost_rank_error(error: BaseException, rank: int, group: "Group | None") -> R
     if lost is not None:
         return lost
     remedy = "See the errors and logs of the other ranks for the cause."
-    if re.search("timed? ?out", str(error), re.IGNORECASE) and is_training_command():
+    if re.search("timed? ?out", str(error), re.IGNORECASE):
         is_pair = group is not None and group.world_size == 2
         logs = f"logs/rank{1 - rank}.log" if is_pair else "logs/rank*.log"
         remedy = (
-            f"See the stacks in {logs}, which show where another rank hangs; with nccl also "
-            "logs/nccl_trace_rank*."
+            f"In a training, see the stacks in {logs}, which show where another rank hangs; "
+            "with nccl also logs/nccl_trace_rank*."
         )
     return ResourceError(
         f"Rank {rank} lost contact with another rank ({first_line(error)[:200]}).",
-        f"{remedy} {restart_advice()}",
+        f"{remedy} {RESTART_ADVICE}",
     )
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate weights, on one rank or many. Returns the exit code."""
-    arguments, rank_info = parse_rank_arguments("test", evaluation_parser(), argv)
+    arguments, rank_info = parse_rank_arguments(evaluation_parser(), argv)
     if rank_info is None:
         loaded = load_for_testing(arguments)
         check_files(arguments, loaded)

@@ -28,7 +28,7 @@ from imagenet_cls.lookup import did_you_mean
 
 def train_command(argv: Sequence[str]) -> int:
     """Train from a config, on one rank or many. Returns the exit code."""
-    arguments, rank_info = parse_rank_arguments("train", train_parser(), argv)
+    arguments, rank_info = parse_rank_arguments(train_parser(), argv)
     if rank_info is None:
         loaded = load_for_training(arguments)
         check_files(arguments, loaded)

@@ -20,7 +20,7 @@ from functools import partial
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.collectives import gather_on_all
 from imagenet_cls.parallel.environment import name_ranks
-from imagenet_cls.parallel.exit import abort_rank, restart_advice
+from imagenet_cls.parallel.exit import RESTART_ADVICE, abort_rank
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.text import join_names
 
@@ -131,10 +131,10 @@ class Heartbeat:
                 f"Lost contact: {where} failed {longest:.0f} s ago, which ended this rank, too. "
                 f"See logs/rank{first[0]}.log there."
             )
-            advice = restart_advice()
+            advice = RESTART_ADVICE
         else:
             problem = f"Lost contact with {where}: no heartbeat for {longest:.0f} s."
-            advice = f"Check that it is up and the network works. {restart_advice()}"
+            advice = f"Check that it is up and the network works. {RESTART_ADVICE}"
         return ResourceError(problem, advice)
 
     def close(self, failed: bool = False) -> None:

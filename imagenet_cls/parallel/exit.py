@@ -23,8 +23,8 @@ from imagenet_cls.text import printable
 
 # torchelastic sets this variable: the file for the message of a failing rank.
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-# The command that this process, or its launching process, runs.
-COMMAND_ENV = "IMAGENET_CLS_COMMAND"
+# What to do after a failure of the machine or of another rank.
+RESTART_ADVICE = "Resume a training with the same command and --resume; run other commands again."
 
 _REQUEUE_TIMEOUT_SEC = 30
 _OUTPUT_TIMEOUT_SEC = 5
@@ -51,18 +51,6 @@ def print_error(text: object, code: int) -> None:
         print("\n".join(map(printable, str(text).split("\n"))), file=sys.stderr, flush=True)
 
 
-def restart_advice() -> str:
-    """What to do after a failure of the machine or of another rank."""
-    if is_training_command():
-        return "Resume with the same command and --resume."
-    return "Run the same command again."
-
-
-def is_training_command() -> bool:
-    """Whether the command that this process runs is `train`."""
-    return os.environ.get(COMMAND_ENV, "train") == "train"
-
-
 def print_rank_failure(rank: int, code: int, message: str) -> int:
     """Print the error of the rank that failed first, in the launching process. Returns the shell's
     exit code.
@@ -79,7 +67,7 @@ def print_rank_failure(rank: int, code: int, message: str) -> int:
         hint = hints.get(signal.Signals(-code), "sent by another process")
         message = (
             f"Rank {rank} was killed by {signal.Signals(-code).name}: {hint}; the other ranks "
-            "were ended.\n" + restart_advice()
+            "were ended.\n" + RESTART_ADVICE
         )
     elif not message:
         message = (

@@ -4,7 +4,6 @@ process.
 
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,14 +13,12 @@ from helpers import DEMO, REPOSITORY, run
 
 from imagenet_cls.commands import distributed
 from imagenet_cls.commands.cli import main
-from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command, train_parser
 from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.parallel import cpus
 from imagenet_cls.parallel.cpus import cgroup_cpus
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.exit import COMMAND_ENV, restart_advice
 from imagenet_cls.parallel.launch import configure_agent
 
 
@@ -154,17 +151,6 @@ def test_command_ends_with_exit_functions_and_without_finalization(tmp_path: Pat
     assert (done.returncode, done.stdout, done.stderr) == (7, "exit function\n", "")
     profiled = run([sys.executable, "-m", "cProfile", str(script)], PYTHONPATH=str(REPOSITORY))
     assert "exit function\n" in profiled.stdout and "function calls" in profiled.stdout
-
-
-def test_only_training_is_advised_to_resume(
-    call: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(COMMAND_ENV, "none")
-    advised = {}
-    for command in (train_command, evaluate_command):
-        assert call(command, "no-such-config.yaml")[0] == 2
-        advised[command] = restart_advice()
-    assert "--resume" in advised[train_command] and "--resume" not in advised[evaluate_command]
 
 
 def test_single_process_uses_no_more_threads_than_its_quota(
