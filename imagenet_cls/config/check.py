@@ -275,7 +275,7 @@ def ineffective_keys(config: Config) -> dict[str, str]:
 
 def unused_values(config: Config) -> Iterator[Problem]:
     """A problem for each unmet condition: the keys that are not at their defaults and have no
-    effect without it.
+    effect without it. And one for an end of mixing after the end of the run.
     """
     by_need: dict[str, list[str]] = {}
     for key, need in ineffective_keys(config).items():
@@ -284,3 +284,8 @@ def unused_values(config: Config) -> Iterator[Problem]:
     for need, (first, *others) in by_need.items():
         likewise = f" (likewise {', '.join(others)})" if others else ""
         yield Problem(first, f"has no effect; it needs {need}{likewise}")
+    # not a condition: a resumed run may end later, so the key is compared on resume
+    off_epoch = config.mix.off_epoch
+    epochs = config.train.epochs
+    if config.mix.is_on and off_epoch is not None and off_epoch > epochs:
+        yield Problem("mix.off_epoch", f"{off_epoch} has no effect: train.epochs is {epochs}")

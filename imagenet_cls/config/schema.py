@@ -155,10 +155,6 @@ JITTERS = Condition(
 )
 ERASES = Condition("augment.erasing.prob above 0", lambda c: c.augment.erasing.prob > 0)
 MIXES = Condition("mix.mixup_alpha or mix.cutmix_alpha above 0", lambda c: c.mix.is_on)
-MIXES_BEFORE_THE_END = Condition(
-    "mixing, and train.epochs of at least mix.off_epoch",
-    lambda c: c.mix.is_on and (c.mix.off_epoch or 0) <= c.train.epochs,
-)
 MIXES_BOTH_WAYS = Condition(
     "mixup and cutmix both on", lambda c: c.mix.mixup_alpha > 0 and c.mix.cutmix_alpha > 0
 )
@@ -432,7 +428,7 @@ class MixConfig:
     # One draw for the whole micro-batch, for each pair of images, or for each image.
     mode: Literal["batch", "pair", "elem"] = key("batch", needs=MIXES)
     # No mixing from this epoch on, counted from 0. null: to the end.
-    off_epoch: int | None = key(None, NOT_NEGATIVE, needs=MIXES_BEFORE_THE_END)
+    off_epoch: int | None = key(None, NOT_NEGATIVE, needs=MIXES)
 
     @property
     def is_on(self) -> bool:

@@ -69,11 +69,6 @@ CONDITIONS: list[tuple[Condition, dict[str, Any], dict[str, Any]]] = [
         {"mix.mixup_alpha": 0.2},
         {"mix.mixup_alpha": 0.2, "mix.cutmix_alpha": 1.0},
     ),
-    (
-        schema.MIXES_BEFORE_THE_END,
-        {"mix.mixup_alpha": 0.2, "mix.off_epoch": 4, "train.epochs": 3},
-        {"mix.mixup_alpha": 0.2, "mix.off_epoch": 3, "train.epochs": 3},
-    ),
     (schema.DATA_PARALLEL, {}, {"parallel.mode": "dp"}),
     (schema.DISTILS, {}, {"distill.kind": "hard"}),
     (schema.DISTILS_SOFTLY, {"distill.kind": "hard"}, {"distill.kind": "soft"}),
@@ -120,7 +115,7 @@ def test_end_of_mixing_after_the_run_is_a_warning() -> None:
     text = f"{LR}mix: {{mixup_alpha: 0.2, off_epoch: 90}}\n"
     assert load(text).warnings == []
     (warning,) = load(text, "train.epochs=89").warnings
-    assert warning.startswith("x.yaml:2: mix.off_epoch: has no effect; it needs ")
+    assert warning == "x.yaml:2: mix.off_epoch: 90 has no effect: train.epochs is 89"
 
 
 def test_flags_of_keys() -> None:
