@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +215,23 @@ def train_here(words: list[str]) -> None:
     from imagenet_cls.commands.train import train_command
 
     assert train_command(words) == 0
+
+
+def write_files(folder: Path, texts: Mapping[str, object]) -> None:
+    """Write text files. texts: by path below `folder`."""
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(str(text))
+
+
+def single_rank() -> Any:
+    """The `Group` of a run on one rank, on a CPU."""
+    import torch
+
+    from imagenet_cls.parallel.environment import RankInfo
+    from imagenet_cls.parallel.process_group import Group
+
+    return Group(RankInfo(), torch.device("cpu"))
 
 
 def run(

@@ -1,28 +1,20 @@
 """prepare_imagenet, on small archives in the published forms."""
 
-import io
 import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from scipy.io import savemat
+from archive_writers import write_devkit, write_imagenet
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.prepare_imagenet import prepare_command
 from imagenet_cls.files import take_lock
 
 WNIDS = ["n01440764", "n01443537", "n02105855"]
-VAL_CLASSES = [2, 0, 1, 1, 0, 2, 2]  # of validation images 1 to 7
+VAL_LABELS = [WNIDS[i] for i in (2, 0, 1, 1, 0, 2, 2)]  # of validation images 1 to 7
 CLS_LOC = "ILSVRC/Data/CLS-LOC"
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
 
 
 def train_image(class_number: int, i: int) -> bytes:
@@ -34,42 +26,12 @@ def val_image(i: int) -> bytes:
 
 
 def write_archives(folder: Path) -> Path:
-    """The three archives. IDs in the devkit count from 1, and in another order than the WordNet
-    IDs.
-    """
-    folder.mkdir()
-    with tarfile.open(folder / "ILSVRC2012_img_train.tar", "w") as outer:
-        for number, wnid in enumerate(WNIDS):
-            buffer = io.BytesIO()
-            with tarfile.open(fileobj=buffer, mode="w") as inner:
-                for i in range(3):
-                    add(inner, f"{wnid}_{i}.JPEG", train_image(number, i))
-            add(outer, f"{wnid}.tar", buffer.getvalue())
-    with tarfile.open(folder / "ILSVRC2012_img_val.tar", "w") as tar:
-        for i in range(1, 8):
-            add(tar, f"ILSVRC2012_val_{i:08d}.JPEG", val_image(i))
-    write_devkit(folder / "ILSVRC2012_devkit_t12.tar.gz")
+    train = {}
+    for number, wnid in enumerate(WNIDS):
+        train[wnid] = [(f"{wnid}_{i}.JPEG", train_image(number, i)) for i in range(3)]
+    val = [(label, val_image(i)) for i, label in enumerate(VAL_LABELS, 1)]
+    write_imagenet(folder, train, val)
     return folder
-
-
-def write_devkit(file: Path) -> None:
-    ids = {2: 1, 0: 2, 1: 3}  # class -> ILSVRC2012_ID
-    form = [
-        (name, object)
-        for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children")
-    ]
-    synsets = np.zeros((4, 1), form)
-    for row, (number, ilsvrc_id) in enumerate(ids.items()):
-        synsets[row, 0] = (ilsvrc_id, WNIDS[number], "words", "gloss", 0, np.zeros((1, 0)))
-    synsets[3, 0] = (4, "n00001740", "entity", "gloss", 3, np.array([[1, 2, 3]]))
-    meta = io.BytesIO()
-    savemat(meta, {"synsets": synsets})
-    truth = "".join(f"{ids[number]}\n" for number in VAL_CLASSES)
-    with tarfile.open(file, "w:gz") as tar:
-        add(tar, "ILSVRC2012_devkit_t12/data/meta.mat", meta.getvalue())
-        add(
-            tar, "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt", truth.encode()
-        )
 
 
 def write_kaggle(folder: Path) -> Path:
@@ -80,9 +42,9 @@ def write_kaggle(folder: Path) -> Path:
             (base / "train" / wnid / f"{wnid}_{i}.JPEG").write_bytes(train_image(number, i))
     (base / "val").mkdir()
     rows = ["ImageId,PredictionString"]
-    for i, number in enumerate(VAL_CLASSES, 1):
+    for i, label in enumerate(VAL_LABELS, 1):
         (base / "val" / f"ILSVRC2012_val_{i:08d}.JPEG").write_bytes(val_image(i))
-        rows.append(f"ILSVRC2012_val_{i:08d},{WNIDS[number]} 10 20 30 40 {WNIDS[number]} 1 2 3 4 ")
+        rows.append(f"ILSVRC2012_val_{i:08d},{label} 10 20 30 40 {label} 1 2 3 4 ")
     (folder / "LOC_val_solution.csv").write_text(
         "\n".join(rows[:1] + sorted(rows[1:], reverse=True)) + "\n"
     )
@@ -96,8 +58,8 @@ def assert_complete(out: Path) -> None:
         images = {path.name: path.read_bytes() for path in (out / "val" / wnid).iterdir()}
         assert images == {
             f"ILSVRC2012_val_{i:08d}.JPEG": val_image(i)
-            for i, label in enumerate(VAL_CLASSES, 1)
-            if label == number
+            for i, label in enumerate(VAL_LABELS, 1)
+            if label == wnid
         }
     assert sorted(path.name for path in (out / "train").iterdir()) == WNIDS
     assert sorted(path.name for path in (out / "val").iterdir()) == WNIDS
@@ -168,7 +130,7 @@ def test_prepare_links_images_and_copies_with_copy(tmp_path: Path) -> None:
 
 def test_prepare_flat_folder_with_the_devkit_keeps_the_training_images(tmp_path: Path) -> None:
     kaggle = write_kaggle(tmp_path / "in") / CLS_LOC
-    write_devkit(tmp_path / "devkit.tar.gz")
+    write_devkit(tmp_path / "devkit.tar.gz", WNIDS, VAL_LABELS)
     (tmp_path / "out").mkdir()
     (kaggle / "train").rename(tmp_path / "out" / "train")
     assert prepare(kaggle / "val", tmp_path / "out", "--labels", tmp_path / "devkit.tar.gz") == 0

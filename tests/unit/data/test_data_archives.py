@@ -11,28 +11,24 @@ import struct
 import tarfile
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from scipy.io import savemat
+from archive_writers import write_imagenet, write_tar, write_zip
+from helpers import write_files
 
 from imagenet_cls.commands.cli import exit_code_of
 from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data import archives, index_cache
+from imagenet_cls.data import archives
 from imagenet_cls.data.archive_files import Member, archive_members, open_archive
-from imagenet_cls.data.archives import TRAIN_TAR, VAL_TAR
 from imagenet_cls.data.check import check_paths
 from imagenet_cls.data.datasets import DataSets, open_datasets
-from imagenet_cls.data.imagenet_labels import DEVKIT, GROUND_TRUTH
-from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.sources import FolderSource, size_fingerprint
+from imagenet_cls.data.imagenet_labels import DEVKIT
+from imagenet_cls.data.sources import size_fingerprint
 from imagenet_cls.errors import DataError
 
 
@@ -44,20 +40,6 @@ def files_of(folder: Path) -> list[tuple[str, bytes]]:
     return [(path.relative_to(folder).as_posix(), path.read_bytes()) for path in paths]
 
 
-def write_tar(
-    path: Path, files: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT, **fields: Any
-) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=form) as tar:
-        for name, content in files:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            for field, value in fields.items():
-                setattr(member, field, value)
-            tar.addfile(member, io.BytesIO(content))
-    return path
-
-
 def write_shard_with_linked_label(path: Path) -> None:
     write_tar(path, [("a.jpg", IMAGE)])
     with tarfile.open(path, "a") as tar:
@@ -67,62 +49,20 @@ def write_shard_with_linked_label(path: Path) -> None:
         tar.addfile(member)
 
 
-def write_zip(
-    path: Path, files: Iterable[tuple[str, bytes]], method: int = zipfile.ZIP_STORED
-) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for name, content in files:
-            archive.writestr(name, content)
-    return path
-
-
 def write_shards(
-    folder: Path, files: list[tuple[str, bytes]], labels: Callable[[str], str], count: int = 3
+    folder: Path,
+    files: list[tuple[str, bytes]],
+    label_of: Callable[[str], str],
+    suffix: str = ".cls",
 ) -> None:
-    """Shards of one sample after the other: an image and its .cls."""
-    for number in range(count):
+    """Three shards of one sample after the other: an image and the file with its label."""
+    for number in range(3):
         members = []
-        for name, content in files[number::count]:
-            members += [(name, content), (name.rpartition(".")[0] + ".cls", labels(name).encode())]
+        for name, content in files[number::3]:
+            label = (name.rpartition(".")[0] + suffix, label_of(name).encode())
+            members += [(name, content), label]
         # as WebDataset's writer: a pax header for each
         write_tar(folder / f"s-{number:04d}.tar", members, mtime=1.5)
-
-
-def write_imagenet(root: Path, image_folder: Path) -> None:
-    """ImageNet's archives: a tar of class tars, a flat tar, and the devkit."""
-    outer = []
-    for folder in sorted((image_folder / "train").iterdir()):
-        outer.append(
-            (f"{folder.name}.tar", write_tar(root / "class.tar", files_of(folder)).read_bytes())
-        )
-    (root / "class.tar").unlink()
-    write_tar(root / TRAIN_TAR, outer, tarfile.USTAR_FORMAT)
-    wnids = sorted(path.name for path in (image_folder / "train").iterdir())
-    images = sorted(
-        (image_folder / "val").rglob("*.JPEG"), key=lambda path: (path.name, path.parent.name)
-    )
-    names = [
-        (f"ILSVRC2012_val_{i:08d}.JPEG", path.read_bytes()) for i, path in enumerate(images, 1)
-    ]
-    write_tar(root / VAL_TAR, names, tarfile.USTAR_FORMAT)
-    table = np.array(
-        [(i, wnid) for i, wnid in enumerate(wnids, 1)], [("ILSVRC2012_ID", "f8"), ("WNID", "O")]
-    )
-    meta = io.BytesIO()
-    savemat(meta, {"synsets": table})
-    numbers = "".join(f"{wnids.index(path.parent.name) + 1}\n" for path in images)
-    devkit = [
-        (f"{DEVKIT}/data/meta.mat", meta.getvalue()),
-        (f"{DEVKIT}/data/{GROUND_TRUTH}", numbers.encode()),
-    ]
-    write_tar(root / f"{DEVKIT}.tar", devkit)
-    with tarfile.open(root / f"{DEVKIT}.tar.gz", "w:gz") as tar:
-        for name, content in devkit:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    (root / f"{DEVKIT}.tar").unlink()
 
 
 Make = Callable[[Path, Path], DataConfig]
@@ -154,7 +94,9 @@ def class_tars(root: Path, image_folder: Path) -> DataConfig:
 
 
 def own_archives(root: Path, image_folder: Path) -> DataConfig:
-    write_imagenet(root, image_folder)
+    train = {folder.name: files_of(folder) for folder in (image_folder / "train").iterdir()}
+    images = sorted((image_folder / "val").rglob("*.JPEG"), key=lambda path: path.name)
+    write_imagenet(root, train, [(path.parent.name, path.read_bytes()) for path in images])
     return DataConfig(root=str(root))
 
 
@@ -177,17 +119,19 @@ FOLDERS: dict[str, Make] = {
 }
 
 
+def held_out(root: Path, train: str) -> DataSets:
+    return open_datasets(DataConfig(root=str(root), train=train, val=None, val_fraction=0.2))
+
+
 def contents(source: Any) -> list[tuple[str, int, bytes]]:
-    assert isinstance(source, FolderSource)
     return [
         (source.name(i), int(source.index.targets[i]), source.read(i)) for i in range(len(source))
     ]
 
 
 def described(opened: DataSets) -> list[object]:
-    parts = [opened.train, opened.val]
     return [
-        [part.digest(), size_fingerprint(part), part.classes] for part in parts if part is not None
+        [part.digest(), size_fingerprint(part), part.classes] for part in (opened.train, opened.val)
     ]
 
 
@@ -206,6 +150,9 @@ def odd_folder(tmp_path: Path, image_folder: Path) -> Path:
         f"a/{long}/{long}.png",
         "a/ü \udcff.gif",
         "a/notes.txt",
+        "b/sub/list.TXT",
+        "b/sub/z.csv",
+        "a/.hidden.txt",
         "a/._hidden.jpg",
         ".hidden/b.jpg",
         "c/1.2.JPG",
@@ -226,35 +173,28 @@ def test_archives_of_class_folders_equal_the_folders(
     opened, expected = open_datasets(data), open_datasets(DataConfig(root=str(image_folder)))
     assert contents(opened.train) == contents(expected.train)
     if name == "ImageNet's archives":  # other names in validation
-        assert sorted(c[1:] for c in contents(opened.val)) == sorted(
-            c[1:] for c in contents(expected.val)
-        )
+        found, images = (sorted(c[1:] for c in contents(sets.val)) for sets in (opened, expected))
+        assert found == images
         return
-    assert contents(opened.val) == contents(expected.val) and described(opened) == described(
-        expected
-    )
-    held_out = {"val": None, "val_fraction": 0.3}
-    split = open_datasets(replace(data, **held_out))
-    assert described(split) == described(
-        open_datasets(DataConfig(root=str(image_folder), **held_out))
-    )
-    val_only = open_datasets(data, ("val",))
-    assert val_only.val is not None and val_only.val.digest() == expected.val.digest()
+    assert contents(opened.val) == contents(expected.val)
+    assert described(opened) == described(expected)
+    split = {"val": None, "val_fraction": 0.3}
+    expected_split = open_datasets(DataConfig(root=str(image_folder), **split))
+    assert described(open_datasets(replace(data, **split))) == described(expected_split)
+    assert open_datasets(data, ("val",)).val.digest() == expected.val.digest()
 
 
 @pytest.mark.parametrize("name", ["tar, pax", "tar, GNU", "zip, stored", "zip as root"])
 def test_odd_names_are_those_of_the_folders(name: str, odd_folder: Path, tmp_path: Path) -> None:
-    files = FOLDERS[name]
     if name.startswith("zip"):
         (odd_folder / "train/a/ü \udcff.gif").unlink()  # zipfile writes no such name
         (odd_folder / "val/a/ü \udcff.gif").unlink()
-    opened, expected = (
-        open_datasets(files(tmp_path / "archives", odd_folder)),
-        open_datasets(DataConfig(root=str(odd_folder))),
-    )
-    assert contents(opened.train) == contents(expected.train) and described(opened) == described(
-        expected
-    )
+    opened = open_datasets(FOLDERS[name](tmp_path / "archives", odd_folder))
+    expected = open_datasets(DataConfig(root=str(odd_folder)))
+    assert contents(opened.train) == contents(expected.train)
+    assert described(opened) == described(expected)
+    for data in (opened, expected):
+        assert data.train.index.unread == {b".txt": 2, b".csv": 1}
 
 
 @pytest.mark.parametrize("labels", ["names", "numbers", "json"])
@@ -263,23 +203,17 @@ def test_shards_keep_their_order_and_take_labels(
 ) -> None:
     classes = ["cat", "dog", "eel"]
     files = files_of(image_folder / "train")
-    label_of = {"names": lambda n: n[:3], "numbers": lambda n: f"{classes.index(n[:3])}\n"}.get(
-        labels
-    )
-    if label_of is not None:
-        write_shards(tmp_path / "train", files, label_of)
-    else:
-        for number in range(3):
-            members = []
-            for n, c in files[number::3]:
-                more = json.dumps({"label": classes.index(n[:3]), "more": "x" * 600})
-                members += [(n, c), (n.replace("JPEG", "json"), more.encode())]
-            write_tar(tmp_path / "train" / f"s-{number:04d}.tar", members)
-    opened = open_datasets(
-        DataConfig(root=str(tmp_path), val=None, val_fraction=0.2, train="train/s-{0000..0002}.tar")
-    )
+    suffix, label_of = {
+        "names": (".cls", lambda name: name[:3]),
+        "numbers": (".cls", lambda name: f"{classes.index(name[:3])}\n"),
+        "json": (
+            ".json",
+            lambda name: json.dumps({"label": classes.index(name[:3]), "more": "x" * 600}),
+        ),
+    }[labels]
+    write_shards(tmp_path / "train", files, label_of, suffix)
+    opened = held_out(tmp_path, "train/s-{0000..0002}.tar")
     whole = open_datasets(DataConfig(root=str(tmp_path), val="train"), ("val",)).val
-    assert whole is not None
     expected = [(n, classes.index(n[:3]), c) for number in range(3) for n, c in files[number::3]]
     assert contents(whole) == expected
     assert whole.classes == (tuple(classes) if labels == "names" else ("0", "1", "2"))
@@ -289,7 +223,7 @@ def test_shards_keep_their_order_and_take_labels(
     named = open_datasets(
         DataConfig(root=str(tmp_path), train="train/*.tar", val=str(image_folder / "val"))
     )
-    assert named.train is not None and named.train.classes == tuple(classes)
+    assert named.train.classes == tuple(classes)
     assert contents(named.train) == expected
 
 
@@ -300,34 +234,20 @@ def test_numbers_in_shards_are_indices_of_the_classes(image_folder: Path, tmp_pa
     write_shards(tmp_path / "train", below("./", files), lambda name: str(index[name]))
     (tmp_path / "train" / "classes.txt").write_text("0\n1\n10\n2\n")
     opened = open_datasets(DataConfig(root=str(tmp_path), val="train"))
-    assert opened.train is not None and opened.train.classes == ("0", "1", "10", "2")
+    assert opened.train.classes == ("0", "1", "10", "2")
     expected = {name[2:]: target for name, target in index.items()}
     for source in (opened.train, opened.val):
         assert {name: target for name, target, _ in contents(source)} == expected
 
 
 def test_numbers_in_shards_are_names_if_all_are_names_of_classes(tmp_path: Path) -> None:
-    """Sorted, class 10 has index 2."""
-    for name in (*map(str, range(12)), "other"):
-        (tmp_path / "train" / name).mkdir(parents=True)
-        (tmp_path / "train" / name / "1.jpg").write_bytes(IMAGE)
-    data = DataConfig(root=str(tmp_path))
-    files = [(f"{i}.jpg", IMAGE) for i in range(24)]
-    write_shards(tmp_path / "val", files, lambda name: str(int(name[:-4]) % 12))
-    val = open_datasets(data).val
-    assert val is not None and len(val) == 24
-    for name, target, _ in contents(val):
-        assert val.classes[target] == str(int(name[:-4]) % 12)
-    write_shards(tmp_path / "val", files[:13], lambda name: name[:-4])
-    with pytest.raises(DataError, match="may be the class"):
-        open_datasets(data)
-
-
-def test_long_number_in_numbered_shards_adds_no_class(tmp_path: Path) -> None:
-    labels = {"0.jpg": "0", "1.jpg": "1", "2.jpg": "1000000000"}
-    write_shards(tmp_path / "train", [(name, IMAGE) for name in labels], labels.__getitem__)
-    with pytest.raises(DataError, match="1000000000"):
-        open_datasets(DataConfig(root=str(tmp_path), val="train"))
+    """Sorted, class 10 has index 1."""
+    write_files(tmp_path / "train", {f"{name}/1.jpg": "" for name in ("0", "10", "2", "other")})
+    files = [(f"{number}.jpg", IMAGE) for number in (0, 2, 10)]
+    write_shards(tmp_path / "val", files, lambda name: name[:-4])
+    val = open_datasets(DataConfig(root=str(tmp_path))).val
+    labels = [(name, val.classes[target]) for name, target, _ in contents(val)]
+    assert labels == [("0.jpg", "0"), ("2.jpg", "2"), ("10.jpg", "10")]
 
 
 def test_large_zip_is_read_by_its_64_bit_directory(
@@ -343,13 +263,9 @@ def test_large_zip_is_read_by_its_64_bit_directory(
     data = file.getvalue()
     (tmp_path / "train.zip").write_bytes(b"a program that unpacks itself" + data)
     assert b"PK\6\6" in data and len(data) > 20_000
-    opened = open_datasets(
-        DataConfig(root=str(tmp_path), train="train.zip", val=None, val_fraction=0.5)
-    )
-    expected = open_datasets(DataConfig(root=str(image_folder), val=None, val_fraction=0.5))
-    assert contents(opened.train) == contents(expected.train) and described(opened) == described(
-        expected
-    )
+    opened, expected = held_out(tmp_path, "train.zip"), held_out(image_folder, "train")
+    assert contents(opened.train) == contents(expected.train)
+    assert described(opened) == described(expected)
 
 
 # ---- bad input
@@ -364,12 +280,6 @@ def patch_central(path: Path, offset: int, value: int) -> None:
     """Set 16 bits of the first entry of a zip's directory."""
     data = bytearray(path.read_bytes())
     struct.pack_into("<H", data, data.index(b"PK\1\2") + offset, value)
-    path.write_bytes(data)
-
-
-def flip_name(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[data.index(b"cat/")] ^= 1
     path.write_bytes(data)
 
 
@@ -402,45 +312,17 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: cut(write_tar(f / "a.tar", [("a/1.jpg", IMAGE * 999), ("b/2.jpg", IMAGE * 999)])),
         "2.jpg",
     ),
-    "cut between members": (
-        lambda f: cut(write_tar(f / "a.tar", [("a/1.jpg", IMAGE)]), 0.1),
-        "cut short",
-    ),
-    "damaged header": (
-        lambda f: flip_name(write_tar(f / "a.tar", [("cat/1.jpg", IMAGE)])),
-        "not a tar",
-    ),
     "compressed": (lambda f: (f / "a.tar").write_bytes(b"\x1f\x8b\x08" + bytes(2000)), "not a tar"),
-    "empty": (lambda f: (f / "a.tar").write_bytes(b""), "not a tar"),
     "no image": (lambda f: write_tar(f / "a.tar", [("a/notes.txt", b"")]), "no image"),
     "flat": (lambda f: write_tar(f / "a.tar", [("1.jpg", IMAGE)]), "class folders"),
-    "link": (
-        lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.SYMTYPE, linkname="/x"),
-        "link",
-    ),
     "label is a link": (
         lambda f: write_shard_with_linked_label(f / "a.tar"),
         "a.cls is a link",
-    ),
-    "a device": (
-        lambda f: write_tar(f / "a.tar", [("a/1.jpg", b"")], type=tarfile.CHRTYPE),
-        "no plain file",
     ),
     "negative size": (
         lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)], pax_headers={"size": "-1024"}),
         "damaged",
     ),
-    "twice": (
-        lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE)] * 2),
-        "it contains a/1.jpg twice",
-    ),
-    "cut short in a header": (
-        lambda f: (f / "a.tar").write_bytes(
-            write_tar(f / "b", [("a/1.jpg", IMAGE)] * 2).read_bytes()[:1324]
-        ),
-        "cut short",
-    ),
-    "zip cut short": (lambda f: cut(write_zip(f / "a.zip", [("a/1.jpg", IMAGE)])), "cut short"),
     "zip without its start": (
         lambda f: (f / "a.zip").write_bytes(
             write_zip(f / "b", [("a/1.jpg", IMAGE)]).read_bytes()[60:]
@@ -467,10 +349,6 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.json", b"[3]")]),
         "the sample a has no label",
     ),
-    "a label is left out": (
-        lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"1")]),
-        "0 to 1",
-    ),
     "negative label": (
         lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.cls", b"-1")]),
         "numbers 0 to 0.*\n.*folder of the list or of the archives",
@@ -494,10 +372,6 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: write_tar(f / "a.tar", [("a/1.jpg", IMAGE), ("a//1.jpg", IMAGE)]),
         "twice",
     ),
-    "twice in a zip": (
-        lambda f: write_zip(f / "a.zip", [("a/1.jpg", IMAGE), ("a//1.jpg", IMAGE)]),
-        "contains a/1.jpg twice",
-    ),
     "link below ./": (
         lambda f: write_tar(f / "a.tar", [("./a/1.jpg", b"")], type=tarfile.SYMTYPE, linkname="/x"),
         "a/1.jpg is a link",
@@ -520,7 +394,7 @@ def test_bad_archive_is_an_error_with_its_name(name: str, tmp_path: Path) -> Non
     make(tmp_path / "train")
     (tmp_path / "train" / "b").unlink(missing_ok=True)
     with pytest.raises(DataError, match=text) as error:
-        open_datasets(DataConfig(root=str(tmp_path), val=None, val_fraction=0.5)).train.load(0)
+        held_out(tmp_path, "train").train.load(0)
     lines = str(error.value).splitlines()
     assert len(lines) <= 3 and str(tmp_path / "train") in lines[0]
 
@@ -528,18 +402,28 @@ def test_bad_archive_is_an_error_with_its_name(name: str, tmp_path: Path) -> Non
 def test_validation_archive_without_its_labels_is_an_error(
     image_folder: Path, tmp_path: Path
 ) -> None:
-    write_imagenet(tmp_path, image_folder)
+    data = own_archives(tmp_path, image_folder)
     (tmp_path / f"{DEVKIT}.tar.gz").unlink()
     with pytest.raises(DataError, match="the labels of the validation images"):
-        open_datasets(DataConfig(root=str(tmp_path)))
+        open_datasets(data)
 
 
-@pytest.mark.parametrize("part", ["none-{0000..0002}.tar", "*.tar", "missing.tar", "missing"])
-def test_missing_archives_are_an_error(part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ("none-{0000..0002}.tar", "none"),
+        ("*.tar", r"\*"),
+        ("missing.tar", "missing"),
+        ("missing", "missing"),
+        (f"{{0..{'9' * 5000}}}.tar", "File name too long"),
+    ],
+)
+def test_missing_archives_are_an_error(part: str, text: str, tmp_path: Path) -> None:
     data = DataConfig(root=str(tmp_path), train=part)
     for check in (check_paths, open_datasets):
-        with pytest.raises(DataError, match=r"missing|none|\*"):
+        with pytest.raises(DataError, match=text) as error:
             check(data)
+        assert len(str(error.value)) < 500 + len(str(tmp_path))
 
 
 def touch(archive: Path) -> None:
@@ -567,14 +451,6 @@ def test_archive_that_changes_after_the_listing_is_an_error(
     lines = str(error.value).splitlines()
     assert len(lines) == 2 and lines[0].startswith(f"{tmp_path / 'train.zip'}: ")
     assert "data.exclude" not in lines[1]  # as it leaves out images only
-
-
-def test_numbers_of_thousands_of_digits_in_a_pattern_are_an_error(tmp_path: Path) -> None:
-    data = DataConfig(root=str(tmp_path), train=f"train-{{0..{'9' * 5000}}}.tar")
-    for check in (check_paths, open_datasets):
-        with pytest.raises(DataError, match="File name too long") as error:
-            check(data)
-        assert len(str(error.value)) < 500 + len(str(tmp_path))
 
 
 def test_member_of_size_zero_is_not_decompressed(tmp_path: Path) -> None:
@@ -674,7 +550,6 @@ def test_damaged_data_in_a_zip_is_an_error(image_folder: Path, tmp_path: Path) -
     archive[60:90] = bytes(30)
     (tmp_path / "train.zip").write_bytes(archive)
     source = open_datasets(data).train
-    assert isinstance(source, FolderSource)
     first = int(source.index.byte_ranges.places[:, 1].argmin())
     with pytest.raises(DataError, match=r"image \d+.*damaged"):
         source.load(first)
@@ -695,32 +570,9 @@ def test_bad_image_in_an_archive_is_listed_and_left_out(
     bad = Path(data.root) / "bad_images.txt"
     assert bad.read_text().startswith(f"{data.train}/dog/004.JPEG\tan empty file")
     opened = open_datasets(replace(data, exclude=str(bad)))
-    assert (
-        opened.train is not None and len(opened.train) == 39 and "dog/004.JPEG" in str(opened.note)
-    )
+    assert len(opened.train) == 39 and "dog/004.JPEG" in opened.note
     (folders / "train" / "dog" / "004.JPEG").unlink()
     assert opened.train.digest() == open_datasets(DataConfig(root=str(folders))).train.digest()
-    with bad.open("a") as file:
-        file.writelines(f"{data.val}/{open_datasets(data).val.name(i)}\n" for i in range(4))
-    with pytest.raises(DataError, match="4 of 9 validation images"):  # more than 3
-        open_datasets(replace(data, exclude=str(bad)))
-
-
-def test_verify_data_takes_archives_without_a_config(
-    image_folder: Path, tmp_path: Path, call: Callable[..., tuple[int, str, str]]
-) -> None:
-    FOLDERS["zip, stored"](tmp_path / "zips", image_folder)
-    FOLDERS["ImageNet's archives"](tmp_path / "own", image_folder)
-    whole_zip(tmp_path / "whole", image_folder)
-    write_shards(tmp_path / "shards", files_of(image_folder / "train"), lambda name: name[:3])
-    for name, count in (
-        ("zips/train.zip", 40),
-        ("own", 49),
-        ("whole/imagenet.zip", 49),
-        ("shards", 40),
-    ):
-        code, out, _ = call(verify_command, tmp_path / name)
-        assert code == 0 and f"{count} images, 0 bad" in out, name
 
 
 def test_verify_data_reads_archives_beside_images(
@@ -740,6 +592,7 @@ def test_verify_data_reads_archives_beside_images(
         and f"(in {tmp_path / 'bad.zip'})" in out
         and "CONFIG" in error
     )
+    assert call(verify_command, tmp_path / "one.zip")[0] == 0
 
 
 def test_verify_data_reads_images_of_the_same_key_in_all_shards(
@@ -766,18 +619,12 @@ def test_verify_data_reads_images_of_the_same_key_in_all_shards(
         open_datasets(DataConfig(**fields)).train.load(5)
 
 
-# ---- cache, workers
+# ---- cache
 
 
 def test_cached_archives_are_listed_again_after_a_change(
-    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("IMAGENET_CLS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(index_cache, "MIN_IMAGES", 1)
-    monkeypatch.setattr(index_cache, "MIN_AGE_SEC", -3600)
-    monkeypatch.setattr(
-        index_cache, "FILE_SYSTEMS", index_cache.FILE_SYSTEMS | {"overlay", "unknown"}
-    )
     write_shards(tmp_path / "train", files_of(image_folder / "train"), lambda name: name[:3])
     write_zip(tmp_path / "val.zip", files_of(image_folder / "val"))
     data = DataConfig(root=str(tmp_path), val="val.zip")
@@ -793,35 +640,8 @@ def test_cached_archives_are_listed_again_after_a_change(
     (tmp_path / "train" / "s-0002.tar").unlink()
     opened = open_datasets(data)
     assert contents(opened.val) == listed[1]
-    assert (
-        contents(opened.train)
-        == [row for row in listed[0] if row in contents(opened.train)]
-        != listed[0]
-    )
-
-
-SOURCE: FolderSource
-
-
-def _read_all(order: list[int]) -> list[bytes]:
-    return [SOURCE.read(i) for i in order]
-
-
-def test_forked_workers_read_the_same_images_at_once(image_folder: Path, tmp_path: Path) -> None:
-    global SOURCE
-    for name in ("tar, pax", "zip, deflated"):
-        source = open_datasets(FOLDERS[name](tmp_path, image_folder)).train
-        assert isinstance(source, FolderSource)
-        SOURCE = source
-        expected = _read_all(list(range(40)))
-        orders = [np.random.default_rng(seed).permutation(40).tolist() for seed in range(8)]
-        with ProcessPoolExecutor(4, get_context("fork")) as pool:
-            for order, found in zip(orders, pool.map(_read_all, orders), strict=True):
-                assert found == [expected[i] for i in order]
-
-
-def held_out(root: Path, train: str) -> DataSets:
-    return open_datasets(DataConfig(root=str(root), train=train, val=None, val_fraction=0.2))
+    found = contents(opened.train)
+    assert found == [row for row in listed[0] if row in found] != listed[0]
 
 
 def test_class_tar_with_subfolders_is_one_class(tmp_path: Path, image_folder: Path) -> None:
@@ -829,7 +649,7 @@ def test_class_tar_with_subfolders_is_one_class(tmp_path: Path, image_folder: Pa
     write_tar(tmp_path / "train" / "dog.tar", [*dog[:10], *below("extra/", dog[10:])])
     write_tar(tmp_path / "train" / "cat.tar", files_of(image_folder / "train" / "cat"))
     data = held_out(tmp_path, "train")
-    assert data.classes == ("cat", "dog") and data.train is not None and data.val is not None
+    assert data.classes == ("cat", "dog")
     assert len(data.train) + len(data.val) == 20
 
 
@@ -845,55 +665,20 @@ def test_class_tars_beside_other_class_folders_are_an_error(
     assert held_out(tmp_path, "train").classes == ("cat", "dog")
 
 
-@pytest.mark.parametrize("prefixes", [("train/", "val/"), ("a/b/", "a/b/")])
+@pytest.mark.parametrize("prefixes", [("train/", "val/"), ("a/b/train_", "a/b/val_")])
 def test_classes_a_level_deeper_are_an_error(
     tmp_path: Path, image_folder: Path, prefixes: tuple[str, str]
 ) -> None:
-    files = [
-        file
-        for part, prefix in zip(("train", "val"), prefixes, strict=True)
-        for file in below(
-            f"{prefix}{part}_" if prefix[0] == "a" else prefix, files_of(image_folder / part)
-        )
-    ]
-    write_zip(tmp_path / "both.zip", files)
+    train, val = (files_of(image_folder / part) for part in ("train", "val"))
+    write_zip(tmp_path / "both.zip", [*below(prefixes[0], train), *below(prefixes[1], val)])
     with pytest.raises(DataError, match="deeper"):
         held_out(tmp_path, "both.zip")
-
-
-@pytest.mark.parametrize("form", ["tar", "zip", "class tars"])
-def test_files_that_are_no_images_are_counted_as_in_folders(form: str, tmp_path: Path) -> None:
-    for name in ("a/1.jpg", "a/x.txt", "a/y.TXT", "b/1.jpg", "b/deep/z.csv", "b/.hidden.txt"):
-        (tmp_path / "data/train" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "data/train" / name).write_bytes(IMAGE)
-    expected = index_folder(tmp_path / "data/train").unread
-    assert expected == {b".txt": 2, b".csv": 1}
-    files = [
-        (str(path.relative_to(tmp_path / "data")), path.read_bytes())
-        for path in sorted((tmp_path / "data").rglob("*"))
-        if path.is_file()
-    ]
-    data = DataConfig(root=str(tmp_path / f"all.{form}"), val="train")
-    if form == "class tars":
-        for name in "ab":
-            chosen = [
-                (file.removeprefix(f"train/{name}/"), IMAGE)
-                for file, _ in files
-                if f"/{name}/" in file
-            ]
-            write_tar(tmp_path / "tars" / "train" / f"{name}.tar", chosen)
-        data = DataConfig(root=str(tmp_path / "tars"), val="train")
-    else:
-        write = write_tar if form == "tar" else write_zip
-        write(tmp_path / f"all.{form}", [*files, ("val/a/2.jpg", IMAGE), ("val/a/2.csv", b"")])
-    train = open_datasets(data).train
-    assert isinstance(train, FolderSource) and train.index.unread == expected
 
 
 def test_files_of_shards_beside_images_and_labels_are_counted(tmp_path: Path) -> None:
     write_tar(tmp_path / "train" / "a.tar", [*SAMPLE, ("a.txt", b""), ("a.json", b"{}")])
     train = open_datasets(DataConfig(root=str(tmp_path), val="train")).train
-    assert isinstance(train, FolderSource) and train.index.unread == {b".txt": 1}
+    assert train.index.unread == {b".txt": 1}
 
 
 def test_tar_of_class_folders_may_hold_other_files(tmp_path: Path, image_folder: Path) -> None:
@@ -907,9 +692,7 @@ def test_tar_of_class_folders_may_hold_other_files(tmp_path: Path, image_folder:
 
 
 def test_patterns_may_be_absolute(tmp_path: Path, image_folder: Path) -> None:
-    write_shards(
-        tmp_path / "shards", files_of(image_folder / "train"), lambda name: name.partition("/")[0]
-    )
+    write_shards(tmp_path / "shards", files_of(image_folder / "train"), lambda name: name[:3])
     data = held_out(tmp_path / "elsewhere", f"{tmp_path}/shards/s-*.tar")
     assert data.classes == ("cat", "dog", "eel")
     with pytest.raises(DataError, match="No such file"):
@@ -919,20 +702,15 @@ def test_patterns_may_be_absolute(tmp_path: Path, image_folder: Path) -> None:
 def test_range_of_patterns_of_which_one_has_no_match_is_an_error(
     tmp_path: Path, image_folder: Path
 ) -> None:
-    for number in (0, 2):
-        files = files_of(image_folder / "train")[number::3]
-        write_shards(tmp_path / f"s-{number}", files, lambda name: name.partition("/")[0])
+    for name in ("s-0", "s-2"):
+        write_shards(tmp_path / name, files_of(image_folder / "train"), lambda name: name[:3])
     with pytest.raises(DataError, match=r"s-1/\*\.tar: No such file"):
         held_out(tmp_path, "s-{0..2}/*.tar")
 
 
 def test_root_may_be_an_archive_of_class_folders(tmp_path: Path, image_folder: Path) -> None:
-    assert (
-        held_out(write_zip(tmp_path / "train.zip", files_of(image_folder / "train")), ".").classes[
-            0
-        ]
-        == "cat"
-    )
+    root = write_zip(tmp_path / "train.zip", files_of(image_folder / "train"))
+    assert held_out(root, ".").classes == ("cat", "dog", "eel")
 
 
 @pytest.mark.parametrize("part", ["train/", "./train", "val/../train"])
@@ -957,5 +735,6 @@ def test_shard_with_double_slashes_in_its_names_is_read(tmp_path: Path) -> None:
         file for key, label in samples for file in ((f"{key}.jpg", IMAGE), (f"{key}.cls", label))
     ]
     write_tar(tmp_path / "train.tar", files)
-    source = open_datasets(DataConfig(root=str(tmp_path), train="train.tar", val="train.tar")).train
-    assert contents(source) == [(f"0/{i}.jpg", i % 2, IMAGE) for i in range(10)]
+    data = DataConfig(root=str(tmp_path), train="train.tar", val="train.tar")
+    expected = [(f"0/{i}.jpg", i % 2, IMAGE) for i in range(10)]
+    assert contents(open_datasets(data).train) == expected

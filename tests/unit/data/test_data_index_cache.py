@@ -19,18 +19,6 @@ from imagenet_cls.data.index_cache import read_scan, write_scan
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache folder. Small and new datasets are cached as well, on any file system."""
-    monkeypatch.setenv("IMAGENET_CLS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(index_cache, "MIN_IMAGES", 1)
-    monkeypatch.setattr(index_cache, "MIN_AGE_SEC", -3600)
-    monkeypatch.setattr(
-        index_cache, "FILE_SYSTEMS", index_cache.FILE_SYSTEMS | {"overlay", "unknown"}
-    )
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Classes a and b, one with a folder of images in it, and c, a link to a folder elsewhere."""
     root = tmp_path / "train"
@@ -100,14 +88,11 @@ def restore_time(folder: Path, change: Callable[[], None]) -> None:
     "change",
     [
         lambda root: touch(root / "a" / "3.jpg"),
-        lambda root: (root / "a" / "1.jpg").unlink(),
-        lambda root: (root / "a" / "1.jpg").rename(root / "a" / "0.jpg"),
         lambda root: replace_by_folder(root / "a" / "1.jpg"),
         lambda root: touch(root / "b" / "more" / "4.jpg"),
         lambda root: touch(root / "b" / "another" / "4.jpg"),
         lambda root: shutil.rmtree(root / "b" / "more"),
         lambda root: touch(root / "d" / "1.jpg"),
-        lambda root: shutil.rmtree(root / "a"),
         lambda root: touch(root.parent / "elsewhere" / "2.jpg"),
         lambda root: ((root / "c").unlink(), (root / "c").symlink_to(root / "b")),
         lambda root: restore_time(root / "a", lambda: touch(root / "a" / "3.jpg")),
@@ -182,7 +167,6 @@ def replace_by_pickle(file: Path) -> None:
         flip_bit_of_a_name,
         replace_by_pickle,
         lambda file: file.write_bytes(b""),
-        lambda file: file.write_bytes(b"not a cache"),
         lambda file: (file.unlink(), file.mkdir()),
         lambda file: (file.unlink(), file.symlink_to(file)),
     ],
