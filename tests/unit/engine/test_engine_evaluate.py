@@ -4,15 +4,14 @@ import warnings
 
 import pytest
 import torch
+from helpers import single_rank
 from sklearn.metrics import balanced_accuracy_score
 from torch import nn
 
 from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
 
 CPU = torch.device("cpu")
-ALONE = Group(RankInfo(), CPU)
+ALONE = single_rank()
 
 
 def network(num_classes: int, seed: int = 0) -> nn.Module:

@@ -5,16 +5,13 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import arguments, train_here
+from helpers import arguments, single_rank, train_here
 
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.engine import loaders
 from imagenet_cls.engine.loaders import DataWaitCheck, auto_workers
 from imagenet_cls.engine.plan import plan_run
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
 
 
 @pytest.mark.parametrize(
@@ -75,9 +72,7 @@ def test_synthetic_data_has_no_workers_and_no_prefetched_batches(
 
 def data_wait_check(*overrides: str) -> DataWaitCheck:
     config = load_config(None, overrides).config
-    return DataWaitCheck(
-        config.data, plan_run(config.train, 10_000, 1, 1), Group(RankInfo(), torch.device("cpu"))
-    )
+    return DataWaitCheck(config.data, plan_run(config.train, 10_000, 1, 1), single_rank())
 
 
 def warnings_of(check: DataWaitCheck, intervals: list[tuple[int, float]]) -> list[int]:

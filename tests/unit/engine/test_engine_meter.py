@@ -5,12 +5,11 @@ import re
 
 import pytest
 import torch
+from helpers import single_rank
 
 from imagenet_cls.engine.meter import Meter, StepResult, top1_accuracy
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
 
-ALONE = Group(RankInfo(), torch.device("cpu"))
+ALONE = single_rank()
 NOT_SKIPPED = torch.tensor(False)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments
+from helpers import arguments, single_rank
 
 from imagenet_cls.checkpoint.format import Snapshot, read_checkpoint, write_checkpoint
 from imagenet_cls.checkpoint.progress import Progress
@@ -22,13 +22,11 @@ from imagenet_cls.engine.state import (
     disk_space_warning,
 )
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
 
 
 @cache
 def cached_parts(overrides: tuple[str, ...]) -> TrainingParts:
-    return build(load_config(None, overrides).config, Group(RankInfo(), torch.device("cpu")))
+    return build(load_config(None, overrides).config, single_rank())
 
 
 def parts_for(digits: Path, **changes: object) -> TrainingParts:

@@ -6,8 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from helpers import arguments
+from helpers import arguments, single_rank
 
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import Progress
@@ -16,8 +15,6 @@ from imagenet_cls.config.schema import Config, EvalConfig
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.summary import epoch_lines, final_message
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
 
 TRAINING = "train loss 2.0412, 75.2 %"
 EVALUATION = {"kind": "eval", "step": 20, "epoch": 3, "top1_pct": 97.213, "top5_pct": 99.9}
@@ -103,7 +100,7 @@ def test_last_lines_name_the_best_results_and_the_next_commands(
     checkpoint = checkpoint_path(run / "checkpoints", 20)
     if is_saved:
         checkpoint.mkdir(parents=True)
-    meter = Meter(Group(RankInfo(), torch.device("cpu")), global_batch=8)
+    meter = Meter(single_rank(), global_batch=8)
     plan = SimpleNamespace(steps_per_epoch=5)
     assert final_message(progress, plan, run, meter).splitlines() == [
         "done",
@@ -120,13 +117,13 @@ def test_last_lines_name_the_best_results_and_the_next_commands(
 
 
 def test_one_step_is_singular() -> None:
-    meter = Meter(Group(RankInfo(), torch.device("cpu")), global_batch=8)
+    meter = Meter(single_rank(), global_batch=8)
     meter.total_steps = 1
     assert meter.describe_total().startswith("1 step in ")
 
 
 def test_last_lines_of_a_run_without_finite_results_and_plots(tmp_path: Path) -> None:
-    meter = Meter(Group(RankInfo(), torch.device("cpu")), global_batch=8)
+    meter = Meter(single_rank(), global_batch=8)
     message = final_message(Progress(), SimpleNamespace(steps_per_epoch=5), tmp_path, meter)
     assert [line.partition(" ")[0] for line in message.splitlines()[:3]] == [
         "done",

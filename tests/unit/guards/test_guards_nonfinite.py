@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import single_rank
 
 from imagenet_cls.errors import NonFiniteError
 from imagenet_cls.guards.nonfinite import NonFiniteGuard, check_finite_weights
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
 
-ALONE = Group(RankInfo(), torch.device("cpu"))
+ALONE = single_rank()
 NAN, OVERFLOW = (math.nan, True), (1.0, True)
 
 

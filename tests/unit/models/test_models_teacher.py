@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from helpers import plain
+from helpers import plain, single_rank
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import DistillConfig, TeacherConfig
@@ -20,11 +20,9 @@ from imagenet_cls.models.teacher import (
     distillation_problems,
 )
 from imagenet_cls.models.weight_files import read_weights
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
 
 CPU = torch.device("cpu")
-ALONE = Group(RankInfo(), CPU)
+ALONE = single_rank()
 HALF = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 

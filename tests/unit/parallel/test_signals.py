@@ -6,14 +6,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
+from helpers import single_rank
 
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.signals import STOP_SIGNALS
 from imagenet_cls.parallel.stop_requests import StopRequested, StopSignalHandler
 
-SINGLE = Group(RankInfo(), torch.device("cpu"))
+SINGLE = single_rank()
 
 
 @pytest.fixture
