@@ -50,13 +50,6 @@ def test_mixing_from_off_epoch_changes_nothing() -> None:
     assert mixed(1, epoch=2, mixup_alpha=1.0, off_epoch=3)[1].shape == (6, 5)
 
 
-def test_mixing_with_prob_0_returns_one_hot_targets() -> None:
-    images, targets = mixed(1, mixup_alpha=1.0, prob=0.0)
-    assert torch.equal(images, PREPROCESS(batch().images)) and torch.equal(
-        targets, torch.eye(5)[batch().targets]
-    )
-
-
 @pytest.mark.parametrize("options", [{"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}])
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_mixing_of_an_odd_batch_leaves_the_middle_image(mode: str, options: dict) -> None:

@@ -12,7 +12,6 @@ from imagenet_cls.data.samplers import (
     MicroBatchSampler,
     balanced_samples,
     class_quotas,
-    samples_per_epoch,
     shard_for_eval,
 )
 from imagenet_cls.errors import DataError
@@ -132,17 +131,6 @@ def test_micro_batches_of_all_ranks_depend_only_on_accumulation(accumulation: in
     assert all(
         micro_batches(*layout) == alone
         for layout in [(2, 1), (4, 1), (1, 2), (1, 4), (3, 1), (5, 1), (7, 1)]
-    )
-
-
-def test_repeats_multiple_cuts_the_epoch() -> None:
-    assert (samples_per_epoch(1_281_167), samples_per_epoch(1_281_167, 256)) == (
-        1_281_167,
-        1_281_024,
-    )
-    assert EpochSampler(1000, 100, 0, 2, seed=0, repeats=3).steps_per_epoch == 10
-    assert (
-        EpochSampler(1000, 100, 0, 2, seed=0, repeats=3, repeats_multiple=256).steps_per_epoch == 7
     )
 
 

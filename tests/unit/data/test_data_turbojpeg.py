@@ -7,21 +7,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from imagenet_cls.config.schema import AugmentConfig, EvalConfig
+from imagenet_cls.config.schema import EvalConfig
 from imagenet_cls.data import turbojpeg
 from imagenet_cls.data.decode import decode_region, decode_rgb
-from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
-from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.sources import FolderSource
-from imagenet_cls.data.transforms import EvalTransform, TrainTransform
+from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.data.turbojpeg import LIBRARY_VARIABLE, Box, TurboJpeg, find_turbojpeg
 from imagenet_cls.errors import DataError
 
@@ -80,13 +76,12 @@ def random_files(
         )
 
 
-@pytest.mark.parametrize("number", [300, pytest.param(5000, marks=pytest.mark.nightly)])
 def test_region_has_the_pixels_of_the_whole_image(
-    library: TurboJpeg, photographs: list[Image.Image], number: int
+    library: TurboJpeg, photographs: list[Image.Image]
 ) -> None:
-    for data, height, width, box in random_files(photographs, number):
+    for data, height, width, box in random_files(photographs, 300):
         region = library.decode(data, height, width, box)
-        assert region is not None and region.shape == (3, height, width)
+        assert region.shape == (3, height, width)
         assert torch.equal(cut(region, box), cut(decode_rgb(data), box))
 
 
@@ -164,7 +159,6 @@ def decode_mutated_files(number: int) -> None:
     from sklearn.datasets import load_sample_images
 
     library, draws, equal = find_turbojpeg(), np.random.default_rng(1), 0
-    assert library is not None
     guarded: list[torch.Tensor] = []
     empty = torch.empty
 
@@ -198,7 +192,7 @@ def decode_mutated_files(number: int) -> None:
             whole = decode_rgb(data)
         except DataError:
             continue  # damage outside of the region may not be noticed
-        assert region is not None and torch.equal(cut(region, box[0]), cut(whole, box[0]))
+        assert torch.equal(cut(region, box[0]), cut(whole, box[0]))
         equal += 1
     assert equal > number / 20
 
@@ -237,39 +231,6 @@ def test_evaluation_depends_on_no_pixel_outside_of_the_needed_region(
     assert smaller > (10 if mode != "pad" else 0)
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "crop"),
-    [(0, "random_resized"), (1, "random_resized"), (3, "random_resized"), (1, "pad_crop")],
-)
-def test_batches_are_the_same_for_each_decoder(
-    library: TurboJpeg,
-    image_folder: Path,
-    num_workers: int,
-    crop: Literal["random_resized", "pad_crop"],
-) -> None:
-    index, transform = index_folder(image_folder / "train"), EvalTransform(EvalConfig(crop_px=24))
-    augment = AugmentConfig(size_px=24, crop=crop)
-
-    def batches(decode: str, workers: int) -> list[torch.Tensor]:
-        source = FolderSource(index, decode=decode)
-        loader = TrainLoader(
-            source, TrainTransform(augment), EpochSampler(40, 8, 0, 1, 5), 5, WorkerOptions(workers)
-        )
-        images = [batch.images for batch in loader.epoch(1)]
-        loader.close()
-        return [
-            *images,
-            *(
-                batch[0]
-                for batch in eval_batches(source, transform, range(40), 8, WorkerOptions(workers))
-            ),
-        ]
-
-    whole, regions = batches("whole", 0), batches("auto", num_workers)
-    assert len(whole) == 10 and all(map(torch.equal, whole, regions))
-    assert all(images.is_contiguous(memory_format=torch.channels_last) for images in regions)
-
-
 def test_library_that_can_not_be_used_is_ignored(
     library: TurboJpeg, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +239,6 @@ def test_library_that_can_not_be_used_is_ignored(
         monkeypatch.setenv(LIBRARY_VARIABLE, path)
         find_turbojpeg.cache_clear()
         found = find_turbojpeg()
-        assert found is not None and found.path == library.path
+        assert found.path == library.path
     monkeypatch.undo()
     find_turbojpeg.cache_clear()
