@@ -172,11 +172,10 @@ def digest(data: DataConfig, part: str = "train") -> str:
 
 def test_exclude_leaves_out_the_listed_training_image(one_bad: Path) -> None:
     opened, whole = open_datasets(excluding(one_bad)), open_datasets(DataConfig(root=str(one_bad)))
-    assert opened.train is not None and whole.train is not None
     names = [whole.train.name(i) for i in range(40)]
     names.remove("dog/004.JPEG")
     assert [opened.train.name(i) for i in range(39)] == names
-    assert opened.note is not None and "dog/004.JPEG" in opened.note and whole.note is None
+    assert "dog/004.JPEG" in opened.note and whole.note is None
     assert opened.train.digest() != whole.train.digest()
     # the same place by another path
     assert digest(excluding(one_bad / "train" / "..", train="./train")) == opened.train.digest()
@@ -216,10 +215,9 @@ def test_exclude_allows_one_percent_or_ten_images_and_at_most_a_tenth_or_three(
 def test_exclude_leaves_out_validation_images(one_bad: Path) -> None:
     whole = open_datasets(DataConfig(root=str(one_bad), val="train")).val
     opened = open_datasets(excluding(one_bad, val="train"))
-    assert opened.note is not None and "1 of 40 training images" in opened.note
+    assert "1 of 40 training images" in opened.note
     assert "1 of 40 validation images" in opened.note
     only = open_datasets(excluding(one_bad, val="train"), ("val",)).val
-    assert whole is not None and opened.val is not None and only is not None
     assert (len(whole), whole.left_out, len(only), only.left_out) == (40, 0, 39, 1)
     assert only.digest() == opened.val.digest() != whole.digest()
 

@@ -225,4 +225,4 @@ def test_packed_files_that_torchvision_does_not_accept(
     assert command.startswith("gunzip")
     subprocess.run(["sh", "-c", command], check=True)
     source = open_datasets(data).train
-    assert source is not None and source.digest() == expected
+    assert source.digest() == expected

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torchvision.datasets
+from helpers import write_files
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.builtin import SyntheticSource, write_digits
+from imagenet_cls.data.builtin import write_digits
 from imagenet_cls.data.datasets import data_problems, has_training_part, open_datasets
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.errors import DataError, UserError
@@ -69,40 +70,32 @@ def test_open_factory_returns_train_and_val() -> None:
     )
     assert data_problems(data) == []
     opened = open_datasets(data)
-    assert opened.train is not None and opened.val is not None
     assert (len(opened.train), len(opened.val), opened.classes) == (10, 4, ("even", "odd"))
     image, target = opened.train.load(5)
     assert image.shape == (3, 6, 6) and image.unique().tolist() == [15] and target == 1
     of_tensors = open_datasets(DataConfig(name="test_data_datasets:tensors"))
-    assert of_tensors.train is not None and of_tensors.classes == ("0", "1", "2")
+    assert of_tensors.classes == ("0", "1", "2")
     assert of_tensors.train.load(0)[0].shape == (3, 5, 6) and of_tensors.train.load(0)[1] == 1
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_open_factory_with_a_wrong_data_set_raises(kind: str) -> None:
+    data = DataConfig(name="test_data_datasets:wrong", kwargs={"kind": kind})
     with pytest.raises(UserError):
-        open_datasets(
-            DataConfig(name="test_data_datasets:wrong", kwargs={"kind": kind})
-        ).train.load(0)
+        open_datasets(data).train.load(0)
 
 
 # ---- files
 
 
 def names(source: ImageSource | None) -> list[str]:
-    assert source is not None
     return [source.name(i) for i in range(len(source))]
 
 
 def test_open_folder_returns_train_and_val(image_folder: Path) -> None:
     opened = open_datasets(DataConfig(root=str(image_folder)))
     assert opened.classes == ("cat", "dog", "eel")
-    assert (
-        opened.train is not None
-        and opened.val is not None
-        and len(opened.train) == 40
-        and len(opened.val) == 9
-    )
+    assert len(opened.train) == 40 and len(opened.val) == 9
     image, target = opened.train.load(39)
     expected = np.array(Image.open(image_folder / "train" / "eel" / "019.JPEG").convert("RGB"))
     assert np.array_equal(image.permute(1, 2, 0).numpy(), expected) and target == 2
@@ -111,20 +104,12 @@ def test_open_folder_returns_train_and_val(image_folder: Path) -> None:
     assert only_val.train is None and names(only_val.val) == names(opened.val)
 
 
-def test_open_folder_with_val_fraction(image_folder: Path) -> None:
-    data = DataConfig(root=str(image_folder), val=None, val_fraction=0.25)
-    opened = open_datasets(data)
-    assert len(names(opened.val)) == 10 and not set(names(opened.train)) & set(names(opened.val))
-    assert names(open_datasets(data, parts=("val",)).val) == names(opened.val)
-
-
 @pytest.mark.parametrize("parts", [("train", "val"), ("val",)])
 def test_open_folder_with_other_validation_classes_raises(
     tmp_path: Path, parts: tuple[str, ...]
 ) -> None:
-    for name in ("train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/c/1.jpg"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_bytes(b"x")
+    names = ("train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/c/1.jpg")
+    write_files(tmp_path, dict.fromkeys(names, "x"))
     with pytest.raises(DataError, match="1 of 2 classes"):
         open_datasets(DataConfig(root=str(tmp_path)), parts)
 
@@ -136,11 +121,7 @@ def test_open_list_returns_train_and_val(image_folder: Path, tmp_path: Path) -> 
     data = DataConfig(name="list", root=str(image_folder), train=train, val=val)
     for parts in (("train", "val"), ("val",)):
         opened = open_datasets(data, parts)
-        assert (
-            opened.classes == ("meow", "woof")
-            and opened.val is not None
-            and opened.val.load(0)[1] == 0
-        )
+        assert opened.classes == ("meow", "woof") and opened.val.load(0)[1] == 0
 
 
 @pytest.mark.parametrize("name", ["folder", "list"])
@@ -152,15 +133,13 @@ def test_training_part_may_be_missing(
     val = "val" if name == "folder" else str(tmp_path / "val.txt")
     data = DataConfig(name=name, root=str(image_folder), train=train, val=val)
     assert not has_training_part(data) and has_training_part(replace(data, train=val))
-    assert open_datasets(data, ("val",)).classes == (
-        ("cat", "dog", "eel") if name == "folder" else ("meow",)
-    )
+    classes = ("cat", "dog", "eel") if name == "folder" else ("meow",)
+    assert open_datasets(data, ("val",)).classes == classes
 
 
 def test_open_digits_returns_train_and_val(tmp_path: Path) -> None:
     data = DataConfig(name="digits", root=str(tmp_path), val=None, val_fraction=0.2)
     opened = open_datasets(data)
-    assert opened.train is not None and opened.val is not None
     assert opened.classes == tuple("0123456789") and len(opened.train) + len(opened.val) == 1797
     assert abs(len(opened.val) - 359) <= 5
     reference = load_digits()
@@ -194,13 +173,11 @@ def test_open_synthetic_returns_train_and_val() -> None:
     )
     assert data_problems(data) == []
     opened = open_datasets(data)
-    assert isinstance(opened.train, SyntheticSource) and opened.val is not None
     assert (len(opened.train), len(opened.val), len(opened.classes)) == (30, 7, 5)
     image, target = opened.train.load(3)
     assert image.shape == (3, 16, 16) and image.dtype == torch.uint8 and 0 <= target < 5
-    assert torch.equal(image, opened.train.load(3)[0]) and not torch.equal(
-        image, opened.val.load(3)[0]
-    )
+    assert torch.equal(image, opened.train.load(3)[0])
+    assert not torch.equal(image, opened.val.load(3)[0])
 
 
 # ---- torchvision's sets
@@ -281,7 +258,6 @@ def test_open_torchvision_without_parts(tmp_path: Path) -> None:
     )
     assert data_problems(data) == []
     opened = open_datasets(data)
-    assert opened.train is not None and opened.val is not None
     assert (len(opened.train), len(opened.val), len(opened.classes)) == (9, 3, 4)
     assert opened.train.load(0)[0].shape == (3, 9, 8)
 

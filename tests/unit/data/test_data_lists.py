@@ -79,14 +79,10 @@ LONG = "9" * 5000
         ("t.txt", "images/b.jpg cat\nimages/c.jpg\n", None, "t.txt:2: "),
         ("t.csv", "images/b.jpg,cat\nimages/c.jpg,\n", None, "t.csv:2: "),
         ("t.csv", "label,img\ncat,images/b.jpg\n", None, "t.csv:1: the header 'label,img'"),
-        ("t.csv", "images/b.jpg,cat\n" + "x" * 70_000 + "\n", None, "t.csv:2: "),
         ("t.csv", "images/b.jpg,cat\n" + "x" * 200_000 + ",dog\n", None, r"t\.csv:\d: not CSV"),
         ("t.txt", "images/b.jpg 0\nimages/c.jpg 3\nimages/c.jpg -1\n", "ab", "t.txt:2: .* 0 to 1"),
         ("t.txt", "images/b.jpg a\nimages/c.jpg x\n", "ab", "t.txt:2: label 'x'"),
-        *(
-            ("t.txt", f"images/b.jpg {label}\nimages/c.jpg 0\n", "ab", "t.txt:1: label '")
-            for label in (LONG, LONG[:900], "a" * 70_000)
-        ),
+        ("t.txt", f"images/b.jpg {LONG}\nimages/c.jpg 0\n", "ab", "t.txt:1: label '"),
         ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", None, "numbers 0 to 2"),
         ("t.txt", "\nimages/gone.jpg a\nimages/b.jpg b\n", None, "t.txt:2: no image"),
         ("t.txt", "images/" + "n" * 300 + ".jpg dog\n", None, "t.txt:1: no image"),

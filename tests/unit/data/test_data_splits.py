@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_data_datasets import names
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.datasets import DataSets, open_datasets
-from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.splits import (
     fold_mask,
     fraction_rows,
@@ -47,11 +47,6 @@ class Numbered:
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         return torch.full((3, 8, 8), i, dtype=torch.uint8), i % 2
-
-
-def names(source: ImageSource | None) -> list[str]:
-    assert source is not None
-    return [source.name(i) for i in range(len(source))]
 
 
 @pytest.fixture
@@ -158,6 +153,17 @@ def test_val_fraction_of_groups_is_nearest_and_as_of_images_without_groups() -> 
         [b"%d" % i for i in range(100)], classes, 0.2, [b"%d" % (i // 3) for i in range(100)]
     )
     assert abs(sizes[:90].sum() - 18) <= 1.5 and abs(sizes[90:].sum() - 2) <= 1.5  # groups of three
+
+
+def test_val_fraction_is_stratified_and_a_function_of_names() -> None:
+    classes = np.repeat(range(4), [10, 25, 2, 1])
+    names = [b"%d/%d.jpg" % (number, i) for i, number in enumerate(classes)]
+    held_out = held_out_mask(names, classes, 0.2)
+    assert np.bincount(classes[held_out], minlength=4).tolist() == [2, 5, 1, 0]
+    # images added to one class change nothing in the others
+    names += [b"0/more%d.jpg" % i for i in range(20)]
+    of_more = held_out_mask(names, np.append(classes, [0] * 20), 0.2)
+    assert np.array_equal(of_more[10:38], held_out[10:])
 
 
 def test_group_1_names_the_group_and_a_path_without_match_is_an_error(photos: Path) -> None:
