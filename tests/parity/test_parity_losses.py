@@ -79,14 +79,6 @@ def test_class_weights_equal_torchs_times_a_constant(smoothing: float) -> None:
     # Where the images of a batch weigh as much as classes do on average, that is the same.
     each_class_once = torch.arange(CLASSES)
     close(ours(LOGITS[:CLASSES], each_class_once), torchs(LOGITS[:CLASSES], each_class_once))
-    assert_agree(
-        loss_of("cross_entropy", smoothing, [3.0] * CLASSES),
-        loss_of("cross_entropy", smoothing),
-        HARD,
-    )
-    assert_agree(
-        ours, loss_of("cross_entropy", smoothing, [100 * weight for weight in WEIGHTS]), HARD
-    )
 
 
 @pytest.mark.parametrize("sum_classes", [False, True])

@@ -10,7 +10,7 @@ import safetensors.torch
 import timm
 import torch
 import torchvision
-from helpers import arguments, evaluations, newest, train_here
+from helpers import arguments, evaluations, newest, single_rank, train_here
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,8 +21,6 @@ from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.engine.evaluate import evaluate, model_outputs
 from imagenet_cls.models.adapt import resize_model
 from imagenet_cls.models.weights import load_weights
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
 
 CPU = torch.device("cpu")
 # A model, what makes it small, and what it is built with at another size.
@@ -108,7 +106,7 @@ def test_resize_model_equals_loading_into_a_model_of_that_size(name: str) -> Non
     size_px = (other or SWIN_AT)["img_size"]
     assert resize_model(trained, small["img_size"]) is None
     sentence = resize_model(trained, size_px)
-    assert sentence is not None and f"{size_px} px" in sentence
+    assert f"{size_px} px" in sentence
     with torch.no_grad():
         images = torch.randn(2, 3, size_px, size_px)
         torch.testing.assert_close(trained(images), built(images), rtol=0, atol=1e-6)
@@ -152,7 +150,7 @@ def test_flip_tta_is_the_mean_of_two_passes() -> None:
     results = evaluate(
         iter(flipped),
         list(models),
-        Group(RankInfo(), CPU),
+        single_rank(),
         num_classes=next(iter(flipped))[0]["raw"].shape[1],
     )
     assert [result["images"] for result in results.values()] == [10, 10]
@@ -161,10 +159,7 @@ def test_flip_tta_is_the_mean_of_two_passes() -> None:
 # ---- FixRes
 
 
-@pytest.mark.parametrize("flip", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_evaluation_at_a_larger_size_equals_a_plain_loop(
-    digits: Path, tmp_path: Path, flip: bool
-) -> None:
+def test_evaluation_at_a_larger_size_equals_a_plain_loop(digits: Path, tmp_path: Path) -> None:
     """FixRes (Touvron et al. 2019): 16 px in training, 24 px in evaluation. The run's figures are a
     plain loop's.
     """
@@ -174,8 +169,9 @@ def test_evaluation_at_a_larger_size_equals_a_plain_loop(
         "train.max_steps": 2,
         "eval.crop_px": 24,
         "eval.resize_px": 30,
+        "eval.flip_tta": "true",
     }
-    train_here(arguments(digits, run, **settings, eval__flip_tta=str(flip).lower()))
+    train_here(arguments(digits, run, **settings))
     record = evaluations(run)[-1]
 
     model = timm.create_model("test_resnet", num_classes=10).eval()
@@ -191,7 +187,7 @@ def test_evaluation_at_a_larger_size_equals_a_plain_loop(
     )
     targets = torch.tensor([int(path.parent.name) for path in files])
     with torch.no_grad():
-        logits = (model(pixels) + model(pixels.flip(3))) / 2 if flip else model(pixels)
+        logits = (model(pixels) + model(pixels.flip(3))) / 2
     right = logits.argmax(1).eq(targets).double().mean().item()
     assert record["images"] == 359 == len(files)
     assert record["top1_pct"] == pytest.approx(100 * right)
