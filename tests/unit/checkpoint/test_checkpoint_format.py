@@ -90,22 +90,19 @@ def test_write_and_read_returns_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.nightly)])
 def test_read_flipped_bit_or_truncated_or_missing_file_is_an_error(
-    tmp_path: Path, name: str, stride: int
+    tmp_path: Path, name: str
 ) -> None:
     path = write_checkpoint(tmp_path, snapshot(1))
     file = path / name
     whole = file.read_bytes()
-    for position in range(0, len(whole), stride):
-        # two in each byte, and all eight over eight bytes
-        for bit in (position % 8, (position + 5) % 8):
-            file.write_bytes(
-                whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :]
-            )
-            with pytest.raises(CheckpointError, match="step-0000001"):
-                read_checkpoint(path)
-    for length in {0, 1, 7, 8, 9, *range(0, len(whole) - 1, 37 * stride), len(whole) - 2}:
+    for position in range(0, len(whole), 23):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="step-0000001"):
+            read_checkpoint(path)
+    for length in (0, 1, 7, 8, 9, len(whole) // 2, len(whole) - 2):
         file.write_bytes(whole[:length])
         with pytest.raises(CheckpointError):
             read_checkpoint(path)
@@ -178,7 +175,7 @@ def test_newest_intact_skips_and_names_damaged_ones(tmp_path: Path) -> None:
     (tmp_path / "step-0000002" / "state.json").unlink()
     (tmp_path / "notes").mkdir()
     found, damage = newest_intact(tmp_path)
-    assert found is not None and found.state["step"] == 1
+    assert found.state["step"] == 1
     assert len(damage) == 2 and "step-0000010" in damage[0] and "ema.safetensors" in damage[0]
     assert "step-0000002" in damage[1]
     (tmp_path / "step-0000001" / "manifest.json").write_text("{}")
@@ -274,7 +271,7 @@ def test_write_killed_at_any_moment_leaves_intact_checkpoints(
         write_checkpoint(folder, old)
         was_killed = killed_at(moment, folder, new)
         found, damage = newest_intact(folder)
-        assert found is not None and damage == [], moment
+        assert damage == [], moment
         outcomes.add(found.state["note"])
         assert_same(found, new if found.state["note"] == 0.75 else old)
         # The next write succeeds, and removes what the kill left.

@@ -82,7 +82,6 @@ def test_saving_continues_after_checkpoints_were_removed(tmp_path: Path) -> None
 
 
 def join(saver: CheckpointSaver) -> None:
-    assert saver._save_in_progress is not None
     futures.wait([saver._save_in_progress], LONG_SEC)
 
 
