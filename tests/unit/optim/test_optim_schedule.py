@@ -2,8 +2,6 @@
 tests/parity.
 """
 
-import math
-
 import pytest
 import torch
 from timm.scheduler import CosineLRScheduler
@@ -171,13 +169,9 @@ def test_valid_section_has_no_problem(name: str, kwargs: dict) -> None:
         ("exponential", {}, "kwargs"),
         ("multistep", {}, "kwargs"),
         ("cosine", {"lr_min": 0.1}, "lr_min"),
-        ("cosine", {"horizon": 3}, "horizon"),
-        ("cosine", {"min_lr": "low"}, "min_lr"),
         ("cosine", {"min_lr": -0.1}, "min_lr"),
         ("step", {"every_epochs": 0}, "every_epochs"),
         ("step", {"every_epochs": 1e-310}, "every_epochs"),
-        ("step", {"every_epochs": True}, "every_epochs"),
-        ("step", {"gamma": math.nan}, "gamma"),
         ("multistep", {"milestones_epochs": 30}, "milestones_epochs"),
         ("multistep", {"milestones_epochs": []}, "milestones_epochs"),
         ("multistep", {"milestones_epochs": [60, 30]}, "milestones_epochs"),
@@ -190,7 +184,6 @@ def test_valid_section_has_no_problem(name: str, kwargs: dict) -> None:
         ("piecewise", {"epochs": [0, 2], "factors": [0, -1]}, "factors"),
         ("piecewise", {"epochs": [0, 2], "factors": [0, 1, 0]}, "factors"),
         ("plateau", {"patience": 2.5}, "patience"),
-        ("plateau", {"threshold": "small"}, "threshold"),
         ("plateau", {"gamma": 1.0}, "gamma"),
         # The rate would be higher than the highest.
         ("step", {"every_epochs": 0.001, "gamma": 1000}, "gamma"),

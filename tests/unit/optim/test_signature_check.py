@@ -17,6 +17,7 @@ def built_in(ratio: NotNegative, offset: float = 0.0, count: int = 1) -> None:
         ({"ratio": 0, "offset": -2.5, "count": -3}, []),
         ({"ratio": -1}, ["kwargs.ratio"]),
         ({"offset": "two"}, ["kwargs.offset"]),
+        ({"offset": True}, ["kwargs.offset"]),
         ({"offset": math.nan, "count": 1.5}, ["kwargs.offset", "kwargs.count"]),
     ],
 )
