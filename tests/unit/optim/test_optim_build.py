@@ -110,16 +110,6 @@ def test_lookahead_keeps_one_more_copy_of_the_weights() -> None:
     assert state_copies(config) == 1 + state_copies(OptimizerConfig("adamw", lr=0.1)) == 3
 
 
-def test_sync_lookahead_of_timm_changes_nothing() -> None:
-    """Its script calls it after `zero_grad`. If this fails, our epochs should end with it too."""
-    model = network()
-    optimizer = timm.optim.create_optimizer_v2(model, opt="lookahead_sgd", lr=0.01)
-    before = trained(model, optimizer, steps=8)
-    optimizer.zero_grad()
-    optimizer.sync_lookahead()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-
-
 @pytest.mark.parametrize(
     ("name", "kwargs", "defaults"),
     [
