@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DEMO, REPOSITORY, run
+from helpers import DEMO, REPOSITORY, run, write_files
 
 from imagenet_cls.commands import distributed
 from imagenet_cls.commands.cli import main
@@ -157,12 +157,8 @@ def test_single_process_uses_no_more_threads_than_its_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As under `docker run --cpus=3` on a machine of 64 CPUs."""
-    for name, text in {
-        "proc/self/cgroup": "0::/\n",
-        "sys/fs/cgroup/cpu.max": "300000 100000\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(text)
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"}
+    write_files(tmp_path, files)
     for module in (distributed, cpus):
         monkeypatch.setattr(module, "cgroup_cpus", partial(cgroup_cpus, tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))

@@ -19,13 +19,7 @@ STATIC, AUTOMATIC = {"dynamic": False}, {"dynamic": None}
     [
         (["train.compile=false"], False, []),
         (["train.compile=true"], True, [{"mode": "default", **STATIC}]),
-        (["train.compile=default"], "default", [{"mode": "default", **STATIC}]),
         (["train.compile=max-autotune"], "max-autotune", [{"mode": "max-autotune", **STATIC}]),
-        (
-            ["train.compile=reduce-overhead"],
-            "reduce-overhead",
-            [{"mode": "reduce-overhead", **STATIC}],
-        ),
         (
             [
                 "train.compile=default",

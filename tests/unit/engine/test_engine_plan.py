@@ -81,7 +81,7 @@ def test_batch_problem_names_nearest_divisors(batch: int, world_size: int) -> No
     if batch % world_size == 0:
         assert problem is None
         return
-    assert problem is not None and problem.key == "train.global_batch_size"
+    assert problem.key == "train.global_batch_size"
     multiples = range(world_size, batch + world_size + 1, world_size)
     below = [m for m in multiples if m < batch][-1:]
     above = next(m for m in multiples if m > batch)

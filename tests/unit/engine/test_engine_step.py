@@ -63,7 +63,6 @@ def set_gradients(model: nn.Module, number: int, bad: float | None = None) -> No
         )
     if bad is not None:
         gradient = list(model.parameters())[number % 3].grad
-        assert gradient is not None
         gradient[(0,) * gradient.ndim] = bad
 
 
@@ -122,7 +121,6 @@ def test_update_with_a_loss_scale_skips_what_the_scaler_found_and_lowers_the_sca
     for number, is_bad in enumerate([False, True, False]):
         set_gradients(model, number, math.inf if is_bad else None)
         for parameter in model.parameters():
-            assert parameter.grad is not None
             parameter.grad.mul_(scaler.get_scale())
         _, skipped = updater.update(0.1)
         assert bool(skipped) == is_bad
@@ -141,7 +139,6 @@ def clip_by_norm(model: nn.Module) -> None:
 
 def clip_by_value(model: nn.Module) -> None:
     for parameter in model.parameters():
-        assert parameter.grad is not None
         parameter.grad.clamp_(-0.3, 0.3)
 
 
@@ -177,9 +174,7 @@ def test_an_update_is_the_optimizers_own_step_on_the_clipped_gradient(
     for number in range(3):
         set_gradients(model, number)
         set_gradients(reference, number)
-        expected = math.sqrt(
-            sum(float(p.grad.square().sum()) for p in reference.parameters() if p.grad is not None)
-        )
+        expected = torch.stack([p.grad.norm() for p in reference.parameters()]).norm().item()
         clip_reference(reference)
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (number + 1)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import write_files
 
 from imagenet_cls.errors import DataError, ResourceError, out_of_memory_line
 from imagenet_cls.guards.device import explain_device_errors
@@ -95,12 +96,10 @@ V1 = {
 def test_memory_limit_is_the_smallest_of_system_and_cgroups(
     tmp_path: Path, own_cgroups: str | None, files: dict[str, object], expected: float
 ) -> None:
-    texts = {f"sys/fs/cgroup/{name}": str(text) for name, text in files.items()}
+    texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     texts["proc/meminfo"] = "MemTotal: 99999999 kB\nMemAvailable:   10485760 kB\n"
     texts["proc/self/status"] = "Name:\tx\nVmRSS:\t 1048576 kB\n"
     if own_cgroups is not None:
         texts["proc/self/cgroup"] = own_cgroups
-    for name, text in texts.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path, texts)
     assert memory_limit_bytes(tmp_path) == expected

@@ -4,11 +4,11 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import write_files
 
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel import cpus
@@ -56,16 +56,9 @@ BY_HAND = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
 
 def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
-    return (
-        None
-        if rank_info is None
-        else (
-            rank_info.rank,
-            rank_info.local_rank,
-            rank_info.world_size,
-            rank_info.local_world_size,
-        )
-    )
+    if rank_info is None:
+        return None
+    return rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.local_world_size
 
 
 @pytest.mark.parametrize(
@@ -176,7 +169,6 @@ def test_machine_options_of_a_pod(env: dict[str, str], expected: dict[str, str])
 
 def completed(env: dict[str, str]) -> dict[str, str]:
     rank_info, env = find_rank_info(env), dict(env)
-    assert rank_info is not None
     complete_master_address(env, rank_info)
     return env
 
@@ -298,9 +290,7 @@ def test_cgroup_cpus_is_the_smallest_quota(
     texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     if own_cgroups is not None:
         texts["proc/self/cgroup"] = own_cgroups
-    for name, text in texts.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path, texts)
     assert cgroup_cpus(tmp_path) == expected
 
 
@@ -321,13 +311,3 @@ def test_cpus_per_rank_shares_what_the_process_may_use(monkeypatch: pytest.Monke
     assert share(3, "pytorch") == 2, "three ranks in one task"
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
     assert share(8, "pytorch") == 6, "tasks that set RANK"
-
-
-def test_commands_read_the_environment_before_torch_is_imported() -> None:
-    script = "import sys, imagenet_cls.commands.train; sys.exit('torch' in sys.modules)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", script], env={"PYTHONPATH": os.pathsep.join(sys.path)}
-        ).returncode
-        == 0
-    )
