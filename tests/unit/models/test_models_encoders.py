@@ -161,10 +161,6 @@ def swav(state: State) -> Any:
     return prefixed("module.", state | layers("", "projection_head.0.weight", "prototypes.weight"))
 
 
-def barlow_twins(state: State) -> Any:
-    return state
-
-
 LAYOUTS: dict[Callable[[State], Any], tuple[str, dict[str, Any], int]] = {
     # The model, its arguments, and how many tensors of the file it does not use.
     mae: ("vit_tiny_patch16_224", TINY, 0),
@@ -180,7 +176,6 @@ LAYOUTS: dict[Callable[[State], Any], tuple[str, dict[str, Any], int]] = {
     open_clip: ("vit_base_patch16_clip_224", TINY, 2),
     simclr: ("test_resnet", {}, 1),
     swav: ("test_resnet", {}, 2),
-    barlow_twins: ("test_resnet", {}, 0),
 }
 
 
