@@ -224,6 +224,14 @@ def write_files(folder: Path, texts: Mapping[str, object]) -> None:
         (folder / name).write_text(str(text))
 
 
+def datasets_in(root: Path, parts: Sequence[str] = ("train", "val"), **settings: Any) -> Any:
+    """The datasets of a config whose `data` section has this root and these settings."""
+    from imagenet_cls.config.schema import DataConfig
+    from imagenet_cls.data.datasets import open_datasets
+
+    return open_datasets(DataConfig(root=str(root), **settings), parts)
+
+
 def single_rank() -> Any:
     """The `Group` of a run on one rank, on a CPU."""
     import torch

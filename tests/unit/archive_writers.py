@@ -35,11 +35,13 @@ def write_tar(
     return path
 
 
-def write_zip(path: Path, files: Files, method: int = zipfile.ZIP_STORED) -> Path:
+def write_zip(path: Path, files: Files, method: int = zipfile.ZIP_STORED, end: bytes = b"") -> Path:
+    """end: a comment at the end of the archive."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w", method) as archive:
         for name, content in files:
             archive.writestr(name, content)
+        archive.comment = end
     return path
 
 

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import REPOSITORY, environment, wait_for
+from helpers import REPOSITORY, datasets_in, environment, wait_for
 from PIL import Image
 
 from imagenet_cls.commands import pack
 from imagenet_cls.commands.pack import pack_command
-from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.datasets import DataSets, open_datasets
+from imagenet_cls.data.datasets import DataSets
 from imagenet_cls.data.decode import decode_upright, exif_orientation
 from imagenet_cls.data.sources import FolderSource
 
@@ -38,9 +37,9 @@ def shards_in(out: Path) -> dict[str, bytes]:
 def packed(tmp_path: Path, call: Call) -> Packed:
     """Pack a dataset into the folder `out` and open it."""
 
-    def pack(source: Path, *options: object) -> DataSets:
+    def pack(source: object, *options: object) -> DataSets:
         assert call(pack_command, source, tmp_path / "out", *options)[0] == 0
-        return open_datasets(DataConfig(root=str(tmp_path / "out")))
+        return datasets_in(tmp_path / "out")
 
     return pack
 
@@ -53,16 +52,14 @@ def test_classes_that_are_numbers_survive(
             target = tmp_path / "data" / part / str(number) / "image.jpg"
             target.parent.mkdir(parents=True)
             target.write_bytes(path.read_bytes())
-    folder = open_datasets(DataConfig(root=str(tmp_path / "data")))
+    folder = datasets_in(tmp_path / "data")
     assert packed(tmp_path / "data").train.digest() == folder.train.digest()
 
 
 def test_packed_folder_is_the_same_dataset(image_folder: Path, tmp_path: Path, call: Call) -> None:
     code, text, _ = call(pack_command, image_folder, tmp_path / "out", "--images-per-shard", 16)
     assert code == 0 and "40 images of 3 classes in 3 shards" in text
-    packed, folder = (
-        open_datasets(DataConfig(root=str(root))) for root in (tmp_path / "out", image_folder)
-    )
+    packed, folder = (datasets_in(root) for root in (tmp_path / "out", image_folder))
     for ours, theirs in ((packed.train, folder.train), (packed.val, folder.val)):
         assert ours.classes == theirs.classes
         assert ours.index.targets.tolist() == theirs.index.targets.tolist()
@@ -129,9 +126,8 @@ def test_pack_shrinks_only_large_images(
     photographs[0].save(folder / "large.png")
     photographs[0].convert("CMYK").save(folder / "large.v2.JPEG")
     photographs[1].resize((100, 66)).save(folder / "small.PNG")
-    config = tmp_path / "config.yaml"
-    config.write_text(f"data: {{root: {tmp_path / 'data'}, val: train}}\noptimizer: {{lr: 0.1}}\n")
-    source = packed(config, "--max-px", 128).train
+    overrides = [f"data.root={tmp_path / 'data'}", "data.val=train"]
+    source = packed("resnet50", *overrides, "--max-px", 128).train
     assert source.classes == ("a class",)
     assert [source.name(i) for i in range(3)] == [
         "a class/large.jpg",
@@ -173,10 +169,8 @@ def test_absolute_paths_of_a_list_are_packed(
 ) -> None:
     files = sorted((image_folder / "train").rglob("*.JPEG"))[:10]
     (tmp_path / "all.txt").write_text("".join(f"{file} {file.parent.name}\n" for file in files))
-    data = f"{{name: list, root: {tmp_path}, train: all.txt, val: all.txt}}"
-    config = tmp_path / "config.yaml"
-    config.write_text(f"data: {data}\noptimizer: {{lr: 0.1}}\n")
-    source = packed(config).train
+    overrides = ["data.name=list", "data.train=all.txt", "data.val=all.txt"]
+    source = packed("resnet50", f"data.root={tmp_path}", *overrides).train
     assert len(source) == 10
     assert f"/{source.name(0)}" == str(files[0]).replace(".JPEG", ".jpg")
 
@@ -215,7 +209,7 @@ def test_parquet_becomes_shards_with_its_names(
     root = write_parquet([1, 1], names, "validation")
     code, text, _ = call(pack_command, root, tmp_path / "out", "--images-per-shard", 3)
     assert code == 0 and "5 images of 3 classes in 2 shards" in text
-    opened = open_datasets(DataConfig(root=str(tmp_path / "out")))
+    opened = datasets_in(tmp_path / "out")
     source = opened.train
     assert source.classes == opened.val.classes == tuple(names)
     assert source.index.targets.tolist() == [0, 2, 1, 2, 0]
@@ -293,7 +287,7 @@ def test_string_labels_and_a_test_part_are_packed(
     root = write_parquet(["dog", "cat"], part="test")
     code, out, _ = call(pack_command, root, tmp_path / "out")
     assert code == 0 and "test-00000-of-00001.parquet" in out
-    sets = open_datasets(DataConfig(root=str(tmp_path / "out")))
+    sets = datasets_in(tmp_path / "out")
     assert sets.train.classes == sets.val.classes == ("cat", "dog")
     assert sets.train.index.targets.tolist() == [1, 0, 1]
     assert sets.val.index.targets.tolist() == [1, 0]

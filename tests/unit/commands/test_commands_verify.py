@@ -1,18 +1,16 @@
 """Bad images: found by verify_data, and left out by `data.exclude`, within a bound."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import datasets_in
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.verify_data import verify_command
-from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data import datasets
-from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.lists import BAD_IMAGES_FILE, exclude_images, read_bad_images
 from imagenet_cls.errors import DataError
@@ -72,10 +70,8 @@ def test_verify_data_counts_the_files_that_are_not_read(
         (tmp_path / "data" / part / "a").mkdir(parents=True)
         for name in ("1.JPEG", "2.jfif", "3.svg", "4.svg", "5.txt"):
             (tmp_path / "data" / part / "a" / name).write_bytes(jpeg)
-    config = tmp_path / "config.yaml"
-    config.write_text(f"data: {{root: {tmp_path / 'data'}}}\noptimizer: {{lr: 0.1}}\n")
-    for data in (tmp_path / "data", config):
-        assert verify(data) == 0
+    for words in ([tmp_path / "data"], ["resnet50", f"data.root={tmp_path / 'data'}"]):
+        assert verify(*words) == 0
         out = capfd.readouterr().out
         assert "4 images, 0 bad" in out and "4 .svg, 2 .txt" in out
 
@@ -89,7 +85,7 @@ def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
         (tmp_path / "train" / "a").mkdir(parents=True, exist_ok=True)
         (tmp_path / "train" / "a" / name).write_bytes(b"")
     with pytest.raises(DataError, match=rf"1 HEIF images.*{heif}"):
-        open_datasets(DataConfig(root=str(tmp_path), val="train"))
+        datasets_in(tmp_path, val="train")
 
 
 @pytest.mark.parametrize(
@@ -128,18 +124,12 @@ def test_verify_data_of_a_config_reads_the_images_of_its_lists(
     lines = [good, *(f"{name} 0\n" for name in names), *[good] * 5]
     (root / "train.txt").write_text("".join(lines))
     (root / "val.txt").write_text("2.JPEG 0\n")
-    config = tmp_path / "list.yaml"
-    config.write_text(
-        f"data: {{name: list, root: {root}, train: train.txt, val: val.txt}}\n"
-        f"optimizer: {{lr: 0.1}}\n"
-    )
-    assert verify(config) == 3
+    overrides = ["data.name=list", "data.train=train.txt", "data.val=val.txt"]
+    assert verify("resnet50", f"data.root={root}", *overrides) == 3
     assert sorted(read_bad_images(root / BAD_IMAGES_FILE)) == ["folder.jpg", "missing.JPEG"]
-    assert verify(config, "data.name=synthetic") == 2
-    data = DataConfig(
-        "list", str(root), "train.txt", "val.txt", exclude=str(root / BAD_IMAGES_FILE)
-    )
-    assert len(open_datasets(data).train) == 12
+    assert verify("resnet50", "data.name=synthetic") == 2
+    opened = excluding(root, name="list", train="train.txt", val="val.txt")
+    assert len(opened.train) == 12
 
 
 # ---- data.exclude
@@ -162,33 +152,30 @@ def make_empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def excluding(root: Path, **changes: Any) -> DataConfig:
-    return replace(DataConfig(root=str(root), exclude=str(root / BAD_IMAGES_FILE)), **changes)
-
-
-def digest(data: DataConfig, part: str = "train") -> str:
-    return getattr(open_datasets(data), part).digest()
+def excluding(root: Path, **settings: Any) -> Any:
+    """The datasets without the images that verify_data has listed."""
+    return datasets_in(root, exclude=str(root / BAD_IMAGES_FILE), **settings)
 
 
 def test_exclude_leaves_out_the_listed_training_image(one_bad: Path) -> None:
-    opened, whole = open_datasets(excluding(one_bad)), open_datasets(DataConfig(root=str(one_bad)))
+    opened, whole = excluding(one_bad), datasets_in(one_bad)
     names = [whole.train.name(i) for i in range(40)]
     names.remove("dog/004.JPEG")
     assert [opened.train.name(i) for i in range(39)] == names
     assert "dog/004.JPEG" in opened.note and whole.note is None
     assert opened.train.digest() != whole.train.digest()
     # the same place by another path
-    assert digest(excluding(one_bad / "train" / "..", train="./train")) == opened.train.digest()
+    same = excluding(one_bad / "train" / "..", train="./train")
+    assert same.train.digest() == opened.train.digest()
     # as if the file were not there
     (one_bad / "train" / "dog" / "004.JPEG").unlink()
-    assert digest(DataConfig(root=str(one_bad))) == opened.train.digest()
+    assert datasets_in(one_bad).train.digest() == opened.train.digest()
 
 
 def test_exclude_with_val_fraction_keeps_the_validation_images(one_bad: Path) -> None:
     held_out = {"val": None, "val_fraction": 0.2}
-    assert digest(excluding(one_bad, **held_out), "val") == digest(
-        excluding(one_bad, exclude=None, **held_out), "val"
-    )
+    opened, whole = excluding(one_bad, **held_out), datasets_in(one_bad, **held_out)
+    assert opened.val.digest() == whole.val.digest()
 
 
 @pytest.mark.parametrize(
@@ -213,11 +200,11 @@ def test_exclude_allows_one_percent_or_ten_images_and_at_most_a_tenth_or_three(
 
 
 def test_exclude_leaves_out_validation_images(one_bad: Path) -> None:
-    whole = open_datasets(DataConfig(root=str(one_bad), val="train")).val
-    opened = open_datasets(excluding(one_bad, val="train"))
+    whole = datasets_in(one_bad, val="train").val
+    opened = excluding(one_bad, val="train")
     assert "1 of 40 training images" in opened.note
     assert "1 of 40 validation images" in opened.note
-    only = open_datasets(excluding(one_bad, val="train"), ("val",)).val
+    only = excluding(one_bad, parts=("val",), val="train").val
     assert (len(whole), whole.left_out, len(only), only.left_out) == (40, 0, 39, 1)
     assert only.digest() == opened.val.digest() != whole.digest()
 
@@ -229,15 +216,15 @@ def test_exclude_of_too_many_validation_images_raises(one_bad: Path) -> None:
     assert verify(one_bad) == 3
     for parts in (("val",), ("train", "val")):
         with pytest.raises(DataError, match="4 of 9 validation images"):
-            open_datasets(excluding(one_bad), parts)
-    assert len(open_datasets(excluding(one_bad), ("train",)).train) == 39
+            excluding(one_bad, parts=parts)
+    assert len(excluding(one_bad, parts=("train",)).train) == 39
 
 
 @pytest.mark.parametrize("part", ["train", "val"])
 def test_error_about_a_bad_image_gives_three_commands(one_bad: Path, part: str) -> None:
     bad = one_bad / part / "eel" / "001.JPEG"
     make_empty(bad)
-    source = getattr(open_datasets(DataConfig(root=str(one_bad))), part)
+    source = getattr(datasets_in(one_bad), part)
     number = [source.name(i) for i in range(len(source))].index("eel/001.JPEG")
     with pytest.raises(DataError) as error:
         source.load(number)
@@ -250,4 +237,4 @@ def test_error_about_a_bad_image_gives_three_commands(one_bad: Path, part: str) 
 def test_exclude_with_a_missing_list_raises(one_bad: Path) -> None:
     (one_bad / BAD_IMAGES_FILE).unlink()
     with pytest.raises(DataError, match=r"data\.exclude"):
-        open_datasets(excluding(one_bad))
+        excluding(one_bad)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.datasets
-from helpers import write_files
+from helpers import datasets_in, write_files
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -93,7 +93,7 @@ def names(source: ImageSource | None) -> list[str]:
 
 
 def test_open_folder_returns_train_and_val(image_folder: Path) -> None:
-    opened = open_datasets(DataConfig(root=str(image_folder)))
+    opened = datasets_in(image_folder)
     assert opened.classes == ("cat", "dog", "eel")
     assert len(opened.train) == 40 and len(opened.val) == 9
     image, target = opened.train.load(39)
@@ -280,7 +280,6 @@ def test_open_torchvision_without_parts(tmp_path: Path) -> None:
         ("synthetic", {"num_classes": 0}, "kwargs.num_classes"),
         ("folder", {"x": 3}, "kwargs.x"),
         ("digits", {}, "val"),
-        ("test_data_datasets:graay", {}, "name"),
         ("no_such_sets:f", {}, "name"),
         ("test_data_datasets:no_part", {}, "name"),
         ("test_data_datasets:gray", {"sise": 3}, "kwargs.sise"),
