@@ -56,14 +56,3 @@ def test_diff_prints_both_values_of_each_difference(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "model.kwargs.a: 1 | (absent)\n"
     assert main(print_config_command, [DEMO, "--diff", DEMO]) == 0
     assert capsys.readouterr().out == ""
-
-
-def test_errors_are_lines_on_stderr_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(print_config_command, [DEMO, "sead=9", "train.epochs=x"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and {line.split(": ")[1] for line in printed.err.splitlines()} == {
-        "sead",
-        "train.epochs",
-    }
-    assert main(print_config_command, [DEMO.replace("demo", "demoo")]) == 2
-    assert "did you mean 'demo.yaml'" in capsys.readouterr().err

@@ -45,7 +45,7 @@ KWARGS = st.dictionaries(
     max_size=4,
 )
 SETTINGS = settings(
-    max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 
 
