@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,7 @@ console.close()
 """
 
 
+@cache
 def on_terminal(mode: str, stop_with: int | None = None, **variables: str) -> tuple[str, int, bool]:
     """Returns what the script shows on a pseudo-terminal, its exit status, whether the settings are
     as before.
@@ -178,17 +180,15 @@ def on_terminal(mode: str, stop_with: int | None = None, **variables: str) -> tu
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(slave)
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("COLUMNS", "LINES", "NO_COLOR")
-    }
+    environment = {**os.environ, "TERM": "xterm", "PYTHONUTF8": "1"}
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environment.pop(name, None)
     process = subprocess.Popen(
         [sys.executable, "-c", TERMINAL_SCRIPT, mode],
         stdout=slave,
         stderr=slave,
         stdin=slave,
-        env={**environment, "TERM": "xterm", "PYTHONUTF8": "1", **variables},
+        env=environment | variables,
     )
     shown = b""
     deadline = time.monotonic() + 240
