@@ -29,10 +29,6 @@ def own(num_classes, width=8):
     return nn.Linear(width, num_classes)
 
 
-def own_without_default(num_classes, width):
-    return nn.Linear(width, num_classes)
-
-
 def own_without_num_classes(width=8):
     return nn.Linear(width, 2)
 
@@ -304,9 +300,7 @@ def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
         (ModelConfig(f"{__name__}:own", kwargs={"widht": 4}), ["kwargs.widht"]),
         (ModelConfig(f"{__name__}:own", kwargs={"num_classes": 4}), ["kwargs.num_classes"]),
         (ModelConfig(f"{__name__}:own", pretrained=True), ["pretrained"]),
-        (ModelConfig(f"{__name__}:own_without_default"), ["kwargs"]),
         (ModelConfig(f"{__name__}:own_without_num_classes"), ["name"]),
-        (ModelConfig("no_such_module:own"), ["name"]),
     ],
 )
 def test_bad_section_is_a_problem(model: ModelConfig, keys: list[str]) -> None:

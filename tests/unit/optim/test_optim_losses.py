@@ -119,7 +119,6 @@ def test_wrong_number_of_class_weights_is_an_error() -> None:
         ({"name": "jsd", "kwargs": {"alpha": 12}, "label_smoothing": 0.1}, []),
         ({"name": "cross_entrop"}, ["loss.name"]),
         ({"name": f"{__name__}:own_not"}, ["loss.name"]),
-        ({"name": f"{__name__}:own_dtype"}, ["loss.kwargs"]),
         (
             {"name": f"{__name__}:own_dtype", "kwargs": {"weigth": 1}},
             ["loss.kwargs.weigth", "loss.kwargs"],

@@ -163,7 +163,6 @@ def test_valid_section_has_no_problem(name: str, kwargs: dict) -> None:
     ("name", "kwargs", "key"),
     [
         ("cosin", {}, "name"),
-        (f"{__name__}:missing", {}, "name"),
         (f"{__name__}:halving", {}, "kwargs"),
         (f"{__name__}:constant_number", {"base_lr": 3}, "base_lr"),
         ("exponential", {}, "kwargs"),

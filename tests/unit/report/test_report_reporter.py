@@ -88,13 +88,8 @@ def test_main_rank_writes_every_output(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["curves.png"]
     printed = capsys.readouterr()
     assert printed.err == ""
-    assert (
-        printed.out.count("step 3  ")
-        == printed.out.count("step 6  ")
-        == printed.out.count("the line of the epoch\n")
-        == printed.out.count("stopped")
-        == 1
-    )
+    for text in ("step 3  ", "step 6  ", "the line of the epoch\n", "stopped"):
+        assert printed.out.count(text) == 1
     events = read_events(tmp_path)
     assert set(events.Tags()["scalars"]) == {
         *(
@@ -305,7 +300,6 @@ def test_writer_problems_name_the_key_and_the_extra(monkeypatch):
         ("tensorbord", "did you mean 'tensorboard'"),
         ("wandb", r"pip install 'imagenet-cls\[wandb\]'"),
         ("mlflow", r"pip install 'imagenet-cls\[mlflow\]'"),
-        ("tracker:Missing", "has no 'Missing'"),
         ("tracker:NoArguments", "too many positional arguments"),
         ("tracker:read_rows", "no subclass"),
         ("builtins:dict", "no signature"),
