@@ -23,7 +23,7 @@ from torchvision.ops import sigmoid_focal_loss
 
 from imagenet_cls.config.schema import DistillConfig, LossConfig
 from imagenet_cls.models.teacher import Teacher, enable_distillation_token
-from imagenet_cls.optim.losses import build_criterion, build_loss
+from imagenet_cls.optim.losses import build_criterion, build_loss, loss_problems
 
 N, CLASSES = 12, 7
 DRAWS = torch.Generator().manual_seed(0)
@@ -41,7 +41,9 @@ def close(found: Tensor, expected: Tensor) -> None:
 def loss_of(
     name: str, smoothing: float = 0.0, weights: list[float] | None = None, splits: int = 1, **kwargs
 ):
-    return build_loss(LossConfig(name, smoothing, weights, kwargs=kwargs), CLASSES, splits)
+    config = LossConfig(name, smoothing, weights, kwargs=kwargs)
+    assert loss_problems(config) == []
+    return build_loss(config, CLASSES, splits)
 
 
 def gradient(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from timm.scheduler.scheduler import Scheduler as TimmScheduler
 from torch.optim import lr_scheduler
 
 from imagenet_cls.config.schema import ScheduleConfig
-from imagenet_cls.optim.schedule import Schedule, build_schedule
+from imagenet_cls.optim.schedule import Schedule, build_schedule, schedule_problems
 
 BASE, PER_EPOCH, EPOCHS = 0.4, 7, 12
 TOTAL = PER_EPOCH * EPOCHS
@@ -27,9 +27,9 @@ WARMUP, START_LR = 3, 1e-5
 
 
 def ours(name: str, kwargs: dict | None = None, epochs: int = EPOCHS, **settings) -> Schedule:
-    return build_schedule(
-        ScheduleConfig(name, kwargs=kwargs or {}, **settings), BASE, PER_EPOCH, epochs
-    )
+    config = ScheduleConfig(name, kwargs=kwargs or {}, **settings)
+    assert schedule_problems(config, epochs, BASE) == []
+    return build_schedule(config, BASE, PER_EPOCH, epochs)
 
 
 def close(mine: Callable[[int], float], theirs: Iterable[float]) -> None:

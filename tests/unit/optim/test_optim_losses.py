@@ -104,19 +104,7 @@ def test_wrong_number_of_class_weights_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "keys"),
     [
-        ({"label_smoothing": 0.1}, []),
         ({"name": f"{__name__}:own_dtype", "kwargs": {"weight": 1}}, []),
-        (
-            {
-                "name": "bce",
-                "kwargs": {"target_threshold": 0.2, "sum_classes": True},
-                "class_weights": [0.0, 1.0],
-            },
-            [],
-        ),
-        ({"name": "bce", "kwargs": {"target_threshold": None}}, []),
-        ({"name": "focal", "kwargs": {"gamma": 0}, "class_weights": [1.0, 2.0]}, []),
-        ({"name": "jsd", "kwargs": {"alpha": 12}, "label_smoothing": 0.1}, []),
         ({"name": "cross_entrop"}, ["loss.name"]),
         ({"name": f"{__name__}:own_not"}, ["loss.name"]),
         (

