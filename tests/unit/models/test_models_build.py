@@ -1,6 +1,4 @@
-"""Models of timm, torchvision and the user: build, check before a run, and code that a checkpoint
-names.
-"""
+"""Models of timm, torchvision and the user: build, and check before a run."""
 
 from pathlib import Path
 
@@ -13,10 +11,9 @@ import torchvision
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.errors import CheckpointError, ResourceError, UserError
+from imagenet_cls.errors import ResourceError, UserError
 from imagenet_cls.models.build import (
     build_model,
-    check_trusted,
     model_mean_std,
     model_problems,
     replace_head,
@@ -307,28 +304,3 @@ def test_bad_section_is_a_problem(model: ModelConfig, keys: list[str]) -> None:
     problems = model_problems(model)
     assert [problem.key for problem in problems] == [f"model.{key}" for key in keys]
     assert not any("\n" in problem.message for problem in problems)
-
-
-@pytest.mark.parametrize(
-    ("name", "imports", "kwargs", "trusted"),
-    [
-        ("os:system", [], {}, {"my_models:net"}),
-        ("my_models:os.system", [], {}, {"my_models", "my_models:net"}),
-        ("hf-hub:someone/model", [], {}, set()),
-        ("resnet18", ["my_models"], {}, set()),
-        ("resnet18", [], {"checkpoint_path": "x.pth"}, set()),
-    ],
-)
-def test_untrusted_names_of_a_checkpoint_are_errors(
-    name: str, imports: list, kwargs: dict, trusted: set
-) -> None:
-    with pytest.raises(CheckpointError):
-        check_trusted(ModelConfig(name, kwargs=kwargs), imports, trusted, "step-0000001")
-
-
-def test_library_models_and_named_factories_are_trusted() -> None:
-    for name in ("resnet18", "torchvision:resnet18"):
-        check_trusted(ModelConfig(name, kwargs={"width": 1}), [], (), "step-0000001")
-    check_trusted(
-        ModelConfig("my_models:net"), ["my_models"], {"my_models", "my_models:net"}, "step-0000001"
-    )
