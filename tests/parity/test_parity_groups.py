@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from timm.optim._param_groups import param_groups_layer_decay, param_groups_weight_decay
+from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
 from imagenet_cls.config.schema import OptimizerConfig
@@ -55,21 +55,7 @@ def theirs(model: nn.Module, key: str, groups: list[dict]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", TIMM)
-def test_decay_of_weights_alone_equals_timms(name: str) -> None:
-    model = timms(name)
-    named = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    expected = theirs(
-        model, "weight_decay", param_groups_weight_decay(model, DECAY, no_weight_decay_list=named)
-    )
-    assert (
-        ours(model, "weight_decay", OptimizerConfig(lr=1.0, weight_decay=DECAY, **ONLY_WEIGHTS))
-        == expected
-    )
-    assert set(expected.values()) == {0.0, DECAY} and len(expected) == len(list(model.parameters()))
-
-
-@pytest.mark.parametrize("name", TIMM)
-def test_layer_decay_equals_timms(name: str) -> None:
+def test_layer_and_weight_decay_equal_timms(name: str) -> None:
     model = timms(name)
     named = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     groups = param_groups_layer_decay(model, DECAY, no_weight_decay_list=named, layer_decay=0.75)
