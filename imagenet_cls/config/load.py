@@ -126,7 +126,8 @@ def _build(tree: Tree, origins: Mapping[str, str], is_stored: bool = False) -> C
     for key, node in walk(tree):
         values[key] = reader.value_of(node, keys.is_text(types.get(key)))
     config = deepcopy(_template())
-    for key in _known_keys("", tree, problems):
+    known_keys = list(_known_keys("", tree, problems))  # problems of other keys come first
+    for key in known_keys:
         try:
             if "${" in str(values[key]) and key.removesuffix(".name") in COMPONENTS:
                 # layers reset the section by the name
