@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -182,7 +183,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
             disk = folder if folder.exists() else folder.parent
             space += f", {shutil.disk_usage(disk).free:,} free"
         raise ResourceError(
-            f"Could not write {final}: {getattr(error, 'strerror', error)} ({space}).",
+            f"Could not write {final}: {_reason(error)} ({space}).",
             "Older checkpoints are unchanged. Free space or repair the folder, then resume with "
             "--resume.",
         ) from error
@@ -227,10 +228,18 @@ def prune(
                 remove(path)
     except OSError as error:
         raise ResourceError(
-            f"Could not remove an old checkpoint from {folder}: {error.strerror}.",
+            f"Could not remove an old checkpoint from {folder}: {_reason(error)}.",
             "Repair the folder, then resume with --resume.",
         ) from error
 
 
 def _write_json(path: Path, value: Any, sort_keys: bool = True) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=sort_keys) + "\n")
+
+
+def _reason(error: OSError | SafetensorError) -> str:
+    """The system's text of an error. safetensors has its number in a message: `(os error 28)`."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number:
+        return os.strerror(int(number[1]))
+    return getattr(error, "strerror", None) or str(error)
