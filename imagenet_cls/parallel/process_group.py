@@ -12,6 +12,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.parallel.devices import start_gpu
 from imagenet_cls.parallel.environment import RankInfo, complete_master_address, name_ranks
+from imagenet_cls.parallel.exit import abort_rank
 from imagenet_cls.parallel.network import address_towards, choose_interface
 from imagenet_cls.text import command_line, first_line
 
@@ -29,6 +31,7 @@ _RETRY_SEC = 0.2
 # If ranks are missing, rank 0 serves the store for this much longer, so that the other ranks can
 # read which ones are missing.
 _SERVE_SEC = 2.0
+_RENDEZVOUS_EXTRA_SEC = 10.0  # a rendezvous fails after two timeouts and this time
 # nccl's watchdog ends a process without naming a rank. So its timeout is longer than the timeouts
 # of the CPU group and of the heartbeat.
 _NCCL_EXTRA = timedelta(seconds=10)
@@ -147,9 +150,16 @@ def init_group(
     # With a file, the machine of rank 0 is unknown.
     master = rendezvous.host or (socket.gethostname() if several_machines else "127.0.0.1")
     timeout = timedelta(seconds=timeout_sec)
+    # torch has no timeout for a server that does not answer, and for a file with other contents.
+    no_answer = rendezvous_error(
+        TimeoutError("the program there does not answer"), rendezvous, rank_info, timeout_sec
+    )
+    watchdog = Timer(2 * timeout_sec + _RENDEZVOUS_EXTRA_SEC, abort_rank, (rank_info, no_answer))
+    watchdog.daemon = True
     try:
         wait_until_reachable(rendezvous, timeout_sec, rank_info.is_main)
         choose_interface(os.environ, master, several_machines)
+        watchdog.start()
         store = open_store(rendezvous, rank_info, timeout_sec)
         wait_for_all_ranks(store, rank_info, timeout_sec)
         store.set_timeout(timeout)
@@ -168,6 +178,8 @@ def init_group(
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         failed = nccl_error(error, rank_info.rank)  # with a device_id, nccl connects here
         raise failed or rendezvous_error(error, rendezvous, rank_info, timeout_sec) from error
+    finally:
+        watchdog.cancel()
     return Group(rank_info, device, cpu_group, rendezvous.file, address_towards(master))
 
 

@@ -1,15 +1,17 @@
 """The rendezvous of ranks, and the errors when it fails."""
 
 import os
+import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from socket import create_server
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import free_port
+from helpers import free_port, run
 
 from imagenet_cls.commands.distributed import lost_rank_error
 from imagenet_cls.errors import ResourceError, UsageError
@@ -113,6 +115,21 @@ def test_wait_for_all_ranks_without_rank_0_names_it(tmp_path: Path) -> None:
         wait_for_all_ranks(
             open_store(Rendezvous(file=tmp_path / "store"), SECOND, 20.0), SECOND, 0.1
         )
+
+
+@pytest.mark.nightly
+def test_init_group_with_a_silent_server_aborts_after_the_timeout() -> None:
+    """torch's store would wait forever."""
+    with closing(create_server(("127.0.0.1", 0))) as silent:
+        code = (
+            "import torch; from imagenet_cls.parallel import process_group as group\n"
+            "from imagenet_cls.parallel.environment import RankInfo\n"
+            "group._RENDEZVOUS_EXTRA_SEC = 0.0\n"
+            "group.init_group(RankInfo(1, 1, 2, 2), torch.device('cpu'), 'auto', 'gloo', "
+            f"'tcp://127.0.0.1:{silent.getsockname()[1]}', 0.5)"
+        )
+        rank = run([sys.executable, "-c", code], timeout_sec=240)
+    assert rank.returncode == 5 and len(rank.stderr.splitlines()) == 3, rank.stderr
 
 
 def test_check_rendezvous_file_of_an_earlier_run_raises(tmp_path: Path) -> None:
