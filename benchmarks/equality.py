@@ -26,7 +26,6 @@ from imagenet_cls.engine.loaders import build_train_loader
 from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.engine.train import train
-from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.seeding import hash_key, seed_generators
@@ -150,7 +149,6 @@ class LossRecorder:
         self.losses: list[torch.Tensor] = []
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[Any]:
-        set_training(self.parts.model, self.parts.config.model)
         return self.parts.train_loader.epoch(epoch, first_step)
 
     def after_step(self, result: StepResult) -> None:

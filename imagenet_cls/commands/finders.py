@@ -28,7 +28,6 @@ from imagenet_cls.engine.plan import ceil_div
 from imagenet_cls.engine.train import train
 from imagenet_cls.errors import out_of_memory_line
 from imagenet_cls.guards.device import explain_device_errors
-from imagenet_cls.models.adapt import set_training
 from imagenet_cls.optim.schedule import Horizon, Schedule
 from imagenet_cls.parallel.memory import (
     memory_limit_bytes,
@@ -68,7 +67,6 @@ class _TimedRun:
         self.warmup = warmup
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        set_training(self.parts.model, self.parts.config.model)
         return repeat(next(self.parts.train_loader.epoch(epoch)))
 
     def after_step(self, result: StepResult) -> None:
@@ -253,7 +251,6 @@ class _LrRangeRun:
         self.average = 0.0
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        set_training(self.parts.model, self.parts.config.model)
         batches = self.parts.train_loader.epoch(epoch, first_step)
         return prefetch_to_device(batches, self.parts.group.device)
 

@@ -4,8 +4,7 @@ The position of a run is one number, `progress.step`, so a resumed run is this l
 another step.
 """
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -15,6 +14,7 @@ from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.meter import StepResult, top1_accuracy
+from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.wrap import gradient_sync
 from imagenet_cls.seeding import hash_key, seed_generators
 
@@ -38,10 +38,7 @@ class TrainingRun(Protocol):
         ...
 
     def after_epoch(self) -> None:
-        """Called after the last step of each epoch, and of the run.
-
-        Also before the first step, for a run that was stopped before this call.
-        """
+        """Called after the last step of each epoch, and of the run. It may evaluate."""
         ...
 
 
@@ -56,6 +53,7 @@ def train(run: TrainingRun) -> None:
     while progress.step < plan.total_steps and not progress.stopped_early:
         epoch, first_step = divmod(progress.step, plan.steps_per_epoch)
         batches = run.epoch_batches(epoch, first_step)
+        set_training(parts.model, parts.config.model)  # an evaluation leaves another mode
         for step in range(progress.step, min((epoch + 1) * plan.steps_per_epoch, plan.total_steps)):
             loss_and_top1 = compute_gradients(parts, batches, epoch, step)
             # only the plateau schedule uses the evaluations
@@ -78,20 +76,19 @@ def compute_gradients(
     With sharpness-aware minimization (SAM) a second pass over the same micro-batches computes the
     gradient at the perturbed weights. Returns the loss and the top-1 accuracy of the first pass.
     """
-    micro_batches = islice(batches, parts.plan.accumulation)
     if not parts.sam.due(step):
-        return forward_backward(parts, micro_batches, epoch, step)
-    kept = list(micro_batches)  # for two passes
-    loss_and_top1 = forward_backward(parts, kept, epoch, step)
+        return forward_backward(parts, batches, epoch, step)
+    micro_batches = [next(batches) for _ in range(parts.plan.accumulation)]
+    loss_and_top1 = forward_backward(parts, iter(micro_batches), epoch, step)
     with parts.sam.perturbed_weights():
-        forward_backward(parts, kept, epoch, step)
+        forward_backward(parts, iter(micro_batches), epoch, step)
     return loss_and_top1
 
 
 def forward_backward(
-    parts: TrainingParts, micro_batches: Iterable[TrainBatch], epoch: int, step: int
+    parts: TrainingParts, batches: Iterator[TrainBatch], epoch: int, step: int
 ) -> Tensor:
-    """Run forward and backward over a step's micro-batches.
+    """Run forward and backward over the micro-batches of a step, the next ones of `batches`.
 
     `.grad` then holds the gradient of the mean loss, averaged over ranks and multiplied by the loss
     scale.
@@ -102,9 +99,9 @@ def forward_backward(
     plan = parts.plan
     group = parts.group
     loss_and_top1 = torch.zeros(2, device=group.device)
-    for micro_step, batch in enumerate(micro_batches):
+    for micro_step in range(plan.accumulation):
         # Normalizes, erases and mixes the images, on the device.
-        images, targets = parts.preprocess(batch, epoch, step, micro_step)
+        images, targets = parts.preprocess(next(batches), epoch, step, micro_step)
         # Dropout and drop-path draw from these generators.
         key = hash_key("batch", parts.config.seed, step, micro_step, group.rank)
         seed_generators(key, *parts.devices.all)
