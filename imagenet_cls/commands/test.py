@@ -247,7 +247,7 @@ def check_report_folder(folder: Path | None) -> None:
 def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group: "Group") -> None:
     """One rank's part of an evaluation."""
     from imagenet_cls.data.test_set import locate_test_set
-    from imagenet_cls.engine.check import check_agreement
+    from imagenet_cls.engine.check import check_on_all_ranks
     from imagenet_cls.engine.precision import set_deterministic
     from imagenet_cls.guards.device import explain_device_errors
     from imagenet_cls.inference.evaluate_weights import (
@@ -260,7 +260,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     from imagenet_cls.parallel.collectives import run_on_main
     from imagenet_cls.report.jsonl import describe_result
 
-    check_agreement(loaded, group, training=False)
+    check_on_all_ranks(loaded, group, training=False)
     # Use the kernels that the run used for its own evaluations.
     set_deterministic(loaded.config.train.deterministic, group.device)
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])

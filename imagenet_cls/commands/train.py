@@ -41,10 +41,10 @@ def train_command(argv: Sequence[str]) -> int:
         if rank_info.is_single_process:
             check_files(arguments, loaded)
         group = process.join(loaded)
-        from imagenet_cls.engine.check import check_agreement
+        from imagenet_cls.engine.check import check_on_all_ranks
         from imagenet_cls.engine.run_training import run_training
 
-        check_agreement(loaded, group, training=True)
+        check_on_all_ranks(loaded, group, training=True)
         run_training(loaded, run_options(arguments, loaded), group)
     return 0
 

@@ -4,7 +4,6 @@ import os
 import shutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -32,10 +31,10 @@ from imagenet_cls.engine.initial_weights import (
     choose_mean_std,
 )
 from imagenet_cls.engine.loaders import build_train_loader, shared_memory_use
-from imagenet_cls.engine.metrics import Metrics, build_metrics
 from imagenet_cls.engine.plan import Plan, part_sizes, plan_run
 from imagenet_cls.engine.precision import autocast, choose_precision, set_deterministic
 from imagenet_cls.engine.step import Sam, Updater
+from imagenet_cls.engine.user_metrics import Metrics, build_metrics
 from imagenet_cls.errors import ConfigError, UsageError
 from imagenet_cls.guards.agreement import check_same_data
 from imagenet_cls.guards.replicas import check_same_weights, model_digest
@@ -190,19 +189,16 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
 
     # With another batch size than in training, torch.compile would compile a second time.
     micro_batch = train_loader.sampler.micro_batch_sizes[0]
-    rebuild_ddp_buckets(
-        wrapped,
-        partial(
-            warm_up,
-            augment,
-            config.data.channels,
-            wrapped,
-            criterion,
-            normalize,
-            autocast_dtype,
-            micro_batch,
-        ),
-    )
+    shape = (micro_batch * augment.splits, config.data.channels, *height_width(augment.size_px))
+
+    def run_on_zeros() -> None:
+        images = normalize(torch.zeros(shape, dtype=torch.uint8))
+        targets = torch.zeros(micro_batch, dtype=torch.int64, device=device)
+        with autocast(device, autocast_dtype):
+            loss = criterion(wrapped(images), targets, images)
+        loss.backward()
+
+    rebuild_ddp_buckets(wrapped, run_on_zeros)
     keep_gradients = overwrites_gradients(train) and plan.accumulation > 1
     weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
     messages = [devices.note, data.note, scaling_message]
@@ -245,24 +241,6 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         evaluation=evaluation,
         metrics=build_metrics(config.eval.metrics, num_classes, weight_kinds, group),
     )
-
-
-def warm_up(
-    augment: AugmentConfig,
-    channels: int,
-    wrapped: nn.Module,
-    criterion: Criterion,
-    normalize: Preprocess,
-    autocast_dtype: torch.dtype | None,
-    micro_batch: int,
-) -> None:
-    """Run forward and backward over a micro-batch of zeros. micro_batch: the number of images."""
-    shape = (micro_batch * augment.splits, channels, *height_width(augment.size_px))
-    images = normalize(torch.zeros(shape, dtype=torch.uint8))
-    targets = torch.zeros(micro_batch, dtype=torch.int64, device=images.device)
-    with autocast(images.device, autocast_dtype):
-        loss = criterion(wrapped(images), targets, images)
-    loss.backward()
 
 
 def open_same_data(data: DataConfig, group: Group, allow_missing: bool) -> RunData:

@@ -8,8 +8,8 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.data.datasets import data_problems
 from imagenet_cls.data.policies import policy_problems
 from imagenet_cls.engine.build import num_devices
-from imagenet_cls.engine.metrics import metric_problems
 from imagenet_cls.engine.plan import batch_problem
+from imagenet_cls.engine.user_metrics import metric_problems
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.guards.agreement import check_same_code, check_same_config
 from imagenet_cls.lookup import import_from_cwd
@@ -23,7 +23,7 @@ from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.report.writers import writer_problems
 
 
-def check_agreement(loaded: LoadedConfig, group: Group, training: bool) -> None:
+def check_on_all_ranks(loaded: LoadedConfig, group: Group, training: bool) -> None:
     """Raise a UserError on every rank unless all have the same code and config, and stage 2 of the
     checks passes.
 

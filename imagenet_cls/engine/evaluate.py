@@ -20,9 +20,9 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.data.device import Preprocess
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.engine.evaluation_labels import EvaluationLabels
-from imagenet_cls.engine.loaders import Batch, build_val_batches
-from imagenet_cls.engine.metrics import Metrics, compute_metrics
+from imagenet_cls.engine.loaders import EvalBatch, build_val_batches
 from imagenet_cls.engine.precision import autocast, choose_precision
+from imagenet_cls.engine.user_metrics import Metrics, compute_metrics
 from imagenet_cls.parallel.collectives import all_reduce_sum
 from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import Group
@@ -59,7 +59,7 @@ class Evaluation:
     def outputs(
         self,
         models: Mapping[str, nn.Module],
-        batches: Iterable[Batch] | None = None,
+        batches: Iterable[EvalBatch] | None = None,
         pad_to: int | None = None,
     ) -> Iterator[EvalOutputs]:
         """`model_outputs` of models on the device. batches: by default the batches of this rank's
@@ -81,7 +81,7 @@ class Evaluation:
 @torch.no_grad()
 def model_outputs(
     models: Mapping[str, nn.Module],
-    batches: Iterable[Batch],
+    batches: Iterable[EvalBatch],
     preprocess: Callable[[Tensor], Tensor],
     device: torch.device,
     dtype: torch.dtype | None,

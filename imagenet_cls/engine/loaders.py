@@ -17,7 +17,7 @@ from imagenet_cls.engine.plan import Plan, ceil_div
 from imagenet_cls.parallel.cpus import cpus_per_rank
 from imagenet_cls.parallel.process_group import Group
 
-Batch = tuple[Tensor, Tensor, Tensor]
+EvalBatch = tuple[Tensor, Tensor, Tensor]
 """uint8 images (B, C, H, W), targets (B,), indices of the images (B,)."""
 
 _MAX_WORKERS = 16
@@ -60,7 +60,7 @@ def build_train_loader(
 
 def build_val_batches(
     config: Config, source: ImageSource, group: Group, num_devices: int, mean: Sequence[float]
-) -> Iterable[Batch]:
+) -> Iterable[EvalBatch]:
     """This rank's shard, unpadded, in batches for all of its devices together. mean: fill color of
     `eval.mode: pad`.
     """

@@ -23,7 +23,7 @@ class StepProfiler:
     def update(self, step: int, force_end: bool = False) -> str | None:
         """Start or end the profile if it is due after `step` steps. force_end: end it in any case.
 
-        Returns a message after its trace and its table of operators were written, or could not be.
+        Returns a message when the profile has ended.
         """
         if self._steps is None:
             return None
@@ -41,15 +41,20 @@ class StepProfiler:
             self._profile.start()
         elif self._profile is not None and (force_end or step >= last):
             ended, self._profile = self._profile, None
-            ended.stop()
-            return self._write(ended, step) if step >= self._first else None
+            return self._write(ended, step)
         return None
 
-    def _write(self, profile: Any, step: int) -> str:
+    def _write(self, profile: Any, step: int) -> str | None:
+        """Stop the profile, and write its trace and its table of operators. Its errors do not end
+        the run, and do not replace the error that does.
+        """
         name = f"steps-{self._first:07d}-{step:07d}"
         trace, table = self._folder / f"{name}.json.gz", self._folder / f"{name}.txt"
         order = f"self_{'cuda' if self._device_type == 'cuda' else 'cpu'}_time_total"
         try:
+            profile.stop()
+            if step < self._first:
+                return None
             self._folder.mkdir(exist_ok=True)
             profile.export_chrome_trace(str(trace))
             table.write_text(

@@ -21,7 +21,7 @@ from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.evaluate import evaluate
-from imagenet_cls.engine.loaders import Batch, DataWaitCheck
+from imagenet_cls.engine.loaders import DataWaitCheck, EvalBatch
 from imagenet_cls.engine.meter import Meter, StepResult
 from imagenet_cls.engine.plan import Due, ceil_div, due_after
 from imagenet_cls.engine.profiler import StepProfiler
@@ -30,7 +30,6 @@ from imagenet_cls.errors import Stopped
 from imagenet_cls.guards.hang import HangLog
 from imagenet_cls.guards.nonfinite import NonFiniteGuard, check_finite_weights
 from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
-from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.collectives import run_on_main
 from imagenet_cls.parallel.stop_requests import StopRequested, StopSignalHandler
 from imagenet_cls.private_names import base_optimizer
@@ -104,11 +103,10 @@ class Run:
         """This rank's micro-batches of an epoch, from its step `first_step` on, already copied to a
         GPU if there is one.
 
-        Sets the model to training mode. Adds the time that the loop waits for a batch to the meter,
-        and passes the first batch of a new run to the reporter.
+        Adds the time that the loop waits for a batch to the meter, and passes the first batch of a
+        new run to the reporter.
         """
         parts = self.parts
-        set_training(parts.model, parts.config.model)
         batches = parts.train_loader.epoch(epoch, first_step)
         batches = prefetch_to_device(batches, parts.group.device)
         is_first = self.progress.step == 0
@@ -141,9 +139,9 @@ class Run:
         self.stop_signals.check_after_step(force=due.save or due.end_of_epoch)
         self.saver.check()  # raises if a save in the background has failed
         if due.save and not due.evaluation:  # otherwise `after_epoch` saves
-            is_finite = self.log_steps()
+            self.log_steps()
             # After a non-finite step nothing is saved: it would displace an older, good checkpoint.
-            if is_finite:
+            if self.nonfinite_guard.last_step_finite:
                 self.save()
             self.meter.restart_clock()
         self.update_profiler()
@@ -152,12 +150,12 @@ class Run:
         """Log the epoch's last steps. Evaluate, if that is due and not done, and then save if the
         result is the best so far or a save is due.
         """
-        is_finite = self.log_steps()
+        self.log_steps()
         if self.due().evaluation and self.progress.evaluated_step < self.progress.step:
             improved = self.evaluate()
             due = self.due()  # the evaluation may have stopped the run early
             # The end is always saved: `save` raises if the weights are not finite.
-            if improved or due.end or (due.save and is_finite):
+            if improved or due.end or (due.save and self.nonfinite_guard.last_step_finite):
                 self.save()
 
     def due(self) -> Due:
@@ -172,23 +170,22 @@ class Run:
         if self.profiler and (message := self.profiler.update(self.progress.step, force_end)):
             self.reporter.event(self.progress.step, message)
 
-    def log_steps(self) -> bool:
-        """Report the steps since the last call. Returns whether the last step was finite. A
-        collective.
+    def log_steps(self) -> None:
+        """Report the steps since the last call. A collective.
 
         Raises NonFiniteError after too many non-finite ones in a row.
         """
         records = self.meter.flush()
-        if records:
-            self.stop_signals.set_interval(*self.meter.last_interval)
-            self.reporter.report_steps(records)
-            wait_warning = self.data_wait_check.add_interval(records)
-            nonfinite_message = self.nonfinite_guard.count_and_describe(records)
-            for message in (wait_warning, nonfinite_message):
-                if message is not None:
-                    self.reporter.event(self.progress.step, message)
-            self.nonfinite_guard.check(records, self.meter.own_losses)
-        return self.nonfinite_guard.last_step_finite
+        if not records:
+            return
+        self.stop_signals.set_interval(*self.meter.last_interval)
+        self.reporter.report_steps(records)
+        wait_warning = self.data_wait_check.add_interval(records)
+        nonfinite_message = self.nonfinite_guard.count_and_describe(records)
+        for message in (wait_warning, nonfinite_message):
+            if message is not None:
+                self.reporter.event(self.progress.step, message)
+        self.nonfinite_guard.check(records, self.meter.own_losses)
 
     def save(self) -> None:
         """Save in the background. Raises without saving if replicas have diverged or weights are
@@ -256,7 +253,7 @@ class Run:
         progress.best[name] = {metric: result[metric], "step": progress.step}
         return True
 
-    def evaluation_batches(self) -> Iterator[Batch]:
+    def evaluation_batches(self) -> Iterator[EvalBatch]:
         """This rank's validation batches, with a progress bar. Raises StopRequested after a stop
         signal.
         """

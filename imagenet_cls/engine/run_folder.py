@@ -104,6 +104,7 @@ class RunFolder:
         self._lock: IO[str] | None = None  # of rank 0
         self._created: list[Path] = []  # by `open`, the innermost first
         self._progress: Progress | None = None  # of the run, once it has started
+        self._first_step = 0
         self._resumed = False
 
     def holds_run(self) -> bool:
@@ -243,11 +244,13 @@ class RunFolder:
 
     def mark_started(self, progress: "Progress", resumed: bool) -> None:
         """Keep what is in the folder at the end of the `with` block, unless a run without --resume
-        fails before its first step.
+        fails before it has made a step.
 
-        progress: the progress of the run. resumed: whether the command has --resume.
+        progress: the progress of the run, which the run changes. resumed: whether the command has
+        --resume.
         """
         self._progress = progress
+        self._first_step = progress.step
         self._resumed = resumed
 
     @property
@@ -262,7 +265,7 @@ class RunFolder:
             return
         if self._progress is None:
             self._remove_created()
-        elif self._progress.step == 0 and not self._resumed and _is_failure(error):
+        elif self._progress.step == self._first_step and not self._resumed and _is_failure(error):
             with contextlib.suppress(ResourceError):  # `error` is the one to show
                 self.clear()  # so that the corrected command needs no --overwrite
         self._lock.close()

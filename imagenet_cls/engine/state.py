@@ -255,9 +255,12 @@ def check_resumable(
     stored = config_from_state(state, path)
     conditions_before = run_conditions(state)
     conditions_now = run_conditions(describe_run(parts))
-    # A condition that only one of them has counts as unchanged: older checkpoints have fewer.
-    before = comparable_values(stored) | conditions_now | conditions_before
-    now = comparable_values(parts.config) | conditions_before | conditions_now
+    before = comparable_values(stored)
+    now = comparable_values(parts.config)
+    # Older checkpoints have fewer conditions.
+    for name in conditions_before.keys() & conditions_now.keys():
+        before[name] = conditions_before[name]
+        now[name] = conditions_now[name]
     names = sorted({*before, *now} - {*ineffective_keys(stored), *ineffective_keys(parts.config)})
     changed = {
         name: f"{name}: {format_value(before.get(name))} -> {format_value(now.get(name))}"

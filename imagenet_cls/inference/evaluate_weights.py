@@ -26,7 +26,7 @@ from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.engine.build import rank_devices
 from imagenet_cls.engine.evaluate import EvalOutputs, Evaluation, evaluate
 from imagenet_cls.engine.evaluation_labels import evaluation_labels
-from imagenet_cls.engine.metrics import build_metrics
+from imagenet_cls.engine.user_metrics import build_metrics
 from imagenet_cls.errors import CheckpointError, DataError
 from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.inference.load_weights import (

@@ -30,7 +30,7 @@ from torch.nn import functional
 import imagenet_cls
 from imagenet_cls.commands.distributed import join_group
 from imagenet_cls.commands.train import load_for_training, run_options, train_parser
-from imagenet_cls.engine.check import check_agreement
+from imagenet_cls.engine.check import check_on_all_ranks
 from imagenet_cls.engine.run_training import run_training
 from imagenet_cls.errors import UserError
 from imagenet_cls.guards import agreement, heartbeat
@@ -188,7 +188,7 @@ def every_case(rank: int, world_size: int, folder: Path) -> None:
         if name == "other code" and rank == 1:
             change_code(folder)
         try:
-            check_agreement(loaded, group, training=True)
+            check_on_all_ranks(loaded, group, training=True)
             run_training(loaded, run_options(arguments, loaded), group)
         except UserError as error:
             ends[name] = [error.exit_code, str(error)]

@@ -31,8 +31,8 @@ from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.evaluate import evaluate, model_outputs
 from imagenet_cls.engine.meter import StepResult
-from imagenet_cls.engine.metrics import build_metrics, compute_metrics
 from imagenet_cls.engine.train import train
+from imagenet_cls.engine.user_metrics import build_metrics, compute_metrics
 from imagenet_cls.errors import ConfigError, ResourceError
 from imagenet_cls.guards.replicas import check_same_weights
 from imagenet_cls.parallel.collectives import all_reduce_mean, gather_to_main

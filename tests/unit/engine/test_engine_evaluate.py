@@ -8,7 +8,7 @@ from helpers import single_rank
 from sklearn.metrics import balanced_accuracy_score
 from torch import nn
 
-from imagenet_cls.engine.evaluate import Batch, evaluate, model_outputs
+from imagenet_cls.engine.evaluate import EvalBatch, evaluate, model_outputs
 
 CPU = torch.device("cpu")
 ALONE = single_rank()
@@ -21,7 +21,7 @@ def network(num_classes: int, seed: int = 0) -> nn.Module:
     )
 
 
-def batches_of(images: torch.Tensor, targets: torch.Tensor, size: int) -> list[Batch]:
+def batches_of(images: torch.Tensor, targets: torch.Tensor, size: int) -> list[EvalBatch]:
     indices = torch.arange(len(images))
     return list(zip(images.split(size), targets.split(size), indices.split(size), strict=True))
 

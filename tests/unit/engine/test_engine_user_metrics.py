@@ -14,7 +14,7 @@ from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, EvalConfig
 from imagenet_cls.engine.evaluate import evaluate
-from imagenet_cls.engine.metrics import build_metrics, values_by_field
+from imagenet_cls.engine.user_metrics import build_metrics, values_by_field
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.guards.agreement import user_modules
 from imagenet_cls.lookup import import_from_cwd
