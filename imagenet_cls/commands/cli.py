@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO, TypeVar
 
+from imagenet_cls.commands.own_data import load_config_or_data
 from imagenet_cls.config import keys
 from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
@@ -262,13 +263,13 @@ def is_override(argument: str) -> bool:
 
 
 def load_one_config(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> LoadedConfig:
-    """The config of a command that takes one and overrides. parser: with a usage, for the error
-    without a config.
+    """The config of a command that takes one, or a data set, and overrides. parser: with a usage,
+    for the error without a config.
     """
-    overrides, configs = split_overrides(arguments, ["one config"])
-    if not configs:
+    overrides, sources = split_overrides(arguments, ["one config or data set"])
+    if not sources:
         raise UsageError("No config given.", f"Usage: {parser.usage}")
-    return load_config(configs[0], overrides)
+    return load_config_or_data(sources[0], overrides)
 
 
 def load_data_config(source: str, overrides: Sequence[str]) -> DataConfig | None:

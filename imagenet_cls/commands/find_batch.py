@@ -7,7 +7,7 @@ from imagenet_cls.commands.distributed import join_alone
 from imagenet_cls.config.schema import BATCH, TrainConfig
 from imagenet_cls.errors import ResourceError
 
-_USAGE = "CONFIG [key=value ...] [--gpus N] [--max IMAGES]"
+_USAGE = "CONFIG|DATA [key=value ...] [--gpus N] [--max IMAGES]"
 _GIB = 2.0**30
 
 

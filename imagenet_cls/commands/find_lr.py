@@ -13,7 +13,7 @@ from imagenet_cls.files import explain_write_errors, is_device_or_fifo
 if TYPE_CHECKING:
     from imagenet_cls.commands.finders import LrRange
 
-_USAGE = "CONFIG [key=value ...] [--from LR] [--to LR] [--steps N] [--out FILE.png]"
+_USAGE = "CONFIG|DATA [key=value ...] [--from LR] [--to LR] [--steps N] [--out FILE.png]"
 _ROWS = 20  # of the table
 _MIN_STEPS = 20
 

@@ -48,6 +48,17 @@ def is_config(source: str) -> bool:
     return Path(source).suffix in (".yaml", ".yml") or source in shipped_configs()
 
 
+def load_config_or_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
+    """The config of a file, or of a training on the data set that is given in its place."""
+    if is_data(source):
+        return load_with_data(source, overrides)
+    loaded = load_config(source, overrides)
+    if Path(source).is_dir():
+        note = f"{source} is a config here. For the folder of that name, write ./{source}"
+        loaded = replace(loaded, notes=[*loaded.notes, note])
+    return loaded
+
+
 def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     """The config of a training on a data set. overrides: `key=value`, also with `SHORT_KEYS`.
 

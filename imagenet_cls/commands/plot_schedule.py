@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from imagenet_cls.engine.plan import Plan
 
 IMAGENET_IMAGES = 1_281_167
-_USAGE = "CONFIG [key=value ...] [--out FILE.png] [--images N]"
+_USAGE = "CONFIG|DATA [key=value ...] [--out FILE.png] [--images N]"
 
 
 def plot_schedule_command(argv: Sequence[str]) -> None:

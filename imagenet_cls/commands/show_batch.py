@@ -14,7 +14,7 @@ from imagenet_cls.text import utf8_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-_USAGE = "CONFIG [key=value ...] [--epoch E] [--images N] [--out FILE.png]"
+_USAGE = "CONFIG|DATA [key=value ...] [--epoch E] [--images N] [--out FILE.png]"
 
 
 def show_batch_command(argv: Sequence[str]) -> None:

@@ -4,7 +4,6 @@ import argparse
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from imagenet_cls.commands import cli
@@ -16,7 +15,7 @@ from imagenet_cls.commands.distributed import (
     ranks_to_start,
     start_ranks,
 )
-from imagenet_cls.commands.own_data import is_data, load_with_data
+from imagenet_cls.commands.own_data import load_config_or_data
 from imagenet_cls.config.keys import sections, value_types
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import Kwargs
@@ -121,15 +120,14 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
     if arguments.device is not None:
         overrides.append(f"device={arguments.device}")
     if not sources:
+        if arguments.resume_from is not None and not overrides:
+            # else the embedded demo, which does not fit
+            raise UsageError(
+                f"The checkpoint {arguments.resume_from} is given without a config or dataset.",
+                "Give that of its run, too.",
+            )
         return load_config(None, overrides)
-    source = sources[0]
-    if is_data(source):
-        return load_with_data(source, overrides)
-    loaded = load_config(source, overrides)
-    if Path(source).is_dir():
-        note = f"{source} is a config here. For the folder of that name, write ./{source}"
-        loaded = replace(loaded, notes=[*loaded.notes, note])
-    return loaded
+    return load_config_or_data(sources[0], overrides)
 
 
 def replace_resume_checkpoint(arguments: argparse.Namespace) -> None:

@@ -75,7 +75,7 @@ ADVICE = {
     "eval.every_epochs": "the last epoch is evaluated in any case",
     "parallel.device_ids": "the GPUs to use",
     **dict.fromkeys(["config", "cfg"], "give the config as an argument, without an option"),
-    "data": "give the dataset as an argument, without an option or key; or data.root",
+    "data": "give only the path of the dataset, or data.root=PATH",
     **dict.fromkeys(
         ["test_only", "eval_only", "e", "evaluate", "validate"],
         f"use {command_line('test')} CONFIG CHECKPOINT",

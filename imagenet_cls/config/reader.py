@@ -17,7 +17,7 @@ import yaml
 from yaml.constructor import SafeConstructor
 
 from imagenet_cls.errors import ConfigError
-from imagenet_cls.lookup import did_you_mean
+from imagenet_cls.lookup import nearest
 
 MAX_DEPTH = 24
 MAX_BYTES = 1 << 19  # room for a weight of each of ImageNet-21k's 21,841 classes
@@ -139,10 +139,13 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
         if isinstance(error, FileNotFoundError):
             pattern = "*.y*ml" if path.suffix in (".yaml", ".yml") else "*"
             beside = sorted(file.name for file in path.parent.glob(pattern))
-            near = did_you_mean(path.name, [*beside, *names])
-            near = (
-                near or "; give a config such as configs/resnet50.yaml, or a dataset for training"
-            )
+            found = [
+                repr(str(shown.parent / name) if name in beside else name)
+                for name in nearest(path.name, [*beside, *names])
+            ]
+            near = "; give a config such as configs/resnet50.yaml, or a dataset for training"
+            if found:
+                near = f"; did you mean {' or '.join(found)}?"
         raise ConfigError([f"{shown}: {error.strerror or error}{near}"]) from None
 
 

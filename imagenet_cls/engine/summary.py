@@ -180,6 +180,11 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
             f"each epoch leaves out {left_out} of {samples} images, which do not fill a batch; "
             "a smaller train.global_batch_size leaves out fewer"
         )
+    if config.schedule.warmup_epochs >= config.train.epochs:
+        warnings.append(
+            "the warm-up takes all epochs, so the learning rate never falls "
+            "(schedule.warmup_epochs)"
+        )
     if parts.num_classes > len(parts.data.classes):
         warnings.append(
             f"the model has {parts.num_classes} outputs (model.num_classes), the data "

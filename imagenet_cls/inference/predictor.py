@@ -406,8 +406,9 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
             files = [Path(name) for name in glob.glob(argument, recursive=True)]  # noqa: PTH207 (absolute ones)
         matches = sorted(file for file in files if file.is_file())
         if not matches:
+            missing = "no images in this folder" if path.is_dir() else "no such file or folder"
             raise DataError(
-                f"{argument}: no image there.",
+                f"{argument}: {missing}.",
                 "Name image files, folders of images, or quoted patterns like 'photos/*.jpg'.",
             )
         found += matches

@@ -181,6 +181,7 @@ def runs_page(
             statistics.append(run_statistics(run, global_batch))
     states = [_state(run, row) for run, row in zip(runs, statistics, strict=True)]
     known = [row for row in statistics if row["best_top1_pct"] is not None]
+    top1 = sorted(row["best_top1_pct"] for row in known)
     best = max(known, key=itemgetter("best_top1_pct"), default=statistics[0])
     return render(
         "runs.html",
@@ -195,7 +196,8 @@ def runs_page(
         num_states=Counter(re.split("[:,]", state)[0] for state in states),
         best=best,
         best_run=runs[statistics.index(best)],
-        top1=sorted(row["best_top1_pct"] for row in known),
+        top1=top1,
+        median_top1=median(top1) if top1 else None,
         hours=[row["hours"] for row in statistics if row["hours"] is not None],
         results=_RESULTS,
         own_metrics=list(dict.fromkeys(name for row in statistics for name in row["user_metrics"])),

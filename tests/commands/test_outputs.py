@@ -562,6 +562,7 @@ def test_dry_run_with_sam_makes_both_passes(
     [
         ({"train.global_batch_size": 1000}, "warning: each epoch leaves out 438 of 1438 images"),
         ({"model.num_classes": 12}, "warning: the model has 12 outputs"),
+        ({"schedule.warmup_epochs": 1, "train.epochs": 1}, "warning: the warm-up takes all epochs"),
         ({"model.head_only": True}, "warning: frozen parameters have random values"),
     ],
 )

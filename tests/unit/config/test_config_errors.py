@@ -305,7 +305,7 @@ def test_unreadable_file_names_file() -> None:
     with pytest.raises(
         ConfigError,
         match=r"^configs/resnet5O.yaml: .*; did you mean "
-        r"'resnet50.yaml'",
+        r"'configs/resnet50.yaml'",
     ):
         load_config("configs/resnet5O.yaml")
     for text in (
