@@ -13,17 +13,17 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
 CEILINGS = {
-    "checkpoint": 4_300,
-    "commands": 35_600,
-    "config": 12_700,
+    "checkpoint": 4_100,
+    "commands": 35_300,
+    "config": 12_000,
     "data": 28_900,
     "engine": 21_700,
-    "guards": 4_700,
+    "guards": 4_100,
     "inference": 10_600,
     "models": 9_800,
     "optim": 6_300,
-    "parallel": 10_700,
-    "report": 10_900,
+    "parallel": 10_600,
+    "report": 11_000,
     "": 3_900,  # modules of the package itself
 }
 NOT_COUNTED = {
