@@ -191,6 +191,19 @@ def arguments(root: Any, work_dir: Any, model: Any = "plain", **changes: Any) ->
     ]
 
 
+def assert_resumes(root: Any, folder: Path, stop_at: int, *args: Any, **changes: Any) -> None:
+    """Runs of `arguments(root, ...)`: one that is stopped after a step and resumed has the losses
+    and the bits of the one in `folder / "whole"`, which is not stopped.
+    """
+    whole, parts = folder / "whole", folder / "parts"
+    train_here(arguments(root, whole, *args, **changes))
+    words = arguments(root, parts, *args, **changes)
+    train_here([*words, f"train.max_steps={stop_at}"])
+    train_here([*words, "--resume"])
+    assert losses(parts) == losses(whole)
+    assert saved_bytes(parts) == saved_bytes(whole)
+
+
 def runs_on_gpus(markers: str) -> bool:
     """Whether pytest's `-m MARKERS` selects tests that need a GPU."""
     return "gpu" in markers and "not gpu" not in markers
@@ -269,10 +282,15 @@ def run(
         return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
 
+def records(work_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The records of a kind in metrics.jsonl, in order: `train`, `eval` or `event`."""
+    lines = (work_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
 def losses(work_dir: Path) -> list[float]:
     """The loss of every step, in order; asserts that each step is recorded exactly once."""
-    records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if record["kind"] == "train"]
+    steps = records(work_dir, "train")
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
     return [record["loss"] for record in steps]
 
@@ -284,13 +302,27 @@ def before_classes(out: str) -> list[str]:
 
 def evaluations(work_dir: Path) -> list[dict[str, Any]]:
     """The records of all evaluations, in order: one for each kind of weights."""
-    records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record["kind"] == "eval"]
+    return records(work_dir, "eval")
 
 
 def newest(work_dir: Path) -> Path:
     """The folder of the checkpoint with the highest step."""
     return max((work_dir / "checkpoints").glob("step-*"))
+
+
+def state_of(work_dir: Path) -> dict[str, Any]:
+    """`state.json` of the newest checkpoint."""
+    return json.loads((newest(work_dir) / "state.json").read_text())
+
+
+def edit_state(checkpoint: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change `state.json` of a checkpoint, and write the digests that belong to it."""
+    from imagenet_cls.checkpoint.format import write_manifest
+
+    state = json.loads((checkpoint / "state.json").read_text())
+    edit(state)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    write_manifest(checkpoint)
 
 
 def saved_bytes(work_dir: Path) -> dict[str, bytes]:
@@ -308,7 +340,7 @@ def state_digest(work_dir: Path) -> str:
     digest = hashlib.sha256()
     for name in [*sorted(path.name for path in folder.glob("*.safetensors")), "optimizer.json"]:
         digest.update(name.encode() + (folder / name).read_bytes())
-    state = json.loads((folder / "state.json").read_text())
+    state = state_of(work_dir)
     digest.update(json.dumps([state["progress"], state["scaler"]], sort_keys=True).encode())
     return digest.hexdigest()
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import RankServer, destroy_group
 from forked_ranks import join_group as join_over_gloo
-from helpers import DEMO, noisy, wait_for
+from helpers import DEMO, noisy, records, wait_for
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -210,11 +210,6 @@ def end_of(runs: Path, name: str) -> tuple[int, list[str]]:
     by_rank = [json.loads((runs / f"ends{rank}.json").read_text())[name] for rank in range(RANKS)]
     assert by_rank[0][0] == by_rank[1][0]
     return by_rank[0][0], by_rank[0][1].splitlines()
-
-
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in found if record["kind"] == kind]
 
 
 def saved(folder: Path, step: int, name: str) -> dict[str, bytes]:

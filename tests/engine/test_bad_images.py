@@ -2,7 +2,6 @@
 `data.exclude`.
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -14,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TRAIN, arguments, environment, losses, run, state_digest, train_here
+from helpers import (
+    TRAIN,
+    arguments,
+    environment,
+    evaluations,
+    losses,
+    run,
+    state_digest,
+    train_here,
+)
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
@@ -91,11 +99,8 @@ def test_evaluations_say_how_many_images_are_left_out(
     assert call(verify_command, folder)[0] == 3
     code, out, error = call(train_command, *of_folder(folder, tmp_path / "run", **EXCLUDE))
     assert code == 0 and "19 images (1 left out)" in out + error
-    records = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    evaluations = [record for record in records if record["kind"] == "eval"]
-    assert evaluations and all((e["images"], e["left_out"]) == (19, 1) for e in evaluations)
+    found = evaluations(tmp_path / "run")
+    assert found and all((e["images"], e["left_out"]) == (19, 1) for e in found)
     code, out, _ = call(evaluate_command, tmp_path / "run" / "config.yaml", tmp_path / "run")
     assert code == 0 and "19 images (1 left out)" in out
 

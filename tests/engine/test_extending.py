@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, arguments, before_classes, evaluations, losses, newest, train_here
+from helpers import (
+    REPOSITORY,
+    arguments,
+    before_classes,
+    evaluations,
+    losses,
+    newest,
+    records,
+    state_of,
+    train_here,
+)
 from safetensors.torch import load_file
 from sklearn.metrics import f1_score, recall_score
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -47,10 +57,6 @@ def train(config: str, *words: str, steps: int = 3) -> Path:
         [config, f"train.max_steps={steps}", "data.num_workers=0", "log.tensorboard=false", *words]
     )
     return Path("work_dirs") / Path(config).stem
-
-
-def state(run: Path) -> dict:
-    return json.loads((newest(run) / "state.json").read_text())
 
 
 def small_model() -> list[str]:
@@ -89,8 +95,8 @@ def test_the_class_itself_is_a_factory_too(beside_the_page: Path) -> None:
 
 def test_own_data(beside_the_page: Path) -> None:
     run = train("my_data.yaml", *small_model())
-    assert state(run)["classes"] == ["disc", "square"]
-    assert state(run)["plan"]["steps_per_epoch"] == 1024 // 64
+    assert state_of(run)["classes"] == ["disc", "square"]
+    assert state_of(run)["plan"]["steps_per_epoch"] == 1024 // 64
     assert {record["images"] for record in evaluations(run)} == {100}
 
 
@@ -134,8 +140,7 @@ def test_own_loss(beside_the_page: Path) -> None:
 
 def test_own_schedule(beside_the_page: Path) -> None:
     run = train("my_schedule.yaml", *small_model(), "train.global_batch_size=256", steps=10)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rates = [record["lr"] for record in records if record["kind"] == "train"]
+    rates = [record["lr"] for record in records(run, "train")]
     assert rates == pytest.approx([0.03] * 5 + [0.03 * (10 - step) / 5 for step in range(5, 10)])
 
 

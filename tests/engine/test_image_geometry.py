@@ -2,7 +2,6 @@
 alike.
 """
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, evaluations, losses, newest, plain, saved_bytes, train_here
+from helpers import arguments, evaluations, losses, plain, saved_bytes, state_of, train_here
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import nn
@@ -109,7 +108,7 @@ def test_gray_images_train_resume_evaluate_and_predict_alike(
     train_on(folder, runs[1], **settings, **{"train.max_steps": 1, "data.num_workers": 1})
     train_on(folder, runs[1], resume=True, **settings)
     assert losses(runs[0]) == losses(runs[1]) and saved_bytes(runs[0]) == saved_bytes(runs[1])
-    stored = json.loads((newest(runs[0]) / "state.json").read_text())["preprocessing"]
+    stored = state_of(runs[0])["preprocessing"]
     assert [stored["mean"], stored["std"]] == [pytest.approx(numbers) for numbers in mean_std]
     predictor, files = (
         imagenet_cls.Predictor(runs[0], allow_import=[name]),

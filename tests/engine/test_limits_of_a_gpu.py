@@ -1,13 +1,12 @@
 """What only a GPU does: overflow in half precision, and real out-of-memory errors."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import arguments, state_digest, train_here
+from helpers import arguments, assert_resumes, records, state_digest, train_here
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -49,14 +48,11 @@ def test_fp16_overflow_resumes_to_the_same_bits(tmp_path: Path) -> None:
         "train__max_nonfinite_steps": 1,
         "checkpoint__every_steps": 3,
     }
-    train_here(arguments(tmp_path, tmp_path / "whole", "noisy", **changes))
-    train_here(arguments(tmp_path, tmp_path / "parts", "noisy", **changes, train__max_steps=3))
-    train_here([*arguments(tmp_path, tmp_path / "parts", "noisy", **changes), "--resume"])
+    assert_resumes(tmp_path, tmp_path, 3, "noisy", **changes)
     for folder in (tmp_path / "whole", tmp_path / "parts"):
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        steps = [record for record in records if record["kind"] == "train"]
+        steps = records(folder, "train")
         assert steps[0].get("skipped") and not steps[-1].get("skipped") and len(steps) == 22
-        assert not any("NaN" in record.get("message", "") for record in records)
+        assert not any("NaN" in event["message"] for event in records(folder, "event"))
     assert state_digest(tmp_path / "whole") == state_digest(tmp_path / "parts")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, losses, newest, plain, saved_bytes, state_digest, train_here
+from helpers import arguments, assert_resumes, losses, newest, plain, state_digest, train_here
 from safetensors.torch import load_file
 
 from imagenet_cls.commands.cli import main
@@ -101,11 +101,7 @@ def test_resume_with_mixing_and_teacher_gives_the_same_bits(
         "train__micro_batch_size": 64,
     }
     changes |= distilled(teacher, "soft", distill__temperature=2.0)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train_here(arguments(digits, whole, "noisy", **changes, train__max_steps=13))
-    train_here(arguments(digits, parts, "noisy", **changes, train__max_steps=7))
-    train_here([*arguments(digits, parts, "noisy", **changes, train__max_steps=13), "--resume"])
-    assert losses(parts) == losses(whole) and saved_bytes(parts) == saved_bytes(whole)
+    assert_resumes(digits, tmp_path, 7, "noisy", **changes, train__max_steps=13)
 
 
 def test_resume_with_a_changed_teacher_is_an_error(digits: Path, tmp_path: Path) -> None:

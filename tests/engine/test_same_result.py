@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, losses, newest, saved_bytes, state_digest, train_here
+from helpers import arguments, losses, newest, saved_bytes, state_digest, state_of, train_here
 from recording_dataset import read_until_now
 
 from imagenet_cls.checkpoint.format import read_checkpoint, write_checkpoint
@@ -106,10 +106,6 @@ def test_run_in_two_parts_ends_in_the_same_bits(
     assert saved_bytes(parts) == saved_bytes(whole)
 
 
-def progress_of(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "state.json").read_text())["progress"]
-
-
 def test_resume_late_in_an_epoch_replays_nothing(tmp_path: Path) -> None:
     """An epoch of as many steps as ImageNet's, of one image each. A checkpoint at step 1 is made
     one at step 4,900.
@@ -141,7 +137,7 @@ def test_resume_late_in_an_epoch_replays_nothing(tmp_path: Path) -> None:
     write_checkpoint(folder / "checkpoints", late)
 
     train_to(LATE + 3, "--resume")
-    assert progress_of(newest(folder))["step"] == LATE + 3
+    assert state_of(folder)["progress"]["step"] == LATE + 3
     read = read_until_now(notes)
     assert list(read) == order[LATE : LATE + 3] and set(read.values()) == {1}
 
@@ -164,7 +160,7 @@ def test_resume_keeps_best_evaluations_and_ema_warmup(
         "checkpoint__every_steps": 12,
     }
     train_here(arguments(digits, folder, train__max_steps=11, **settings))
-    known = progress_of(newest(folder))
+    known = state_of(folder)["progress"]
     train_here(
         [
             *arguments(digits, folder, train__max_steps=13, log__every_steps=2, **settings),
@@ -172,7 +168,8 @@ def test_resume_keeps_best_evaluations_and_ema_warmup(
         ]
     )
     assert "changed since the checkpoint: log.every_steps: 1 -> 2" in capsys.readouterr().out
-    later = progress_of(folder / "checkpoints" / "step-0000012")
+    later = json.loads((folder / "checkpoints" / "step-0000012" / "state.json").read_text())
+    later = later["progress"]
     assert (
         known["best"]["raw"]["step"] == known["best"]["ema"]["step"] == 11
         and len(known["evaluations"]) == 1

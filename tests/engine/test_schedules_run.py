@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import arguments, newest, saved_bytes, train_here
+from helpers import arguments, assert_resumes, newest, records, train_here
 from torch.optim import lr_scheduler
 
 PER_EPOCH = 11
@@ -15,8 +15,7 @@ PER_EPOCH = 11
 
 def rates(work_dir: Path) -> list[float]:
     """The learning rate of every step."""
-    records = [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record["lr"] for record in records if record["kind"] == "train"]
+    return [record["lr"] for record in records(work_dir, "train")]
 
 
 PLATEAU = {"schedule.name": "plateau", "schedule.warmup_epochs": 0}
@@ -26,17 +25,10 @@ PLATEAU |= {"schedule.kwargs.patience": 0, "schedule.kwargs.threshold": 9}
 
 def test_plateau_resumes_with_the_same_rates_and_bits(digits: Path, tmp_path: Path) -> None:
     """The stop within an epoch adds an evaluation, which the schedule must ignore."""
-    steps = 2 * PER_EPOCH + 1
-    train_here(
-        arguments(digits, tmp_path / "whole", **PLATEAU, train__epochs=3, train__max_steps=steps)
-    )
+    settings = PLATEAU | {"train.epochs": 3, "train.max_steps": 2 * PER_EPOCH + 1}
+    assert_resumes(digits, tmp_path, PER_EPOCH + 4, **settings)
     expected = [0.03] * (2 * PER_EPOCH) + [0.003]
-    assert rates(tmp_path / "whole") == pytest.approx(expected)
-    words = arguments(digits, tmp_path / "parts", **PLATEAU, train__epochs=3)
-    train_here([*words, f"train.max_steps={PER_EPOCH + 4}"])
-    train_here([*words, f"train.max_steps={steps}", "--resume"])
-    assert rates(tmp_path / "parts") == rates(tmp_path / "whole")
-    assert saved_bytes(tmp_path / "parts") == saved_bytes(tmp_path / "whole")
+    assert rates(tmp_path / "whole") == rates(tmp_path / "parts") == pytest.approx(expected)
 
 
 def test_one_cycle_changes_the_momentum(digits: Path, tmp_path: Path) -> None:
