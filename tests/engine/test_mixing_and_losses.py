@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, assert_resumes, losses, newest, plain, state_digest, train_here
+from helpers import arguments, assert_resumes, losses, newest, plain, train_here
 from safetensors.torch import load_file
 
 from imagenet_cls.commands.cli import main
@@ -72,22 +72,6 @@ def test_teacher_equal_to_the_student_gives_a_loss_of_zero(
     assert losses(tmp_path / "other")[0] > 1e-3
 
 
-def test_first_loss_equals_the_formula(digits: Path, tmp_path: Path) -> None:
-    """With equal outputs every class has the same probability, 0.1."""
-    zero = {"model__name": f"{Path(__file__).stem}:zero_outputs", "train__max_steps": 1}
-    train_here(
-        arguments(digits, tmp_path / "run", **zero, loss__name="focal", train__micro_batch_size=64)
-    )
-    assert losses(tmp_path / "run") == pytest.approx([0.9**2 * 2.302585], rel=1e-5)
-
-
-def zero_outputs(num_classes: int) -> torch.nn.Module:
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 16 * 16, num_classes))
-    torch.nn.init.zeros_(model[1].weight)
-    torch.nn.init.zeros_(model[1].bias)
-    return model
-
-
 def test_resume_with_mixing_and_teacher_gives_the_same_bits(
     digits: Path, tmp_path: Path, teacher: Path
 ) -> None:
@@ -120,20 +104,6 @@ def test_resume_with_a_changed_teacher_is_an_error(digits: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"distill\.teacher"):
         train_command([*words("other", 4), "--resume"])
     train_here([*words("other", 4), "--resume", "--allow-change", "distill.teacher"])
-
-
-def test_jsd_with_few_images_writes_tensorboard(digits: Path, tmp_path: Path) -> None:
-    """Three splits of 16 images, of which one for each label is shown."""
-    few = {"train__global_batch_size": 16, "train__max_steps": 1, "log__tensorboard": "true"}
-    train_here(
-        arguments(digits, tmp_path / "run", "noisy", loss__name="jsd", augment__splits=3, **few)
-    )
-
-
-def test_mixing_off_from_the_start_equals_no_mixing(digits: Path, tmp_path: Path) -> None:
-    train_here(arguments(digits, tmp_path / "off", mix__off_epoch=0, **MIX, train__max_steps=2))
-    train_here(arguments(digits, tmp_path / "without", train__max_steps=2))
-    assert state_digest(tmp_path / "off") == state_digest(tmp_path / "without")
 
 
 def test_teacher_of_other_class_names_is_an_error(
