@@ -196,6 +196,8 @@ def test_split_batch_norm_run_starts_a_plain_model(
         "loss.name": "jsd",
         "augment.splits": 3,
         "model.split_bn": "true",
+        "log.tensorboard": "true",  # with a picture of 16 images in three views
+        "train.global_batch_size": 16,
     }
     train_here(arguments(digits, run, **words, augment__policy="augmix-m3-w3", train__max_steps=2))
     weights = load_file(newest(run) / "model.safetensors")
