@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import arguments, assert_resumes, losses, newest, saved_bytes, state_digest, train_here
+from helpers import arguments, assert_resumes, losses, newest, state_digest, train_here
 
 
 def trained(root: Path, folder: Path, **changes: Any) -> Path:
@@ -58,12 +58,6 @@ def test_sam_reports_the_loss_before_the_perturbation(
     assert seldom[:2] == sharp[:2] and seldom[2] != sharp[2]
 
 
-def test_sam_with_micro_batches_equals_whole_batches(digits: Path, tmp_path: Path) -> None:
-    whole = trained(digits, tmp_path / "whole", train__sam_rho=0.2)
-    parts = trained(digits, tmp_path / "parts", train__sam_rho=0.2, train__micro_batch_size=32)
-    assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
-
-
 def test_sam_with_tiny_rho_equals_training_without(digits: Path, tmp_path: Path) -> None:
     """With dropout, BatchNorm, mixing and erasing and a rho too small for float32, the second
     gradient is the first.
@@ -94,24 +88,6 @@ def test_resume_with_allowed_momentum_uses_it(digits: Path, tmp_path: Path, plai
     assert state_digest(tmp_path / "run") != state_digest(plain)
     (group,) = json.loads((newest(tmp_path / "run") / "optimizer.json").read_text())["groups"]
     assert group["values"]["momentum"] == 0.5
-
-
-def test_resume_with_grad_checkpointing_gives_the_same_bits(digits: Path, tmp_path: Path) -> None:
-    """With accumulation, dropout, BatchNorm, SAM and mixing."""
-    kwargs = "{channels: [8, 8, 8, 8], drop_rate: 0.2, drop_path_rate: 0.2}"
-    words = {"model__name": "resnet18", "model__kwargs": kwargs, "train__micro_batch_size": 64}
-    words |= {"train__sam_rho": 0.1, "mix__mixup_alpha": 0.8}
-    whole = trained(digits, tmp_path / "whole", train__max_steps=2, **words)
-    parts = trained(digits, tmp_path / "parts", train__max_steps=1, **words)
-    train_here(
-        [
-            *arguments(
-                digits, parts, train__max_steps=2, train__grad_checkpointing="true", **words
-            ),
-            "--resume",
-        ]
-    )
-    assert losses(parts) == losses(whole) and saved_bytes(parts) == saved_bytes(whole)
 
 
 def test_lr_base_batch_scales_the_rate(
