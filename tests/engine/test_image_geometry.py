@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, evaluations, losses, plain, saved_bytes, state_of, train_here
+from helpers import arguments, assert_resumes, evaluations, plain, saved_bytes, state_of, train_here
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import nn
@@ -55,12 +55,12 @@ DATA = {
 }
 
 
-def train_on(folder: Path, run: Path, resume: bool = False, **changes: Any) -> float:
+STEPS = {"train.epochs": 1, "train.global_batch_size": 8}
+
+
+def train_on(folder: Path, run: Path, **changes: Any) -> float:
     """Train for two steps. Returns the loss of the evaluation."""
-    steps = {"train.epochs": 1, "train.global_batch_size": 8}
-    train_here(
-        [*arguments(folder, run, **(DATA | steps | changes)), *(["--resume"] if resume else [])]
-    )
+    train_here(arguments(folder, run, **(DATA | STEPS | changes)))
     return evaluations(run)[-1]["loss"]
 
 
@@ -97,21 +97,19 @@ GRAY = {"data.channels": 1, "data.mean": "null", "data.std": "null"}
 def test_gray_images_train_resume_evaluate_and_predict_alike(
     tmp_path: Path, call: Callable, name: str, mean_std: list[list[float]]
 ) -> None:
-    folder, runs = write_folder(tmp_path / "photos"), [tmp_path / "whole", tmp_path / "stopped"]
+    folder, run = write_folder(tmp_path / "photos"), tmp_path / "whole"
     settings = GRAY | {
         "model.name": name,
         "augment.erasing.prob": 0.5,
         "mix.mixup_alpha": 0.2,
         "eval.flip_tta": "true",
     }
-    loss = train_on(folder, runs[0], **settings)
-    train_on(folder, runs[1], **settings, **{"train.max_steps": 1, "data.num_workers": 1})
-    train_on(folder, runs[1], resume=True, **settings)
-    assert losses(runs[0]) == losses(runs[1]) and saved_bytes(runs[0]) == saved_bytes(runs[1])
-    stored = state_of(runs[0])["preprocessing"]
+    assert_resumes(folder, tmp_path, 1, **(DATA | STEPS | settings))
+    loss = evaluations(run)[-1]["loss"]
+    stored = state_of(run)["preprocessing"]
     assert [stored["mean"], stored["std"]] == [pytest.approx(numbers) for numbers in mean_std]
     predictor, files = (
-        imagenet_cls.Predictor(runs[0], allow_import=[name]),
+        imagenet_cls.Predictor(run, allow_import=[name]),
         sorted((folder / "val").glob("*/*.png")),
     )
     gray = [F.pil_to_tensor(Image.open(file).convert("L")) for file in files]
@@ -129,23 +127,8 @@ def test_gray_images_train_resume_evaluate_and_predict_alike(
     )
     targets = torch.tensor([int(file.parent.name == "b") for file in files])
     assert loss == pytest.approx(float(cross_entropy(predictor.logits(files), targets)), abs=1e-5)
-    code, out, _ = call(evaluate_command, runs[0] / "config.yaml", runs[0], "--allow-import", name)
+    code, out, _ = call(evaluate_command, run / "config.yaml", run, "--allow-import", name)
     assert code == 0 and f"loss {loss:.4f}" in out
-
-
-def test_synthetic_gray_images(tmp_path: Path) -> None:
-    data = {
-        "data.name": "synthetic",
-        "data.kwargs": "{train_images: 64, val_images: 20, num_classes: 4}",
-        "data.val_fraction": "null",
-    }
-    settings = GRAY | {
-        "model.name": "test_resnet",
-        "train.epochs": 1,
-        "train.global_batch_size": 32,
-    }
-    train_here(arguments(tmp_path, tmp_path / "run", **(data | settings)))
-    assert len(losses(tmp_path / "run")) == 2
 
 
 @pytest.mark.parametrize(
@@ -223,31 +206,13 @@ WIDE = {
 def test_images_of_height_and_width_train_resume_and_predict(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    folder, runs = write_folder(tmp_path / "photos"), [tmp_path / "whole", tmp_path / "stopped"]
-    settings = WIDE | changes
-    loss = train_on(folder, runs[0], **settings)
-    train_on(folder, runs[1], **(settings | {"train.max_steps": 1}))
-    train_on(folder, runs[1], resume=True, **settings)
-    assert losses(runs[0]) == losses(runs[1]) and saved_bytes(runs[0]) == saved_bytes(runs[1])
-    predictor, files = imagenet_cls.Predictor(runs[0]), sorted((folder / "val").glob("*/*.png"))
+    folder, run = write_folder(tmp_path / "photos"), tmp_path / "whole"
+    assert_resumes(folder, tmp_path, 1, **(DATA | STEPS | WIDE | changes))
+    loss = evaluations(run)[-1]["loss"]
+    predictor, files = imagenet_cls.Predictor(run), sorted((folder / "val").glob("*/*.png"))
     assert predictor.prepare(files).shape == (8, 3, 16, 24)
     targets = torch.tensor([int(file.parent.name == "b") for file in files])
     assert loss == pytest.approx(float(cross_entropy(predictor.logits(files), targets)), abs=1e-5)
-
-
-def test_synthetic_images_of_height_and_width(tmp_path: Path) -> None:
-    data = {
-        "data.name": "synthetic",
-        "data.kwargs": "{train_images: 64, val_images: 20, num_classes: 4}",
-    }
-    data |= {
-        "data.val_fraction": "null",
-        "augment.erasing.prob": 1,
-        "train.epochs": 1,
-        "train.global_batch_size": 32,
-    }
-    train_here(arguments(tmp_path, tmp_path / "run", **(data | WIDE)))
-    assert len(losses(tmp_path / "run")) == 2
 
 
 def test_evaluation_at_another_height_and_width_resizes_position_embeddings(
