@@ -1,24 +1,17 @@
 """Training on classes of different sizes: balanced sampling and class weights."""
 
-import csv
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import arguments, saved_bytes, train_here
+from helpers import arguments, assert_resumes
 from PIL import Image
 
-from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.data.builtin import write_digits
 
 RARE = "8"
-SETTINGS = {
-    "plain": "seed=0",
-    "balance": "data.balance=1",
-    "weights": "loss.class_weights=balanced",
-}
 
 
 @pytest.fixture(scope="module")
@@ -37,46 +30,13 @@ def imbalanced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def words(root: Path, work_dir: Path, **changes: object) -> list[str]:
-    return arguments(
-        root, work_dir, data__name="folder", data__val="val", data__val_fraction="null", **changes
-    )
-
-
-def recall(root: Path, work_dir: Path, setting: str, seed: int) -> tuple[float, float]:
-    """Of a run: the recall of the rare class and the accuracy, in percent."""
-    key, value = SETTINGS[setting].split("=")
-    changes = {"train__epochs": 8, "optimizer__lr": 0.05, "seed": seed} | {
-        key.replace(".", "__"): value
-    }
-    changes["seed"] = seed
-    train_here(words(root, work_dir, **changes))
-    table = work_dir / "predictions.csv"
-    assert (
-        evaluate_command([str(work_dir), "--out", str(table), "--allow-import", "helpers:plain"])
-        == 0
-    )
-    rows = list(csv.DictReader(table.open()))
-    hits = [row["class_1"] == row["target"] for row in rows]
-    rare = [hit for hit, row in zip(hits, rows, strict=True) if row["target"] == RARE]
-    return 100 * sum(rare) / len(rare), 100 * sum(hits) / len(hits)
-
-
 def test_balanced_run_resumes_and_starts_with_the_class_sizes(
     imbalanced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = {
-        "data__balance": 1,
-        "loss__class_weights": "effective",
-        "model": "noisy",
-        "data__repeats": 2,
-    }
-    train_here(words(imbalanced, tmp_path / "whole", **changes))
+    data = {"data__name": "folder", "data__val": "val", "data__val_fraction": "null"}
+    changes = data | {"data__balance": 1, "data__repeats": 2, "loss__class_weights": "effective"}
+    assert_resumes(imbalanced, tmp_path, 13, "noisy", **changes)
     assert "7 (8) to 146 (3) per class" in capsys.readouterr().out
-    parts = words(imbalanced, tmp_path / "parts", **changes)
-    train_here([*parts, "train.max_steps=13"])
-    train_here([*parts, "--resume"])
-    assert saved_bytes(tmp_path / "parts") == saved_bytes(tmp_path / "whole")
 
 
 class WithoutTargets:
@@ -102,20 +62,3 @@ def test_unknown_targets_are_an_error(tmp_path: Path, call: Callable, setting: s
         setting,
     )
     assert code == 3 and setting.partition("=")[0] in err and "targets" in err
-
-
-@pytest.mark.nightly
-def test_balance_and_class_weights_raise_the_recall_of_a_rare_class(
-    imbalanced: Path, tmp_path: Path
-) -> None:
-    """Means of two seeds. (docs/data.md has those of three.)"""
-    means = {}
-    for setting in SETTINGS:
-        found = [
-            recall(imbalanced, tmp_path / f"{setting}{seed}", setting, seed) for seed in range(2)
-        ]
-        means[setting] = [sum(values) / 2 for values in zip(*found, strict=True)]
-        print(f"\n{setting}: {means[setting]} of {found}")
-    for setting in ("balance", "weights"):
-        assert means[setting][0] > means["plain"][0] + 10, means
-        assert means[setting][1] > means["plain"][1], means
