@@ -12,17 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import arguments, saved_bytes, train_here
 
 from imagenet_cls.commands.cli import exit_code_of
 from imagenet_cls.commands.pack import pack_command
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import TRAIN_TAR
-from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.sources import FolderSource
 
 
 def pack(*words: object) -> None:
@@ -133,29 +128,6 @@ def test_run_continues_from_a_folder_in_a_zip(
         ]
     )
     assert saved_bytes(tmp_path / "run") == folder_run
-
-
-def test_samples_are_the_same_on_any_number_of_ranks(digits: Path, tmp_path: Path) -> None:
-    folder = DataConfig(root=str(digits), val=None, val_fraction=0.2)
-    archive = DataConfig(
-        root=str(tmp_path),
-        train=zipped(digits, tmp_path)["data__train"],
-        val=None,
-        val_fraction=0.2,
-    )
-    batches = []
-    for data, ranks in ((folder, 1), (archive, 1), (archive, 2), (archive, 3)):
-        source = open_datasets(data).train
-        assert isinstance(source, FolderSource)
-        samplers = [EpochSampler(len(source), 96, rank, ranks, seed=0) for rank in range(ranks)]
-        on_ranks = [
-            torch.tensor(list(sampler)).view(sampler.steps_per_epoch, -1, 3) for sampler in samplers
-        ]
-        batch = torch.cat(on_ranks, 1)[2, :, 1].tolist()
-        batches.append(
-            sorted((source.name(i), source.index.targets[i], source.read(i)) for i in batch)
-        )
-    assert len(batches[0]) == 96 and batches == batches[:1] * 4
 
 
 def test_archive_that_is_cut_short_ends_with_exit_code_3(
