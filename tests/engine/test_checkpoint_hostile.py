@@ -186,12 +186,6 @@ ALL_COMMANDS = ("test", "predict", "average", "model.checkpoint", "--resume-from
 ODD_VALUES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "no mean": ("preprocessing", {"mean": []}, ("test", "predict", "model.checkpoint")),
     "std of zero": ("preprocessing", {"std": [0, 0, 0]}, ("test", "predict", "model.checkpoint")),
-    "step as text": ("progress", {"step": "x"}, ALL_COMMANDS),
-    "metrics as text": (
-        "progress",
-        {"latest": {"raw": {"top1_pct": "x", "loss": 1.0}}},
-        ALL_COMMANDS,
-    ),
     "pool": (
         "config",
         {"model": {"name": "test_resnet", "kwargs": {"global_pool": "evil"}}},

@@ -51,7 +51,7 @@ def config(tmp_path: Path) -> str:
         ([], 4, [64, 16, 16, 16, 8, 64]),
         (["train.micro_batch_size=16"], 2, [16, 16, 16, 16, 8, 32]),
         (["train.global_batch_size=63"], 2, [63, 32, 32, 32, 16, 63]),
-        (["train.global_batch_size=63", "train.micro_batch_size=16"], 2, [9, 16, 16, 16, 8, 32]),
+        (["train.global_batch_size=63", "train.micro_batch_size=16"], 2, [16, 16, 16, 16, 8, 32]),
         # 15 is accumulated as 5 + 5 + 5
         (["train.global_batch_size=30"], 2, [30, 15, 15, 15, 5, 30]),
     ],
