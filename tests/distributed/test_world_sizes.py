@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from torch import nn
 
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import load_config
-from imagenet_cls.config.schema import AugmentConfig, ErasingConfig, EvalConfig, MixConfig
-from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
+from imagenet_cls.config.schema import AugmentConfig, EvalConfig
 from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.sources import ImageSource
@@ -39,7 +37,6 @@ from imagenet_cls.parallel.collectives import all_reduce_mean, gather_to_main
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import BatchNormStatistics, broadcast_buffers, wrap_model
-from imagenet_cls.seeding import hash_key, seed_generators
 
 WORLD_SIZES = (1, 2, 3, 4)
 BATCHES = {12: 1, 48: 2, 25: 2}  # and in how many micro-batches each
@@ -147,15 +144,6 @@ OWN_METRICS = [
 ]
 
 
-class Nested(nn.Module):
-    """A module that holds a metric of torchmetrics."""
-
-    def __init__(self, metric: nn.Module):
-        super().__init__()
-        self.metric = metric
-        self.compute = metric.compute
-
-
 def metrics_of_torchmetrics_are_not_summed(group: Group) -> None:
     """Neither a state that is in `state_dict()`, here a list, nor the weights of a model that a
     metric contains.
@@ -166,17 +154,14 @@ def metrics_of_torchmetrics_are_not_summed(group: Group) -> None:
         def compute(self) -> torch.Tensor:
             return super().compute().sum()
 
-    for nested in (False, True):
-        metric = Total()
-        metric.persistent(True)
-        metric.model = nn.Linear(1, 1)
-        weight = metric.model.weight.item()
-        metric.update(torch.tensor(group.rank + 1.0))
-        expected = sum(range(group.world_size + 1))
-        assert compute_metrics({"a:total": Nested(metric) if nested else metric}, group) == {
-            "total": expected
-        }
-        assert metric.model.weight.item() == weight
+    metric = Total()
+    metric.persistent(True)
+    metric.model = nn.Linear(1, 1)
+    weight = metric.model.weight.item()
+    metric.update(torch.tensor(group.rank + 1.0))
+    expected = sum(range(group.world_size + 1))
+    assert compute_metrics({"a:total": metric}, group) == {"total": expected}
+    assert metric.model.weight.item() == weight
 
 
 def counts_of_each_rank_alone_end_the_run(group: Group) -> None:
@@ -242,6 +227,18 @@ def synchronized_statistics_stay(group: Group) -> None:
     check_same_weights(model, group)
 
 
+def statistics_are_averaged(group: Group) -> None:
+    """The running means of BatchNorm over each rank's own images."""
+    layer = nn.BatchNorm1d(4, momentum=1.0)
+    statistics = BatchNormStatistics(layer, group)
+    draws = torch.Generator().manual_seed(0)
+    images = torch.randn(group.world_size, 5, 4, generator=draws)
+    layer(images[group.rank])
+    statistics.sync(torch.tensor(False))
+    torch.testing.assert_close(layer.running_mean, images.mean((0, 1)))
+    check_same_weights(layer, group)
+
+
 def everything(rank: int, world_size: int, folder: Path) -> None:
     """One world size after the other, on the first of four ranks."""
     for size in WORLD_SIZES:
@@ -260,6 +257,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
                 counts_of_each_rank_alone_end_the_run(group)
                 metrics_of_torchmetrics_are_not_summed(group)
                 synchronized_statistics_stay(group)
+                statistics_are_averaged(group)
                 destroy_group(group)
 
 
@@ -317,16 +315,16 @@ class Case:
 
 SYNC_BN = ("parallel.sync_bn=true", "model.kwargs.dropout=0.0")
 BALANCED = ("data.balance=0.5", "loss.class_weights=balanced")
+SAM = ("train.sam_rho=0.05", "train.clip_agc=0.1")
 QUICK_CASES = (
-    *(Case(64, 1, 5), Case(64, 2, 5), Case(20, 1, 5, "noisy", SYNC_BN, 1e-4)),
+    *(Case(64, accumulation, 5) for accumulation in (1, 2)),
     *(Case(64, accumulation, 5, settings=BALANCED) for accumulation in (1, 2)),
+    *(Case(64, accumulation, 5, settings=SAM) for accumulation in (1, 2)),
+    Case(20, 1, 5, "noisy", SYNC_BN, 1e-4),
 )
 ALL_CASES = (
     *(Case(batch, accumulation, 30) for batch in (64, 256) for accumulation in (1, 2)),
-    *(
-        Case(64, accumulation, 10, settings=("train.sam_rho=0.05", "train.clip_agc=0.1"))
-        for accumulation in (1, 2)
-    ),
+    *(Case(64, accumulation, 10, settings=SAM) for accumulation in (1, 2)),
     Case(64, 1, 10, "noisy", SYNC_BN, 1e-4),
 )
 
@@ -450,27 +448,11 @@ def test_two_ranks_have_the_losses_of_two_micro_batches(
     words = partial(arguments, digits, model="noisy", train__global_batch_size=64, **settings)
     for folder, micro_batch in (("accumulated", 32), ("other", 16)):
         train_here(words(work_dir=tmp_path / folder, train__micro_batch_size=micro_batch))
-    two = words(work_dir=tmp_path / "two", parallel__init_method=f"file://{tmp_path / 'store'}")
+    store = tmp_path / "store"
+    two = words(work_dir=tmp_path / "two", parallel__init_method=f"file://{store}")
     assert rank_server.run(two, tmp_path / "output", ranks=2) == [0, 0], (
         tmp_path / "output"
     ).read_text()
+    assert not store.exists()
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "accumulated"), rel=1e-5)
     assert losses(tmp_path / "other") != pytest.approx(losses(tmp_path / "accumulated"), rel=1e-3)
-
-
-def test_mixing_has_its_own_key_per_rank_and_micro_batch() -> None:
-    """(seed, step, micro-batch, rank), for the same images."""
-    images, targets = zip(*map(Numbered(6).load, range(6)), strict=True)
-    batch, seen = TrainBatch(torch.stack(images), torch.tensor(targets)), []
-    preprocess = Preprocess(
-        (0.5, 0.5, 0.5), (0.25, 0.25, 0.25), torch.device("cpu"), channels_last=False
-    )
-    mixing = build_mixing(MixConfig(mixup_alpha=0.8), 7)
-    assert mixing is not None
-    for step, micro_step, rank in product((4, 5), (0, 1), (0, 1)):
-        prepare = TrainPreprocess(preprocess, ErasingConfig(), mixing, 11, rank)
-        mixture = prepare(batch, epoch=0, step=step, micro_step=micro_step)
-        seed_generators(hash_key("mix", 11, step, micro_step, rank))
-        assert all(map(torch.equal, mixture, mixing(preprocess(batch.images), batch.targets)))
-        seen.append(tuple(mixture[1].flatten().tolist()))
-    assert len(set(seen)) == len(seen) == 8
