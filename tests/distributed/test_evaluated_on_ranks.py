@@ -55,20 +55,18 @@ def evaluate_nan_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         evaluate_weights(small_config(folder), WeightsSource(), group)
     assert "13 (raw) of 13" in str(raised.value) and raised.value.printed_elsewhere == (rank > 0)
-    if ranks > 1:
-        destroy_group(group)
+    destroy_group(group)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_images_without_finite_outputs_are_counted_over_all_ranks(
-    tmp_path: Path, rank_server: RankServer, ranks: int
+    tmp_path: Path, rank_server: RankServer
 ) -> None:
     write_images(tmp_path / "images", {"a": 6, "b": 7})
     torch.save(
         {name: value * torch.nan for name, value in plain(2).state_dict().items()},
         tmp_path / "weights.pth",
     )
-    rank_server.call(evaluate_nan_on_ranks, ranks, tmp_path)
+    rank_server.call(evaluate_nan_on_ranks, 2, tmp_path)
 
 
 def evaluate_on_ranks(rank: int, ranks: int, folder: Path) -> None:
