@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DEMO, arguments, newest, train_here
+from helpers import arguments, edit_state, newest, train_here
 from safetensors.torch import load_file, save_file
 
-from imagenet_cls.checkpoint.format import write_manifest
 from imagenet_cls.commands.average_checkpoints import average_command, choose, mean_of_weights
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
@@ -52,13 +51,10 @@ def update_progress(state: dict, values: dict) -> None:
     state["progress"].update(values)
 
 
-def altered(path: Path, copy: Path, change: Callable[[dict], None]) -> Path:
+def altered(path: Path, copy: Path, edit: Callable[[dict], object]) -> Path:
     """A copy of a checkpoint with a changed `state.json` and the digests that belong to it."""
     shutil.copytree(path, copy)
-    state = json.loads((copy / "state.json").read_text())
-    change(state)
-    (copy / "state.json").write_text(json.dumps(state))
-    write_manifest(copy)
+    edit_state(copy, edit)
     return copy
 
 
@@ -95,13 +91,7 @@ def test_average_of_the_last_checkpoints_evaluates_predicts_and_starts_runs(
     assert [(Path(entry["checkpoint"]), entry["weights"]) for entry in state["averaged"]] == [
         (path, kind) for path in checkpoints(run)[-3:]
     ]
-    words = [
-        DEMO,
-        "model.name=helpers:noisy",
-        f"data.root={digits}",
-        "data.num_workers=0",
-        "eval.crop_px=16",
-    ]
+    words = arguments(digits, tmp_path, "noisy")[:-2]
     code, out, err = call(evaluate_command, *words, tmp_path / "swa")
     assert (
         (code, err) == (0, "")
@@ -219,13 +209,7 @@ def test_average_of_weights_files_of_any_origin(
     assert soup.keys() == expected.keys() and all(
         torch.equal(soup[key], expected[key]) for key in soup
     )
-    words = [
-        DEMO,
-        "model.name=helpers:noisy",
-        f"data.root={digits}",
-        "data.num_workers=0",
-        "eval.crop_px=16",
-    ]
+    words = arguments(digits, tmp_path, "noisy")[:-2]
     assert call(evaluate_command, *words, out)[0] == 0
     code, _, err = call(average_command, tmp_path / "a.pth", first, "--out", tmp_path / "folder")
     assert code == 2 and "--out average.safetensors" in err
