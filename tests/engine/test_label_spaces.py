@@ -1,19 +1,17 @@
-"""Evaluation and training on other classes than a folder has: some of them, numbered ones, a list,
-ReaL labels.
+"""Evaluation and training on other classes than a folder has: some of them, numbered ones, a
+list.
 """
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from helpers import REPOSITORY, arguments, before_classes, evaluations, plain, run, train_here
-from PIL import Image
+from helpers import arguments, before_classes, evaluations, train_here
 from timm.data import ImageNetInfo
 
 from imagenet_cls.commands.test import evaluate_command
@@ -66,78 +64,10 @@ def trained(letters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 images of 16 px of five of ImageNet's classes in `val`; `model.pth`, a network with 1,000
-    outputs.
-    """
-    root, draws = tmp_path_factory.mktemp("imagenet"), np.random.default_rng(0)
-    for number in range(40):
-        folder = root / "val" / WNIDS[PRESENT[number % 5]]
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = draws.integers(0, 256, (16, 16, 3), np.uint8)
-        Image.fromarray(pixels).save(folder / f"ILSVRC2012_val_{number + 1:08d}.png")
-    torch.manual_seed(0)
-    torch.save(plain(1000).state_dict(), root / "model.pth")
-    return root
-
-
-def logits_by_hand(root: Path) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Of `imagenet`: logits, targets, and the number of each image."""
-    model = plain(1000)
-    model.load_state_dict(torch.load(root / "model.pth", weights_only=True))
-    files = sorted((root / "val").rglob("*.png"))
-    images = (
-        torch.stack(
-            [torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files]
-        )
-        / 255
-    )
-    mean, std = (
-        torch.tensor(v).view(3, 1, 1) for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    )
-    with torch.no_grad():
-        logits = model((images - mean) / std)
-    return (
-        logits,
-        torch.tensor([WNIDS.index(file.parent.name) for file in files]),
-        [int(f.stem[-8:]) for f in files],
-    )
-
-
-def words_of_test(imagenet: Path, *more: str) -> list[str]:
-    changes = in_parts("train", eval__resize_px=16, eval__classes="present")
-    config, *words = arguments(imagenet, imagenet / "run", **changes)[:-2]
-    return [config, str(imagenet / "model.pth"), *words, "data.mean=null", "data.std=null", *more]
-
-
-def test_outputs_of_absent_classes_are_ignored_without_a_training_folder(
-    imagenet: Path, call: Callable
-) -> None:
-    rows = imagenet / "rows.jsonl"
-    rows.unlink(missing_ok=True)
-    code, out, _ = call(evaluate_command, *words_of_test(imagenet, "--out", rows))
-    logits, targets, _ = logits_by_hand(imagenet)
-    masked = torch.full_like(logits, -torch.inf)
-    masked[:, PRESENT] = logits[:, PRESENT]
-    hits = masked.argmax(1) == targets
-    loss = torch.nn.functional.cross_entropy(masked, targets)
-    assert code == 0 and "classes: 5 of 1000" in out and "over 40 images" in out
-    assert f"top-1 {100 * hits.float().mean():.3f} %  top-5 100.000 %  loss {loss:.4f}" in out
-    assert hits.sum() > (logits.argmax(1) == targets).sum()
-    names = {
-        name
-        for line in rows.read_text().splitlines()
-        for name, share in json.loads(line)["top"]
-        if share > 0
-    }
-    assert names == {WNIDS[number] for number in PRESENT}
-
-
 def test_classes_of_outputs_are_imagenets_without_a_training_folder(
-    imagenet: Path, letters: Path
+    letters: Path, tmp_path: Path
 ) -> None:
-    def classes(found: list[str], *changes: str, root: Path = imagenet) -> list[str]:
+    def classes(found: list[str], *changes: str, root: Path = tmp_path) -> list[str]:
         words = [f"data.root={root}", "data.train=train", *changes]
         config = load_config("resnet50", words).config
         return list(classes_of_outputs(config, tuple(found), has_training_part(config.data)))
@@ -209,8 +139,7 @@ def names(source: ImageSource | None) -> list[tuple[str, int]]:
     return [(source.name(i).split("/")[-2], source.load(i)[1]) for i in range(len(source))]
 
 
-@pytest.mark.parametrize("kind", ["list", "file"])
-@pytest.mark.parametrize("val", ["numbered", "train", None])
+@pytest.mark.parametrize(("kind", "val"), [("list", "train"), ("file", None)])
 def test_data_classes_selects_and_orders(
     letters: Path, tmp_path: Path, kind: str, val: str | None
 ) -> None:
@@ -219,16 +148,14 @@ def test_data_classes_selects_and_orders(
     data = DataConfig(
         root=str(letters), train="train", val=val, classes=chosen, val_fraction=None if val else 0.2
     )
-    if val == "numbered":
-        with pytest.raises(DataError, match=r"data\.classes"):
-            open_datasets(data)
-        return
     opened = open_datasets(data)
     assert opened.classes == ("h", "b", "d")
     for part in (opened.train, opened.val):
         assert set(names(part)) == {("h", 0), ("b", 1), ("d", 2)}
     assert len(names(opened.train)) == (120 if val else 96)
     assert names(open_datasets(data, ("val",)).val) == names(opened.val)
+    with pytest.raises(DataError, match=r"data\.classes"):
+        open_datasets(replace(data, val="numbered", val_fraction=None))
 
 
 class Three:
@@ -264,13 +191,10 @@ def test_data_classes_of_a_map_style_dataset_and_a_list(letters: Path, tmp_path:
         for file in (letters / "train").rglob("*.jpg")
     ]
     (tmp_path / "all.txt").write_text("\n".join(lines))
-    data = DataConfig(
-        name="list",
-        root=str(letters),
-        train=str(tmp_path / "all.txt"),
-        val=str(tmp_path / "all.txt"),
+    file = str(tmp_path / "all.txt")
+    opened = open_datasets(
+        DataConfig(name="list", root=str(letters), train=file, val=file, classes=["j", "a"])
     )
-    opened = open_datasets(DataConfig(**vars(data) | {"classes": ["j", "a"]}))
     assert set(names(opened.train)) == set(names(opened.val)) == {("j", 0), ("a", 1)}
 
 
@@ -306,106 +230,3 @@ def test_run_with_data_classes(letters: Path, tmp_path: Path, call: Callable) ->
     words = arguments(letters, tmp_path / "other", **changes | {"data__classes": "[h,q]"})
     code, _, err = call(train_command, *words)
     assert code == 3 and "data.classes" in err and " q" in err
-
-
-# ---- ReaL labels
-
-
-@pytest.fixture(scope="module")
-def real_labels(imagenet: Path) -> Path:
-    """For each image of `imagenet` the right class and that of the highest output, one wrong one,
-    or none.
-    """
-    logits, targets, numbers = logits_by_hand(imagenet)
-    lists: list[list[int]] = [[] for _ in range(50)]
-    for row, number in enumerate(numbers):
-        kind = number % 3
-        lists[number - 1] = (
-            [int(targets[row]), int(logits[row].argmax())]
-            if kind == 0
-            else [0]
-            if kind == 1
-            else []
-        )
-    file = imagenet / "real.json"
-    file.write_text(json.dumps(lists))
-    return file
-
-
-def expected_real(imagenet: Path, real_labels: Path) -> str:
-    logits, _, numbers = logits_by_hand(imagenet)
-    lists = json.loads(real_labels.read_text())
-    hits = [
-        int(row.argmax()) in lists[n - 1]
-        for row, n in zip(logits, numbers, strict=True)
-        if lists[n - 1]
-    ]
-    assert 0 < sum(hits) < len(hits) < 40
-    return f"ReaL {100 * sum(hits) / len(hits):.3f} % of {len(hits)}"
-
-
-def as_list(imagenet: Path, *more: str) -> list[str]:
-    """Words of test.py: the images as a list with all of ImageNet's classes, so that all outputs
-    count.
-    """
-    files = sorted((imagenet / "val").rglob("*.png"))
-    rows = [f"val/{file.parent.name}/{file.name} {file.parent.name}\n" for file in files]
-    (imagenet / "images.txt").write_text("".join(rows))
-    (imagenet / "classes.txt").write_text("\n".join(WNIDS))
-    words = [
-        w
-        for w in words_of_test(imagenet)
-        if not w.startswith(("data.name", "data.train", "data.val=", "eval.classes"))
-    ]
-    return [*words, "data.name=list", "data.train=images.txt", "data.val=images.txt", *more]
-
-
-def test_real_labels_count_any_of_them(imagenet: Path, real_labels: Path, call: Callable) -> None:
-    code, out, err = call(evaluate_command, *as_list(imagenet, f"eval.real_labels={real_labels}"))
-    assert code == 0 and expected_real(imagenet, real_labels) in out, err
-
-
-@pytest.mark.nightly
-def test_real_labels_and_present_classes_on_two_ranks(imagenet: Path, real_labels: Path) -> None:
-    words = [
-        *words_of_test(imagenet),
-        f"eval.real_labels={real_labels}",
-        "--launcher",
-        "spawn",
-        "device=cpu",
-    ]
-    tool = [sys.executable, str(REPOSITORY / "tools" / "test.py"), *words]
-    results = [run([*tool, "--gpus", str(ranks)]) for ranks in (1, 2, 3)]
-    lines = [before_classes(result.stdout)[-1].partition("  over")[0] for result in results]
-    assert lines[0] == lines[1] == lines[2] and "ReaL" in lines[0] and "5 of 1000" in lines[0], (
-        results
-    )
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        None,
-        "{",
-        "[[0]]",
-        json.dumps([[]] * 50),
-        *(f"[{first}{', [0]' * 49}]" for first in ("1", "[1000]", "[true]", "{}", '""')),
-    ],
-)
-def test_bad_real_labels_are_an_error(
-    imagenet: Path, tmp_path: Path, call: Callable, content: str | None
-) -> None:
-    if content is not None:
-        (tmp_path / "real.json").write_text(content)
-    code, _, err = call(
-        evaluate_command, *as_list(imagenet, f"eval.real_labels={tmp_path}/real.json")
-    )
-    assert code == 3 and "eval.real_labels" in err
-
-
-def test_real_labels_for_other_classes_are_an_error(
-    trained: Path, real_labels: Path, call: Callable
-) -> None:
-    words = ["--allow-import", "helpers:plain", f"eval.real_labels={real_labels}"]
-    code, _, err = call(evaluate_command, trained, *words)
-    assert code == 3 and "eval.real_labels" in err and "ImageNet-1k" in err

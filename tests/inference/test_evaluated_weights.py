@@ -1,16 +1,27 @@
-"""Which weights `test.py` evaluates, which classes their outputs are, and outputs that are not
-finite.
+"""Which weights `test.py` evaluates, which classes their outputs are, outputs that are not finite,
+and ReaL labels.
 """
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import DEMO, arguments, before_classes, evaluations, newest, plain, train_here
+from helpers import (
+    DEMO,
+    REPOSITORY,
+    arguments,
+    before_classes,
+    evaluations,
+    newest,
+    plain,
+    run,
+    train_here,
+)
 from PIL import Image
 from safetensors.torch import load_file
 from timm.data import ImageNetInfo
@@ -156,7 +167,7 @@ def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ):
             folder = root / kind / name
             folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(folder / f"{number}.png")
+            Image.fromarray(pixels).save(folder / f"ILSVRC2012_val_{number + 1:08d}.png")
     network[5].bias.data[PRESENT] += 0.5  # so that these classes are predicted
     torch.save(network.state_dict(), root / "model.pth")
     return root
@@ -200,8 +211,10 @@ def test_outputs_for_imagenet_are_matched_to_folders_of_some_classes(
     present = torch.full_like(logits, -torch.inf)
     present[:, PRESENT] = logits[:, PRESENT]
     top1 = 100 * (present.argmax(1) == targets).float().mean()
+    loss = torch.nn.functional.cross_entropy(present, targets)
     code, out, _ = call(evaluate_command, *evaluation_of(imagenet, kind, "eval.classes=present"))
-    assert code == 0 and f"top-1 {top1:.3f} %" in out and "5 of 1000" in out
+    assert code == 0 and f"top-1 {top1:.3f} %" in out and f"loss {loss:.4f}" in out
+    assert "5 of 1000" in out
 
 
 def test_outputs_for_imagenet_of_other_folders_are_an_error(
@@ -251,3 +264,73 @@ def test_weights_of_a_run_keep_their_classes(
         evaluate_command, *words, f"data.root={tmp_path}", "data.val=train", "data.num_workers=0"
     )
     assert (code, out) == (3, "")
+
+
+# ---- ReaL labels
+
+
+@pytest.fixture(scope="module")
+def real_labels(imagenet: Path) -> tuple[Path, str]:
+    """A file with the right class and that of the highest output, one wrong class, or none for each
+    image; and the result.
+    """
+    logits, targets = classify_by_hand(
+        imagenet / "ids", {IDS[output]: output for output in PRESENT}
+    )
+    lists: list[list[int]] = [[] for _ in range(50)]
+    hits = []
+    for row, file in enumerate(sorted((imagenet / "ids").rglob("*.png"))):
+        number, highest = int(file.stem[-8:]), int(logits[row].argmax())
+        labels = ([int(targets[row]), highest], [0], [])[number % 3]
+        lists[number - 1] = labels
+        hits += [highest in labels] if labels else []
+    assert 0 < sum(hits) < len(hits) < 40
+    (imagenet / "real.json").write_text(json.dumps(lists))
+    return imagenet / "real.json", f"ReaL {100 * sum(hits) / len(hits):.3f} % of {len(hits)}"
+
+
+def with_real_labels(imagenet: Path, file: Path) -> list[str]:
+    return evaluation_of(imagenet, "ids", "model.num_classes=1000", f"eval.real_labels={file}")
+
+
+def test_real_labels_count_any_of_them(
+    imagenet: Path, real_labels: tuple[Path, str], call: Callable
+) -> None:
+    file, expected = real_labels
+    code, out, err = call(evaluate_command, *with_real_labels(imagenet, file))
+    assert code == 0 and expected in out, err
+
+
+@pytest.mark.nightly
+def test_real_labels_on_two_ranks(imagenet: Path, real_labels: tuple[Path, str]) -> None:
+    file, expected = real_labels
+    words = [*with_real_labels(imagenet, file), "--launcher", "spawn", "--gpus", "2", "device=cpu"]
+    done = run([sys.executable, REPOSITORY / "tools" / "test.py", *words])
+    assert expected in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "{",
+        "[[0]]",
+        json.dumps([[]] * 50),
+        *(f"[{first}{', [0]' * 49}]" for first in ("1", "[1000]", "[true]")),
+    ],
+)
+def test_bad_real_labels_are_an_error(
+    imagenet: Path, tmp_path: Path, call: Callable, content: str | None
+) -> None:
+    file = tmp_path / "real.json"
+    if content is not None:
+        file.write_text(content)
+    code, _, err = call(evaluate_command, *with_real_labels(imagenet, file))
+    assert code == 3 and "eval.real_labels" in err
+
+
+def test_real_labels_for_other_classes_are_an_error(
+    run_folder: Path, real_labels: tuple[Path, str], call: Callable
+) -> None:
+    code, _, err = call(evaluate_command, run_folder, *ALLOW, f"eval.real_labels={real_labels[0]}")
+    assert code == 3 and "eval.real_labels" in err and "ImageNet-1k" in err
