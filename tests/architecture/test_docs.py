@@ -228,22 +228,6 @@ def test_short_keys_are_those_of_the_page() -> None:
     assert named == {**SHORT_KEYS, "model": ("model.name", "model.pretrained")}
 
 
-def first_cells(page: Path) -> list[str]:
-    """The first cell of each table row, without headings."""
-    return [cell for cell in re.findall(r"^\| (.+?) \|", page.read_text(), re.M) if cell != "event"]
-
-
-def test_tests_readme_names_tests_for_every_event() -> None:
-    """A row of tests/README.md begins as one event of docs/reliability.md begins."""
-    events, rows = (
-        first_cells(ROOT / "docs" / "reliability.md"),
-        first_cells(ROOT / "tests" / "README.md"),
-    )
-    covered = [[event for event in events if event.startswith(row)] for row in rows]
-    assert all(len(found) == 1 for found in covered), rows
-    assert sorted(found[0] for found in covered) == sorted(events)
-
-
 def test_architecture_page_names_every_package() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     packages = sorted(path.parent for path in (ROOT / "imagenet_cls").glob("*/__init__.py"))

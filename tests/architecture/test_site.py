@@ -1,9 +1,7 @@
 """The documentation site (mkdocs.yml): strict build, navigation, links, search."""
 
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -89,29 +87,3 @@ def test_pictures_are_small_and_load_nothing() -> None:
         text = picture.read_text()
         assert len(text) < 20_000 and "<text" in text and "prefers-color-scheme" in text
         assert re.findall(r"""(?:href|src)=["'](?!#)|url\((?!#)|@import""", text) == []
-
-
-def test_search_works_in_a_folder_without_a_network(site: Path, tmp_path: Path) -> None:
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("needs a browser (Debian: chromium)")
-    command = [
-        program,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        f"--log-net-log={tmp_path / 'net.json'}",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--virtual-time-budget=20000",
-        "--dump-dom",
-        f"{site.as_uri()}/index.html?q=clip_norm",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    results = re.findall(r'href="([^"]+)" class="md-search-result__link"', done.stdout)
-    assert any("/config.html" in result for result in results), results
-    events = json.loads((tmp_path / "net.json").read_text())["events"]
-    requests = [event["params"] for event in events if "initiator" in event.get("params", {})]
-    # "not an origin" is Chromium itself
-    assert [request["url"] for request in requests if request["initiator"] != "not an origin"] == []
