@@ -323,15 +323,6 @@ def mean_stays_on_the_cpu() -> Any:
     return mock.patch.object(Preprocess, "__init__", init)
 
 
-def gradient_norm_is_on_the_cpu() -> Any:
-    original = torch.nn.utils.get_total_norm
-
-    def get_total_norm(tensors: Any) -> Tensor:
-        return original(tensors).cpu()
-
-    return mock.patch.object(torch.nn.utils, "get_total_norm", get_total_norm)
-
-
 def no_wait_for_the_copy() -> Any:
     return mock.patch.object(SimulatedStream, "wait_event", lambda self, event: None)
 
@@ -361,18 +352,6 @@ def cpu_generator_for_erasing() -> Any:
     return mock.patch.object(torch, "Generator", CpuGenerator)
 
 
-def boxes_on_the_cpu() -> Any:
-    from imagenet_cls.data import device
-
-    original = device.erase
-
-    def erase(images: Tensor, boxes: Tensor, keys: Tensor, mode: Any) -> Tensor:
-        has_box = boxes[:, 0, 2:3] > 0
-        return original(images, boxes, keys, mode) * has_box.view(-1, 1, 1, 1)
-
-    return mock.patch.object(device, "erase", erase)
-
-
 def cpu_tensor_to_nccl() -> Any:
     from imagenet_cls.engine import meter
 
@@ -385,12 +364,10 @@ def cpu_tensor_to_nccl() -> Any:
 # The scenario that has to notice the bug, and a function that returns its patch.
 PLANTED_BUGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "mean_stays_on_the_cpu": ("train", mean_stays_on_the_cpu),
-    "gradient_norm_is_on_the_cpu": ("train", gradient_norm_is_on_the_cpu),
     "no_wait_for_the_copy": ("files", no_wait_for_the_copy),
     "no_record_stream": ("files", no_record_stream),
     "number_read_in_each_step": ("waits", number_read_in_each_step),
     "cpu_generator_for_erasing": ("train", cpu_generator_for_erasing),
-    "boxes_on_the_cpu": ("train", boxes_on_the_cpu),
     "cpu_tensor_to_nccl": ("ddp", cpu_tensor_to_nccl),
 }
 

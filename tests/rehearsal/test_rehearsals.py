@@ -44,12 +44,10 @@ def test_rare_scenario_on_simulated_gpus_passes(name: str) -> None:
     ("bug", "message"),
     [
         ("mean_stays_on_the_cpu", "Expected all tensors to be on the same device"),
-        ("gradient_norm_is_on_the_cpu", "Expected all tensors to be on the same device"),
         ("no_wait_for_the_copy", "race between streams"),
         ("no_record_stream", "without record_stream"),
         ("number_read_in_each_step", "the host waits"),
         ("cpu_generator_for_erasing", "a generator of cpu for a tensor of cuda:0"),
-        ("boxes_on_the_cpu", "Expected all tensors to be on the same device"),
         ("cpu_tensor_to_nccl", "on nccl with tensors on"),
     ],
 )
