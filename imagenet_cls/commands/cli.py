@@ -27,6 +27,8 @@ from imagenet_cls.errors import (
     explain_path_error,
 )
 from imagenet_cls.lookup import did_you_mean
+from imagenet_cls.parallel.cpus import cpu_threads
+from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.exit import hard_exit, print_error
 from imagenet_cls.parallel.signals import exit_on_signal, handle_interrupts
 from imagenet_cls.text import command_line, printable
@@ -182,6 +184,42 @@ def add_link_js(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write plotly.min.js (5 MB) beside the page, and link to it, instead of a copy in "
         "the page",
+    )
+
+
+def add_picture_option(parser: argparse.ArgumentParser, kind: str) -> None:
+    """Add --out of a command that draws a picture, for `picture_path`."""
+    parser.add_argument(
+        "--out",
+        type=path,
+        metavar="FILE.png",
+        help=f"default: work_dirs/<config name>_{kind}.png",
+    )
+
+
+def picture_path(arguments: argparse.Namespace, loaded: LoadedConfig, kind: str) -> Path:
+    """The file to draw. Raises UsageError for one that is no PNG file."""
+    out = arguments.out or Path(f"work_dirs/{loaded.name}_{kind}.png")
+    if out.suffix.lower() != ".png" or out.is_dir():
+        raise UsageError(f"--out {out}: the picture is a PNG file.", "Name it *.png.")
+    return out
+
+
+def add_data_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the commands that read all images of a dataset share: overrides and --threads."""
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="with a config, such as data.root=/my/images",
+    )
+    parser.add_argument(
+        "--threads",
+        type=positive,
+        default=cpu_threads(RankInfo()),
+        metavar="N",
+        help="default: one for each CPU that it may use",
     )
 
 

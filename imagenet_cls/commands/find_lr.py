@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
@@ -48,12 +47,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
         help="of the last step (default: 10)",
     )
     add("--steps", type=cli.positive, default=100, metavar="N", help="at most (default: 100)")
-    add(
-        "--out",
-        type=cli.path,
-        metavar="FILE.png",
-        help="a new file; default: work_dirs/<config name>_lr.png",
-    )
+    cli.add_picture_option(parser, "lr")
     arguments = cli.parse(parser, argv)
     if arguments.low >= arguments.high:
         raise UsageError(
@@ -63,9 +57,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
     if arguments.steps < _MIN_STEPS:
         raise UsageError(f"--steps {arguments.steps} are too few.", f"Give {_MIN_STEPS} or more.")
     loaded = cli.load_one_config(arguments, parser)
-    path = arguments.out or Path(f"work_dirs/{loaded.name}_lr.png")
-    if path.suffix.lower() != ".png":
-        raise UsageError(f"{path}: the plot is a PNG file.", "Name it *.png with --out.")
+    path = cli.picture_path(arguments, loaded, "lr")
     if path.exists() and not is_device_or_fifo(path):
         raise UsageError(
             f"{path} exists, and is not replaced.", "Name another file with --out FILE.png."

@@ -34,8 +34,6 @@ from imagenet_cls.files import (
     take_lock,
     write_file,
 )
-from imagenet_cls.parallel.cpus import cpu_threads
-from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.text import first_line, format_value, join_names, printable
 
 # Of a part, the files with the first prefix that any has.
@@ -94,13 +92,7 @@ def pack_command(argv: Sequence[str]) -> None:
         "test-*.parquet, perhaps in data/",
     )
     parser.add_argument("out", type=cli.path, metavar="OUT")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="with a config, such as data.root=/my/images",
-    )
+    cli.add_data_options(parser)
     parser.add_argument(
         "--max-px", type=cli.positive, metavar="N", help="shrink images whose longer side exceeds N"
     )
@@ -114,12 +106,6 @@ def pack_command(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--images-per-shard", type=cli.positive, default=1000, metavar="N", help="default: 1000"
     )
-    parser.add_argument(
-        "--threads",
-        type=cli.positive,
-        metavar="N",
-        help="default: one for each CPU that it may use",
-    )
     arguments = parser.parse_intermixed_args(argv)
     out = arguments.out
     if out.is_file():
@@ -131,7 +117,7 @@ def pack_command(argv: Sequence[str]) -> None:
         arguments.max_px,
         arguments.quality,
         arguments.images_per_shard,
-        arguments.threads or cpu_threads(RankInfo()),
+        arguments.threads,
     )
     with explain_write_errors(out, "Repair the cause; the same command then continues."):
         out.mkdir(parents=True, exist_ok=True)

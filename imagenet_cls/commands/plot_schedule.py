@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_components
 from imagenet_cls.config.schema import Config, DataConfig, height_width
-from imagenet_cls.errors import UsageError
 from imagenet_cls.files import explain_write_errors
 
 if TYPE_CHECKING:
@@ -28,12 +27,7 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
     )
     parser = cli.build_parser("plot-schedule", description, _USAGE)
     cli.add_config_arguments(parser)
-    parser.add_argument(
-        "--out",
-        type=cli.path,
-        metavar="FILE.png",
-        help="default: work_dirs/<config name>_schedule.png",
-    )
+    cli.add_picture_option(parser, "schedule")
     parser.add_argument(
         "--images",
         type=cli.positive,
@@ -43,9 +37,7 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
     )
     arguments = cli.parse(parser, argv)
     loaded = cli.load_one_config(arguments, parser)
-    path = arguments.out or Path(f"work_dirs/{loaded.name}_schedule.png")
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise UsageError(f"--out {path}: the plot is a PNG file.", "Name it *.png.")
+    path = cli.picture_path(arguments, loaded, "schedule")
     check_components(loaded, None)
     from imagenet_cls.report.plots import plot_panels
 

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_components
-from imagenet_cls.errors import UsageError
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.text import utf8_text
 
@@ -32,12 +30,7 @@ def show_batch_command(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--images", type=cli.positive, default=32, metavar="N", help="at most (default: 32)"
     )
-    parser.add_argument(
-        "--out",
-        type=cli.path,
-        metavar="FILE.png",
-        help="default: work_dirs/<config name>_batch.png",
-    )
+    cli.add_picture_option(parser, "batch")
     arguments = cli.parse(parser, argv)
     loaded = cli.load_one_config(arguments, parser)
     config = replace(
@@ -47,9 +40,7 @@ def show_batch_command(argv: Sequence[str]) -> None:
         data=replace(loaded.config.data, num_workers=0),
         train=replace(loaded.config.train, compile=False),
     )
-    path = arguments.out or Path(f"work_dirs/{loaded.name}_batch.png")
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise UsageError(f"--out {path}: the picture is a PNG file.", "Name it *.png.")
+    path = cli.picture_path(arguments, loaded, "batch")
     check_components(replace(loaded, config=config), None)
     import torch
 

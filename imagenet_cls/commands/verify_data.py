@@ -29,8 +29,6 @@ from imagenet_cls.data.index import (
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
 from imagenet_cls.errors import DataError, ResourceError, UsageError
 from imagenet_cls.files import is_device_or_fifo, write_output
-from imagenet_cls.parallel.cpus import cpu_threads
-from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.text import command_line, first_line, join_names
 
 if TYPE_CHECKING:
@@ -55,27 +53,10 @@ def verify_command(argv: Sequence[str]) -> None:
         metavar="ROOT | CONFIG",
         help="a folder or archive, with all images and archives in it; or a config",
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="with CONFIG, such as data.root=/my/images",
-    )
+    cli.add_data_options(parser)
     parser.add_argument("--out", type=cli.path, metavar="FILE", help="default: ROOT/bad_images.txt")
-    parser.add_argument(
-        "--threads",
-        type=cli.positive,
-        metavar="N",
-        help="default: one for each CPU that it may use",
-    )
     arguments = parser.parse_intermixed_args(argv)
-    verify_data(
-        arguments.data,
-        arguments.overrides,
-        arguments.out,
-        arguments.threads or cpu_threads(RankInfo()),
-    )
+    verify_data(arguments.data, arguments.overrides, arguments.out, arguments.threads)
 
 
 def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threads: int) -> None:
