@@ -3,6 +3,7 @@
 `data.name=folder` reads them.
 """
 
+import argparse
 import contextlib
 import glob
 import io
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
@@ -46,15 +47,6 @@ PLAN_FILE = "pack.json"  # what the shards beside it were made of, and the optio
 # name of an image below its class, the file, target; a description of the image, for messages
 Sample = tuple[str, bytes, int, str]
 RowGroup = tuple[Path, int, int]  # file, number, rows
-
-
-class Options(NamedTuple):
-    """Options of the command. max_px: None to shrink no image."""
-
-    max_px: int | None
-    quality: int
-    images_per_shard: int
-    num_threads: int
 
 
 @dataclass(frozen=True)
@@ -113,17 +105,11 @@ def pack_command(argv: Sequence[str]) -> None:
     parts = open_parts(arguments.source, arguments.overrides, arguments.images_per_shard)
     for part in parts.values():
         check_class_names(part.classes, arguments.source)
-    options = Options(
-        arguments.max_px,
-        arguments.quality,
-        arguments.images_per_shard,
-        arguments.threads,
-    )
     with explain_write_errors(out, "Repair the cause; the same command then continues."):
         out.mkdir(parents=True, exist_ok=True)
         with take_lock(out, "Wait for that process, or stop it; then the same command continues."):
             for name, part in parts.items():
-                write_part(out, name, part, options)
+                write_part(name, part, arguments)
 
 
 def check_class_names(classes: Sequence[str], source: str) -> None:
@@ -330,15 +316,19 @@ def _parquet_row(
     return image.get("path") or "", image["bytes"], targets[label]
 
 
-def write_part(out: Path, name: str, part: Part, options: Options) -> None:
+def write_part(name: str, part: Part, arguments: argparse.Namespace) -> None:
     """Write the shards of a part to a hidden folder, read them back, and give the folder its name.
 
+    arguments: of the command.
     Raises DataError, OSError, and UsageError for a folder with other data or options.
     """
+    out = arguments.out
     folder = out / name
     partial_folder = out / f".{name}.partial"
-    image_options = options.max_px, options.quality, options.images_per_shard
-    plan = json.dumps([part.fingerprint, list(part.classes), *image_options, SHARD_FORMAT])
+    max_px = arguments.max_px
+    quality = arguments.quality
+    made_of = [part.fingerprint, list(part.classes), max_px, quality, arguments.images_per_shard]
+    plan = json.dumps([*made_of, SHARD_FORMAT])
     for path in (folder, partial_folder):
         plan_file = path / PLAN_FILE
         if path.exists() and not (plan_file.exists() and plan_file.read_text() == plan):
@@ -353,9 +343,9 @@ def write_part(out: Path, name: str, part: Part, options: Options) -> None:
         labels = "".join(f"{label}\n" for label in part.classes)
         write_file(partial_folder / "classes.txt", labels.encode("utf-8", "surrogateescape"))
         paths = [partial_folder / f"{name}-{number:05d}.tar" for number in range(len(part.shards))]
-        pack = partial(pack_sample, classes=part.classes, options=options)
+        pack = partial(pack_sample, classes=part.classes, max_px=max_px, quality=quality)
         shards = list(zip(paths, part.shards, strict=True))
-        with ThreadPoolExecutor(options.num_threads) as pool:
+        with ThreadPoolExecutor(arguments.threads) as pool:
             for path, shard in cli.track(shards, f"packing {name}"):
                 if not path.exists():
                     temporary = path.with_name(f"{TEMPORARY}{path.name}")
@@ -396,9 +386,9 @@ def write_shard(path: Path, files: Iterator[Sample]) -> None:
     fsync(path)
 
 
-def pack_sample(sample: Sample, classes: Sequence[str], options: Options) -> Sample:
-    """The sample as a shard has it: CLASS/NAME.SUFFIX, with no dot but the last; an image that is
-    too large shrunk.
+def pack_sample(sample: Sample, classes: Sequence[str], max_px: int | None, quality: int) -> Sample:
+    """The sample as a shard has it: CLASS/NAME.SUFFIX, with no dot but the last; an image whose
+    longer side exceeds `max_px` shrunk.
 
     The suffix is in lower case, and `jpg` for JPEG files. Raises DataError where an image that has
     to be shrunk, or whose format its name does not tell, can't be read.
@@ -410,15 +400,15 @@ def pack_sample(sample: Sample, classes: Sequence[str], options: Options) -> Sam
     suffix = ""
     if suffix_of(os.fsencode(base)) in IMAGE_SUFFIXES:
         stem, _, suffix = base.rpartition(".")
-    if options.max_px is not None or not suffix:
+    if max_px is not None or not suffix:
         from imagenet_cls.data.decode import open_image  # imports torch
 
         try:
             with open_image(data) as image:
                 suffix = suffix or str(image.format)
                 longer_px = max(image.size)
-            if options.max_px is not None and longer_px > options.max_px:
-                data = downscale_jpeg(data, options.max_px, options.quality)
+            if max_px is not None and longer_px > max_px:
+                data = downscale_jpeg(data, max_px, quality)
                 suffix = "jpg"
         except Exception as error:  # damaged files make decoders raise anything
             reason = f"{printable(description)}: {first_line(error)}."
