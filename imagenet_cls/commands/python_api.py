@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -219,29 +218,26 @@ def run_command(name: str, argv: Sequence[str]) -> None:
     """Run a command in a child process and print its output. Raises its error, or RuntimeError for
     a bug. An interrupt is passed on to the process, and raised when that has ended.
     """
-    process = subprocess.Popen(
-        [*child_command(name), *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="backslashreplace",
-        process_group=0,  # Ctrl-C in a terminal reaches it once, from here
-        preexec_fn=partial(set_parent_death_signal, signal.SIGTERM),
-    )
-    assert process.stdout is not None and process.stderr is not None
-    errors: list[str] = []
-    # A full pipe would block the process.
-    reader = Thread(target=errors.extend, args=(process.stderr,), daemon=True)
-    reader.start()
-    interrupt = None
-    try:
-        _show_output(process.stdout)
-    except KeyboardInterrupt as error:
-        process.send_signal(signal.SIGINT)
-        interrupt = error
-    code = process.wait()
-    reader.join()
-    text = "".join(errors).strip()
+    with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
+        process = subprocess.Popen(
+            [*child_command(name), *argv],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="backslashreplace",
+            process_group=0,  # Ctrl-C in a terminal reaches it once, from here
+            preexec_fn=partial(set_parent_death_signal, signal.SIGTERM),
+        )
+        assert process.stdout is not None
+        interrupt = None
+        try:
+            _show_output(process.stdout)
+        except KeyboardInterrupt as error:
+            process.send_signal(signal.SIGINT)
+            interrupt = error
+        code = process.wait()
+        errors.seek(0)
+        text = errors.read().strip()
     if code != 0 and interrupt is None:
         raise _error_of(code, text)
     if text:
