@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import yaml
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_is_no_rank, child_command
 from imagenet_cls.config.layers import find_config
 from imagenet_cls.config.load import DEMO, LoadedConfig, load_config
+from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.engine.plan import ceil_div, micro_batch_for
 from imagenet_cls.errors import UsageError, UserError
 from imagenet_cls.parallel.signals import handle_interrupts
@@ -29,21 +29,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Settings of every run; overrides have priority.
-SHORT_RUN: dict[str, Any] = {
-    "train": {"max_steps": 12},
-    "log": {"every_steps": 4, "tensorboard": False},
-}
+SHORT_RUN = """\
+train: {max_steps: 12}
+log: {every_steps: 4, tensorboard: false}
+"""
 # What is trained without a CONFIG: the demo's digits, by a small ResNet with BatchNorm and smooth
 # activations. With ReLU and max pooling a rounding error of 1e-7 grows to 1e-2 in four steps, and
 # all rows would differ by that much.
-DEMO_RUN: dict[str, Any] = SHORT_RUN | {
-    "model": {"name": "resnet10t", "kwargs": {"act_layer": "silu", "replace_stem_pool": True}},
-    "data": {"num_workers": 0},
-    "optimizer": {"lr": 0.02},
-    "schedule": {"warmup_epochs": 0},
-    "ema": {"decay": None},
-    "train": {"max_steps": 12, "precision": "fp32"},
-}
+DEMO_RUN = """\
+model: {name: resnet10t, kwargs: {act_layer: silu, replace_stem_pool: true}}
+data: {num_workers: 0}
+optimizer: {lr: 0.02}
+schedule: {warmup_epochs: 0}
+ema: {decay: null}
+train: {max_steps: 12, precision: fp32}
+log: {every_steps: 4, tensorboard: false}
+"""
 NOTES = """\
 images/forward: images that BatchNorm normalizes together. A row with fewer has other losses from
   the first step on, and that is correct.
@@ -104,10 +105,12 @@ def compare_command(argv: Sequence[str]) -> None:
 
 def write_config(path: Path, config: str | None) -> str:
     """Write the config of all runs, which is based on `config` or the demo's. Returns its path."""
-    base, settings = (
-        (DEMO, DEMO_RUN) if config is None else (find_config(config).resolve(), SHORT_RUN)
-    )
-    path.write_text(yaml.safe_dump({"_base_": [str(base)], **settings}))
+    base = DEMO
+    settings = DEMO_RUN
+    if config is not None:
+        base = find_config(config).resolve()
+        settings = SHORT_RUN
+    path.write_text(f"_base_: {dump_inline([str(base)])}\n{settings}")
     return str(path)
 
 
