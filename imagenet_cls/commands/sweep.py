@@ -19,10 +19,10 @@ from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_is_no_rank, child_command
 from imagenet_cls.commands.sweep_plan import (
     SweepRun,
+    chooses_folds,
     load_runs,
     plan_grid,
     read_runs,
-    stratified,
     write_runs,
 )
 from imagenet_cls.commands.sweep_results import is_finished, show_results
@@ -120,9 +120,11 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     else:
         planned = plan_grid(source, overrides, arguments.folds, known.values())
         configs = load_runs([run.arguments for run in planned])
-        if arguments.folds is not None:
-            for i, loaded in enumerate(configs):
-                planned[i], configs[i] = stratified(planned[i], loaded)
+        if arguments.folds is not None and not any(map(chooses_folds, configs)):
+            planned = [
+                replace(run, arguments=[*run.arguments, "data.stratify=true"]) for run in planned
+            ]
+            configs = load_runs([run.arguments for run in planned])
         new = [
             run
             for run, loaded in zip(planned, configs, strict=True)
