@@ -6,6 +6,7 @@ from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import join_alone
 from imagenet_cls.config.schema import BATCH, TrainConfig
 from imagenet_cls.errors import ResourceError
+from imagenet_cls.text import count_of
 
 _USAGE = "CONFIG|DATA [key=value ...] [--gpus N] [--max IMAGES]"
 _GIB = 2.0**30
@@ -70,7 +71,7 @@ def describe_plan(train: TrainConfig, num_devices: int, largest: int) -> str:
     size = micro_batch_for(train.global_batch_size, num_devices, largest)
     steps = ceil_div(train.global_batch_size, num_devices * size)
     limit = "null" if steps == 1 else str(largest)
-    devices = "1 device" if num_devices == 1 else f"{num_devices} devices"
+    devices = count_of(num_devices, "device")
     micro_batches = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
     return (
         f"train.micro_batch_size={limit}  # train.global_batch_size={train.global_batch_size} on "

@@ -15,7 +15,7 @@ from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.data.archives import find_archives, folders_of_classes, is_archive
 from imagenet_cls.data.index import list_folder
 from imagenet_cls.errors import UsageError
-from imagenet_cls.text import join_names
+from imagenet_cls.text import count_of, join_names
 
 if TYPE_CHECKING:
     from imagenet_cls.data.datasets import DataSets
@@ -67,7 +67,7 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     """
     path = Path(source).expanduser()
     has_checkpoint = any(
-        _key_of(text) == "model.checkpoint" and text != "model.checkpoint=null"
+        cli.key_of(text) == "model.checkpoint" and text != "model.checkpoint=null"
         for text in overrides
     )
     overrides = expand_short_keys(overrides, pretrained=not has_checkpoint)
@@ -102,10 +102,10 @@ def expand_short_keys(overrides: Sequence[str], pretrained: bool) -> list[str]:
 
     pretrained: the config's `model.pretrained`, which `model=` keeps: a new `model.name` resets it.
     """
-    given = {_key_of(override) for override in overrides}
+    given = {cli.key_of(override) for override in overrides}
     expanded = []
     for override in overrides:
-        key = _key_of(override)
+        key = cli.key_of(override)
         value = override.partition("=")[2]
         expanded += [f"{name}={value}" for name in SHORT_KEYS.get(key, (key,))]
         if key == "model" and "model.pretrained" not in given:
@@ -173,9 +173,7 @@ def describe_data(source: str, loaded: LoadedConfig, data: "DataSets") -> str:
         held_out = f"evaluated on fold {config.fold}"
     else:
         held_out = f"{config.val_fraction:.0%} held out for evaluation"
-    classes = f"{len(data.classes)} classes"
-    if len(data.classes) == 1:
-        classes = "1 class"
+    classes = count_of(len(data.classes), "class")
     return (
         f"{source}: {form}, {classes} ({join_names(data.classes)}), {held_out}, "
         f"batch size {loaded.config.train.global_batch_size}"
@@ -184,9 +182,5 @@ def describe_data(source: str, loaded: LoadedConfig, data: "DataSets") -> str:
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
     """The overrides whose keys `others` do not set."""
-    keys = {_key_of(text) for text in others}
-    return [text for text in overrides if _key_of(text) not in keys]
-
-
-def _key_of(override: str) -> str:
-    return override.partition("=")[0].strip()
+    keys = {cli.key_of(text) for text in others}
+    return [text for text in overrides if cli.key_of(text) not in keys]

@@ -35,7 +35,7 @@ from imagenet_cls.files import (
     take_lock,
     write_file,
 )
-from imagenet_cls.text import first_line, format_value, join_names, printable
+from imagenet_cls.text import count_of, first_line, format_value, join_names, printable
 
 # Of a part, the files with the first prefix that any has.
 PARQUET_PARTS = {"train": ("train-",), "val": ("validation-", "valid-", "val-", "test-")}
@@ -361,7 +361,7 @@ def write_part(name: str, part: Part, arguments: argparse.Namespace) -> None:
         fsync(partial_folder)
         partial_folder.rename(folder)
         fsync(out)
-    shards_made = "1 shard" if len(part.shards) == 1 else f"{len(part.shards):,} shards"
+    shards_made = count_of(len(part.shards), "shard")
     print(f"{folder}: {part.count:,} images of {len(part.classes):,} classes in {shards_made}")
 
 

@@ -119,7 +119,7 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
     Raises a UserError.
     """
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
-    names = override_keys(overrides)
+    names = list(map(cli.key_of, overrides))
     is_null = any(re.fullmatch(r"\s*data\.val\s*=\s*(null|~|)\s*", text) for text in overrides)
     if "data.val" in names and not is_null:
         # The config may hold out training images instead, and data.val replaces that.
@@ -150,10 +150,6 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
     loaded = load_config(run / "config.yaml", overrides)
     check_code_is_allowed(loaded, arguments.allow_import, run)
     return loaded
-
-
-def override_keys(overrides: Sequence[str]) -> list[str]:
-    return [override.partition("=")[0].strip() for override in overrides]
 
 
 def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: Path) -> None:
@@ -199,7 +195,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         check_output_path(arguments.out)
         check_output_path(arguments.results, "--results")
         check_report_folder(arguments.report)
-        if "data.val" in override_keys(overrides):
+        if "data.val" in map(cli.key_of, overrides):
             check_images(arguments.data, loaded.config.data)
 
 
@@ -267,7 +263,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     test_set = None
     if arguments.data is not None:
         data = loaded.config.data
-        list_root = data.root if "data.root" in override_keys(overrides) else None
+        list_root = data.root if "data.root" in map(cli.key_of, overrides) else None
         test_set = locate_test_set(arguments.data, data, list_root)
     knn = arguments.knn
     probe = arguments.linear_probe
