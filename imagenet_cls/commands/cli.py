@@ -294,11 +294,6 @@ def split_overrides(
     return overrides, others
 
 
-def key_of(override: str) -> str:
-    """The key of `key=value`."""
-    return override.partition("=")[0].strip()
-
-
 def is_override(argument: str) -> bool:
     """Whether this is `key=value`. A path may have an equals sign after a slash."""
     key, equals, _ = argument.partition("=")

@@ -30,26 +30,33 @@ def find_batch_command(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--max",
         type=cli.positive,
-        default=int(BATCH.high),
         metavar="IMAGES",
-        help="largest size to try (default: no limit)",
+        help="largest size to try; default: no limit on a GPU, and on a CPU the share of a device",
     )
     arguments = cli.parse(parser, argv)
     loaded = cli.load_one_config(arguments, parser)
     config, group = join_alone(loaded)
     from imagenet_cls.commands.finders import micro_batch_trials
+    from imagenet_cls.engine.plan import ceil_div
 
+    most = arguments.max or int(BATCH.high)
+    if arguments.max is None and group.device.type == "cpu":
+        # The system would kill this process where memory runs out.
+        most = ceil_div(config.train.global_batch_size, arguments.gpus)
     reserved = "  reserved GiB" if group.device.type == "cuda" else ""
     print(f"{'images':>9}  {'images/s':>9}  peak GiB{reserved}")
     fitting = []
-    for trial in micro_batch_trials(config, group, arguments.gpus, arguments.max):
-        memory = f"{trial.peak_bytes / _GIB:8.2f}" if trial.peak_bytes else f"{'-':>8}"
+    for trial in micro_batch_trials(config, group, arguments.gpus, most):
         if trial.problem:
-            print(f"{trial.images:9,}  {'-':>9}  {memory}  {trial.problem}", flush=True)
+            print(f"{trial.images:9,}  {'-':>9}  {'-':>8}  {trial.problem}", flush=True)
             continue
         fitting.append(trial)
         reserved = f"  {trial.reserved_bytes / _GIB:12.2f}" if trial.reserved_bytes else ""
-        print(f"{trial.images:9,}  {trial.images_per_sec:9.1f}  {memory}{reserved}", flush=True)
+        print(
+            f"{trial.images:9,}  {trial.images_per_sec:9.1f}  "
+            f"{trial.peak_bytes / _GIB:8.2f}{reserved}",
+            flush=True,
+        )
     if not fitting:
         raise ResourceError(
             "Not even one image fits.",

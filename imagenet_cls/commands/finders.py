@@ -29,24 +29,18 @@ from imagenet_cls.engine.train import train
 from imagenet_cls.errors import out_of_memory_line
 from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.optim.schedule import Horizon, Schedule
-from imagenet_cls.parallel.memory import (
-    memory_limit_bytes,
-    peak_memory_bytes,
-    reset_peak_memory,
-)
+from imagenet_cls.parallel.memory import peak_memory_bytes, reset_peak_memory
 from imagenet_cls.parallel.process_group import Group
 
 _MANY_EPOCHS = 10**6  # so that any ema.every_steps is less than the steps of the run
 _NO_UPDATE_LR = 1e-12  # the weights stay as they are; some optimizers reject 0
-_USABLE_MEMORY = 0.9  # of a host's, since the estimate is rough and other processes need some
 
 
 @dataclass(frozen=True)
 class Trial:
     """Training steps with micro-batches of `images` images.
 
-    images_per_sec: 0 where there is a `problem`. peak_bytes: an estimate where the trial was not
-    made. reserved_bytes: by the CUDA allocator, 0 on a CPU.
+    images_per_sec: 0 where there is a `problem`. reserved_bytes: by the CUDA allocator, 0 on a CPU.
     """
 
     images: int
@@ -116,48 +110,25 @@ def micro_batch_trials(
     last two. The largest size without a problem is within an eighth, or 8 images, of the largest
     that fits.
 
-    On a CPU a size is not tried if it is expected to take more memory than there is. num_devices:
-    of the run. Steps with several micro-batches, or on several devices, are tried with two: the
-    gradients of the first, or the buckets of DDP, then take memory in the second.
+    num_devices: of the run. Steps with several micro-batches, or on several devices, are tried with
+    two: the gradients of the first, or the buckets of DDP, then take memory in the second.
     """
     share = ceil_div(config.train.global_batch_size, num_devices)
-    trials: list[Trial] = []
     config = trial_config(config)
-    is_cpu = group.device.type == "cpu"
     low, high = 0, most + 1
-    first = 2 if is_cpu else 8
+    first = 2 if group.device.type == "cpu" else 8
     while high - low > (1 if low < 8 else max(8, low // 8)):
         size = (low + high) // 2
         if high > most:  # every size so far fits
             size = min(2 * low or first, most)
-        expected = expected_bytes(trials, size)
-        if is_cpu and expected > _USABLE_MEMORY * memory_limit_bytes():
-            trial = Trial(
-                size,
-                peak_bytes=expected,
-                problem="not tried: expected to exceed the available memory",
-            )
-        else:
-            accumulation = 1 if num_devices == 1 and size >= share else 2
-            with explain_device_errors():
-                trial = try_micro_batch(config, group, size, accumulation)
+        accumulation = 1 if num_devices == 1 and size >= share else 2
+        with explain_device_errors():
+            trial = try_micro_batch(config, group, size, accumulation)
         if trial.problem:
             high = size
         else:
             low = size
-            trials.append(trial)
         yield trial
-
-
-def expected_bytes(trials: list[Trial], images: int) -> float:
-    """The memory that more images would take, by the line through the last two of `trials`; 0 with
-    fewer.
-    """
-    if len(trials) < 2:
-        return 0.0
-    first, last = trials[-2:]
-    slope = max(0.0, last.peak_bytes - first.peak_bytes) / (last.images - first.images)
-    return last.peak_bytes + slope * (images - last.images)
 
 
 def try_micro_batch(config: Config, group: Group, images: int, accumulation: int) -> Trial:

@@ -35,6 +35,11 @@ _SMALLEST_BATCH = 8
 _MIN_STEPS_PER_EPOCH = 10
 
 
+def key_of(override: str) -> str:
+    """The key of `key=value`."""
+    return override.partition("=")[0].strip()
+
+
 def is_data(source: str) -> bool:
     """Whether an argument of `train` is a data set: an existing path that is neither a config nor a
     run folder.
@@ -67,8 +72,7 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     """
     path = Path(source).expanduser()
     has_checkpoint = any(
-        cli.key_of(text) == "model.checkpoint" and text != "model.checkpoint=null"
-        for text in overrides
+        key_of(text) == "model.checkpoint" and text != "model.checkpoint=null" for text in overrides
     )
     overrides = expand_short_keys(overrides, pretrained=not has_checkpoint)
     derived = data_overrides(path)
@@ -102,10 +106,10 @@ def expand_short_keys(overrides: Sequence[str], pretrained: bool) -> list[str]:
 
     pretrained: the config's `model.pretrained`, which `model=` keeps: a new `model.name` resets it.
     """
-    given = {cli.key_of(override) for override in overrides}
+    given = {key_of(override) for override in overrides}
     expanded = []
     for override in overrides:
-        key = cli.key_of(override)
+        key = key_of(override)
         value = override.partition("=")[2]
         expanded += [f"{name}={value}" for name in SHORT_KEYS.get(key, (key,))]
         if key == "model" and "model.pretrained" not in given:
@@ -182,5 +186,5 @@ def describe_data(source: str, loaded: LoadedConfig, data: "DataSets") -> str:
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
     """The overrides whose keys `others` do not set."""
-    keys = {cli.key_of(text) for text in others}
-    return [text for text in overrides if cli.key_of(text) not in keys]
+    keys = {key_of(text) for text in others}
+    return [text for text in overrides if key_of(text) not in keys]

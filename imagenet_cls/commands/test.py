@@ -18,7 +18,7 @@ from imagenet_cls.commands.distributed import (
     ranks_to_start,
     start_ranks,
 )
-from imagenet_cls.commands.own_data import is_config
+from imagenet_cls.commands.own_data import is_config, key_of
 from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, comparable_values, load_config
 from imagenet_cls.config.schema import DataConfig
@@ -119,7 +119,7 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
     Raises a UserError.
     """
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
-    names = list(map(cli.key_of, overrides))
+    names = list(map(key_of, overrides))
     is_null = any(re.fullmatch(r"\s*data\.val\s*=\s*(null|~|)\s*", text) for text in overrides)
     if "data.val" in names and not is_null:
         # The config may hold out training images instead, and data.val replaces that.
@@ -195,7 +195,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         check_output_path(arguments.out)
         check_output_path(arguments.results, "--results")
         check_report_folder(arguments.report)
-        if "data.val" in map(cli.key_of, overrides):
+        if "data.val" in map(key_of, overrides):
             check_images(arguments.data, loaded.config.data)
 
 
@@ -263,7 +263,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     test_set = None
     if arguments.data is not None:
         data = loaded.config.data
-        list_root = data.root if "data.root" in map(cli.key_of, overrides) else None
+        list_root = data.root if "data.root" in map(key_of, overrides) else None
         test_set = locate_test_set(arguments.data, data, list_root)
     knn = arguments.knn
     probe = arguments.linear_probe

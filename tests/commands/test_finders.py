@@ -20,23 +20,22 @@ SEEN: list[int] = []  # sizes of training batches
 
 
 class Limited(nn.Module):
-    """Raises an out-of-memory error for more than `most` images; each image takes `mib` MiB."""
+    """Raises an out-of-memory error for more than `most` images."""
 
-    def __init__(self, num_classes: int, most: int, mib: int):
+    def __init__(self, num_classes: int, most: int):
         super().__init__()
-        self.network, self.most, self.mib = plain(num_classes), most, mib
+        self.network, self.most = plain(num_classes), most
 
     def forward(self, images: Tensor) -> Tensor:
         if self.training:
             SEEN.append(len(images))
             if len(images) > self.most:
                 raise torch.OutOfMemoryError("out of memory")
-            torch.ones(len(images) * self.mib << 20, dtype=torch.uint8)
         return self.network(images)
 
 
-def limited(num_classes: int, most: int = 10**9, mib: int = 0) -> nn.Module:
-    return Limited(num_classes, most, mib)
+def limited(num_classes: int, most: int = 10**9) -> nn.Module:
+    return Limited(num_classes, most)
 
 
 def words(digits: Path, **changes: object) -> list[str]:
@@ -85,25 +84,17 @@ def test_whole_share_fits_and_needs_no_limit(digits: Path, call: Callable) -> No
     assert out.splitlines()[-1].startswith("train.micro_batch_size=null ")
 
 
+def test_default_limit_on_a_cpu_is_the_share_of_a_device(digits: Path, call: Callable) -> None:
+    changes = {"train__global_batch_size": 32}
+    code, out, _ = call(find_batch_command, *limited_words(digits, **changes), "--gpus", 2)
+    assert code == 0 and sizes(out) == dict.fromkeys((2, 4, 8, 16), True)
+
+
 def test_nothing_fits_exits_5(digits: Path, call: Callable) -> None:
     code, out, err = call(
         find_batch_command, *limited_words(digits, **{"model.kwargs": "{most: 0}"})
     )
     assert code == 5 and "smaller images" in err and sizes(out) == {2: False, 1: False}
-
-
-def test_on_a_cpu_a_size_that_would_exceed_the_memory_is_not_tried(
-    digits: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
-) -> None:
-    line = [*limited_words(digits, **{"model.kwargs": "{mib: 2}"}), "--max"]
-    call(find_batch_command, *line, 2)  # imports
-    resident = int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024
-    # about 100 images
-    monkeypatch.setattr(finders, "memory_limit_bytes", lambda: (resident + (200 << 20)) / 0.9)
-    SEEN.clear()
-    code, out, _ = call(find_batch_command, *line, 10**6)
-    assert code == 0 and sizes(out)[128] is False and "128          -" in out and "not tried" in out
-    assert 48 <= max(SEEN) <= 112
 
 
 @pytest.mark.parametrize(

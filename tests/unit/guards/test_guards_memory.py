@@ -1,14 +1,11 @@
-"""Out-of-memory errors are explained; all other errors pass. Peak and available memory."""
-
-from pathlib import Path
+"""Out-of-memory errors are explained; all other errors pass. Peak memory."""
 
 import pytest
 import torch
-from helpers import write_files
 
 from imagenet_cls.errors import DataError, ResourceError, out_of_memory_line
 from imagenet_cls.guards.device import explain_device_errors
-from imagenet_cls.parallel.memory import memory_limit_bytes, peak_memory_bytes, reset_peak_memory
+from imagenet_cls.parallel.memory import peak_memory_bytes, reset_peak_memory
 
 
 def test_out_of_memory_names_sizes_and_remedies() -> None:
@@ -63,43 +60,3 @@ def test_peak_memory_starts_again_after_a_reset() -> None:
     del block
     reset_peak_memory()
     assert peak_memory_bytes() < with_block - (200 << 20)
-
-
-GIB = 2**30
-V2 = {
-    "memory.max": 8 * GIB,
-    "memory.current": 5 * GIB,
-    "memory.stat": f"anon 1\ninactive_file {GIB}",
-}
-V1 = {
-    "limit_in_bytes": 2 * GIB,
-    "usage_in_bytes": GIB,
-    "stat": f"cache 1\ntotal_inactive_file {GIB // 2}",
-}
-
-
-@pytest.mark.parametrize(
-    ("own_cgroups", "files", "expected"),
-    [
-        (None, {}, 11 * GIB),  # one resident, ten available
-        ("0::/\n", {}, 11 * GIB),
-        ("0::/a\n", {f"a/{name}": text for name, text in V2.items()}, 5 * GIB),
-        ("0::/a\n", V2, 5 * GIB),  # of the parent
-        ("0::/\n", V2 | {"memory.max": "max"}, 11 * GIB),
-        (
-            "4:memory:/a\n0::/\n",
-            {f"memory/a/memory.{name}": text for name, text in V1.items()},
-            2.5 * GIB,
-        ),
-    ],
-)
-def test_memory_limit_is_the_smallest_of_system_and_cgroups(
-    tmp_path: Path, own_cgroups: str | None, files: dict[str, object], expected: float
-) -> None:
-    texts = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    texts["proc/meminfo"] = "MemTotal: 99999999 kB\nMemAvailable:   10485760 kB\n"
-    texts["proc/self/status"] = "Name:\tx\nVmRSS:\t 1048576 kB\n"
-    if own_cgroups is not None:
-        texts["proc/self/cgroup"] = own_cgroups
-    write_files(tmp_path, texts)
-    assert memory_limit_bytes(tmp_path) == expected
