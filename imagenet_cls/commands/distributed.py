@@ -132,13 +132,13 @@ def parse_rank_arguments(
     if arguments.launcher == "pytorch":
         parser.set_defaults(**options_from_kubernetes(os.environ))
         arguments = parse(parser, argv)
-    several = ranks_per_machine(arguments) > 1 or arguments.nodes != "1"
+    several = arguments.gpus > 1 or arguments.nodes != "1"
     if arguments.launcher == "auto" and several:
         arguments.launcher = "spawn"
     if arguments.launcher in ("spawn", "pytorch"):
         return arguments, None
     if several:
-        options = f"--gpus {ranks_per_machine(arguments)} --nodes {arguments.nodes}"
+        options = f"--gpus {arguments.gpus} --nodes {arguments.nodes}"
         raise UsageError(
             f"{options} with --launcher {arguments.launcher} starts no ranks.",
             "Use --launcher spawn.",
@@ -146,15 +146,11 @@ def parse_rank_arguments(
     return arguments, RankInfo()
 
 
-def ranks_per_machine(arguments: argparse.Namespace) -> int:
-    return arguments.gpus or 1
-
-
 def ranks_to_start(arguments: argparse.Namespace) -> int | None:
     """The number of ranks on all machines; None for an elastic job, whose number is not known."""
     if not arguments.nodes.isdigit():
         return None
-    return ranks_per_machine(arguments) * int(arguments.nodes)
+    return arguments.gpus * int(arguments.nodes)
 
 
 def start_ranks(
@@ -175,7 +171,7 @@ def start_ranks(
     parallel = loaded.config.parallel
     check_backend(parallel.backend, arguments.launcher)
     agent = configure_agent(
-        ranks_per_machine(arguments),
+        arguments.gpus,
         arguments.nodes,
         arguments.node_rank,
         arguments.master_addr,
@@ -329,6 +325,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
         "--nproc-per-node",
         "--nproc_per_node",
         type=num_ranks,
+        default=1,
         metavar="N",
         help="ranks to start on this machine, on GPUs if it has any",
     )

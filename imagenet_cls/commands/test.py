@@ -254,6 +254,7 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     from imagenet_cls.report.jsonl import describe_result
 
     check_on_all_ranks(loaded, group, training=False)
+    run_on_main(group, lambda: check_files(arguments, loaded))  # not all launchers have done it
     # Use the kernels that the run used for its own evaluations.
     set_deterministic(loaded.config.train.deterministic, group.device)
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
@@ -277,8 +278,6 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
         return
     out = arguments.out
     report = arguments.report
-    run_on_main(group, lambda: check_output_path(out))
-    run_on_main(group, lambda: check_report_folder(report))
     with explain_device_errors():
         record = out is not None or report is not None
         evaluation = evaluate_weights(loaded.config, weights, group, test_set, record)
