@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO, TypeVar
 
-from imagenet_cls.commands.own_data import load_config_or_data
+from imagenet_cls.commands.own_data import is_config, load_config_or_data
 from imagenet_cls.config import keys
 from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
@@ -312,8 +312,7 @@ def load_one_config(arguments: argparse.Namespace, parser: argparse.ArgumentPars
 
 def load_data_config(source: str, overrides: Sequence[str]) -> DataConfig | None:
     """The section `data` of a config file; None for another path, which takes no overrides."""
-    is_shipped = source in shipped_configs() and not Path(source).exists()
-    if is_shipped or Path(source).suffix in (".yaml", ".yml"):
+    if is_config(source):
         return load_config(source, overrides).config.data
     if overrides:
         raise UsageError(
