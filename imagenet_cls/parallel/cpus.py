@@ -40,7 +40,7 @@ def cgroup_cpus(root: Path = Path("/")) -> float:
     infinity without one.
     """
     quotas = [math.inf]
-    for version, folder in cgroup_folders("cpu", root):
+    for version, folder in _cgroup_folders(root):
         files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         with suppress(OSError):  # the root of all cgroups has no cpu.max
             quota, period = " ".join((folder / file).read_text() for file in files).split()
@@ -49,8 +49,8 @@ def cgroup_cpus(root: Path = Path("/")) -> float:
     return min(quotas)
 
 
-def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, Path]]:
-    """(version 1 or 2, folder) of each cgroup of this process for a controller, and of its
+def _cgroup_folders(root: Path) -> Iterator[tuple[int, Path]]:
+    """(version 1 or 2, folder) of each cgroup of this process that may limit CPUs, and of its
     parents.
     """
     # In a container without a cgroup namespace, /proc has paths of the host, and /sys/fs/cgroup is
@@ -58,13 +58,13 @@ def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[in
     with suppress(OSError):  # no cgroups: macOS
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
+            version = 2
+            mount = root / "sys/fs/cgroup"
+            if controllers != "":
+                if "cpu" not in controllers.split(","):
+                    continue
+                version = 1
+                mount /= "cpu"
             group = Path(path.lstrip("/"))
-            if controllers == "":
-                yield from (
-                    (2, root / "sys/fs/cgroup" / level) for level in (group, *group.parents)
-                )
-            elif controller in controllers.split(","):
-                yield from (
-                    (1, root / "sys/fs/cgroup" / controller / level)
-                    for level in (group, *group.parents)
-                )
+            for level in (group, *group.parents):
+                yield version, mount / level
