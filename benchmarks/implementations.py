@@ -67,7 +67,7 @@ def ours(
 
     from imagenet_cls.config.load import load_config
     from imagenet_cls.data.datasets import open_datasets
-    from imagenet_cls.data.device import Preprocess
+    from imagenet_cls.data.device import Normalize
     from imagenet_cls.engine.loaders import build_train_loader, build_val_batches
     from imagenet_cls.engine.plan import plan_run
     from imagenet_cls.parallel.environment import RankInfo
@@ -89,7 +89,7 @@ def ours(
     group, data = Group(RankInfo(), torch.device("cpu")), open_datasets(config.data)
     assert data.train is not None and data.val is not None
     preprocess = (
-        Preprocess(MEAN, STD, group.device, channels_last=True) if floats else lambda images: images
+        Normalize(MEAN, STD, group.device, channels_last=True) if floats else lambda images: images
     )
     if evaluate:
         # The package of an older checkout (`--baseline`) has no argument `mean`.

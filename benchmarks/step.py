@@ -140,7 +140,8 @@ class ReferenceLoop:
         self.average = (
             None if config.ema.decay is None else [tensor.clone() for tensor in self.averaged]
         )
-        self.preprocess, self.device = parts.preprocess.preprocess, parts.group.device
+        self.normalize = parts.preprocess.normalize
+        self.device = parts.group.device
         self.dtype = parts.autocast_dtype
         self.batches = cycle(list(islice(parts.train_loader.epoch(0), BATCHES)))
 
@@ -148,7 +149,7 @@ class ReferenceLoop:
         values = []
         for batch in islice(self.batches, steps):
             images, targets = (
-                self.preprocess(batch.images),
+                self.normalize(batch.images),
                 batch.targets.to(self.device, non_blocking=True),
             )
             with autocast(self.device, self.dtype):

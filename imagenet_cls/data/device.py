@@ -13,7 +13,7 @@ from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.seeding import hash_key, seed_generators
 
 
-class Preprocess:
+class Normalize:
     """Callable: uint8 (B, C, H, W) on any device -> float32 (B, C, H, W) on `device`, (x / 255 -
     mean) / std.
 
@@ -154,7 +154,7 @@ class TrainPreprocess:
     draws from the key (seed, step, micro-batch, rank), erasing from the keys of the samples.
     """
 
-    preprocess: Preprocess
+    normalize: Normalize
     erasing: ErasingConfig
     mixing: Mixup | None
     seed: int
@@ -164,7 +164,7 @@ class TrainPreprocess:
     def __call__(
         self, batch: TrainBatch, epoch: int, step: int, micro_step: int
     ) -> tuple[Tensor, Tensor]:
-        images = self.preprocess(batch.images)
+        images = self.normalize(batch.images)
         targets = batch.targets.to(images.device, non_blocking=True)
         if batch.boxes is not None and batch.keys is not None:
             images = erase(images, batch.boxes, batch.keys, self.erasing.mode)

@@ -19,7 +19,7 @@ from imagenet_cls.config.schema import (
 )
 from imagenet_cls.data.builtin import BatchLoader
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
+from imagenet_cls.data.device import Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.sources import ImageSource, exif_warning, required_targets, size_fingerprint
@@ -185,7 +185,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     lr, scaling_message = scaled_lr(config.optimizer, train.global_batch_size)
     scaler = torch.amp.GradScaler(device.type, enabled=autocast_dtype == torch.float16)
     train_loader = build_train_loader(config, data.train, plan, group, mean)
-    normalize = Preprocess(mean, std, device, train.channels_last)
+    normalize = Normalize(mean, std, device, train.channels_last)
 
     # With another batch size than in training, torch.compile would compile a second time.
     micro_batch = train_loader.sampler.micro_batch_sizes[0]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from imagenet_cls.config.schema import Config
-from imagenet_cls.data.device import Preprocess
+from imagenet_cls.data.device import Normalize
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.engine.evaluation_labels import EvaluationLabels
 from imagenet_cls.engine.loaders import EvalBatch, build_val_batches
@@ -50,7 +50,7 @@ class Evaluation:
     ):
         self.labels = labels
         self.num_images = len(source)
-        self.preprocess = Preprocess(mean, std, group.device, config.train.channels_last)
+        self.normalize = Normalize(mean, std, group.device, config.train.channels_last)
         self.autocast_dtype = choose_precision(config.train, group.device)
         self.batches = partial(build_val_batches, config, source, group, len(devices.all), mean)
         self.devices = devices
@@ -69,7 +69,7 @@ class Evaluation:
         return model_outputs(
             wrapped,
             self.batches() if batches is None else batches,
-            self.preprocess,
+            self.normalize,
             self.devices.all[0],
             self.autocast_dtype,
             self.flip,
@@ -82,7 +82,7 @@ class Evaluation:
 def model_outputs(
     models: Mapping[str, nn.Module],
     batches: Iterable[EvalBatch],
-    preprocess: Callable[[Tensor], Tensor],
+    normalize: Callable[[Tensor], Tensor],
     device: torch.device,
     dtype: torch.dtype | None,
     flip: bool = False,
@@ -103,7 +103,7 @@ def model_outputs(
         count = len(images)
         if pad_to is not None and count < pad_to:
             images = torch.cat([images, images.new_zeros(pad_to - count, *images.shape[1:])])
-        pixels = preprocess(images)
+        pixels = normalize(images)
         logits = {}
         for name, model in models.items():
             with autocast(device, dtype):

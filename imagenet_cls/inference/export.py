@@ -46,8 +46,8 @@ class ExportedModel(nn.Module):
         self.model = predictor.model.requires_grad_(False)
         self.normalizes = preprocess != "none"
         if self.normalizes:
-            self.register_buffer("shift", predictor.preprocess.shift)
-            self.register_buffer("scale", predictor.preprocess.scale)
+            self.register_buffer("shift", predictor.normalize.shift)
+            self.register_buffer("scale", predictor.normalize.scale)
 
     def forward(self, images: Tensor) -> Tensor:
         if self.normalizes:
@@ -173,7 +173,7 @@ def compare(predictor: Predictor, export: Export) -> list[str]:
     others = []
     for size in BATCHES:
         pixels = images[:size]
-        prepared = predictor.preprocess(pixels).contiguous()
+        prepared = predictor.normalize(pixels).contiguous()
         expected = predictor.model(prepared).float()
         if not expected.isfinite().all():
             raise CheckpointError(

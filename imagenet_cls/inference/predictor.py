@@ -24,7 +24,7 @@ from imagenet_cls.checkpoint.format import (
 from imagenet_cls.config.check import check_value
 from imagenet_cls.config.schema import EvalConfig, format_size
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
-from imagenet_cls.data.device import Preprocess
+from imagenet_cls.data.device import Normalize
 from imagenet_cls.data.index import is_image
 from imagenet_cls.data.sources import reason_of
 from imagenet_cls.data.transforms import EvalTransform
@@ -111,7 +111,7 @@ class Predictor:
         self.std = trained.std
         check_sizes(self.config.eval, self.path)
         self.transform = EvalTransform(self.config.eval, self.mean)
-        self.preprocess = Preprocess(self.mean, self.std, device, self.config.train.channels_last)
+        self.normalize = Normalize(self.mean, self.std, device, self.config.train.channels_last)
 
     def transform_images(self, images: Sequence[AnyImage]) -> Tensor:
         """Images of any sizes as uint8 (B, C, *crop_px) on the CPU."""
@@ -120,7 +120,7 @@ class Predictor:
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
         """Images of any sizes as float32 (B, C, *crop_px) on the device of the model."""
-        return self.preprocess(self.transform_images(images))
+        return self.normalize(self.transform_images(images))
 
     @torch.no_grad()
     def logits(self, images: Sequence[AnyImage]) -> Tensor:

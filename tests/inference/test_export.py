@@ -54,7 +54,7 @@ def check_same_top1(
     assert len(files) == 359 and len(set(expected)) > 5
     predictor = Predictor(run, "cpu", allow_import=trust[1:])
     pixels = torch.stack([predictor.transform(read_image(file)) for file in files])
-    inputs = {"none": predictor.preprocess(pixels), "normalize": pixels}
+    inputs = {"none": predictor.normalize(pixels), "normalize": pixels}
     for preprocess in modes:
         file = run.parent / f"{run.name}_{preprocess}.onnx"
         options = ("--preprocess", preprocess, *trust)

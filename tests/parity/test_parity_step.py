@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config, DistillConfig, ErasingConfig
-from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
+from imagenet_cls.data.device import Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.step import Sam, Updater
 from imagenet_cls.optim.build import build_optimizer
@@ -79,7 +79,7 @@ def ours(config: Config, model: nn.Module, first_step: int) -> Weights:
     lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
     schedule = build_schedule(config.schedule, lr, STEPS_PER_EPOCH, config.train.epochs)
     mixing = build_mixing(config.mix, CLASSES)
-    preprocess = Preprocess(MEAN, STD, torch.device("cpu"), config.train.channels_last)
+    preprocess = Normalize(MEAN, STD, torch.device("cpu"), config.train.channels_last)
     prepare = TrainPreprocess(preprocess, ErasingConfig(), mixing, SEED, rank=0)
     criterion = build_criterion(build_loss(config.loss, CLASSES), DistillConfig())
     optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer))

@@ -51,7 +51,7 @@ class Trace:
         self.parts = parts = build(*args, **kwargs)
         self.start = {name: value.clone() for name, value in parts.model.state_dict().items()}
         prepare, update = parts.preprocess, parts.updater.update
-        erased = TrainPreprocess(prepare.preprocess, prepare.erasing, None, prepare.seed, 0)
+        erased = TrainPreprocess(prepare.normalize, prepare.erasing, None, prepare.seed, 0)
 
         def prepare_and_record(
             batch: Any, epoch: int, step: int, micro: int

@@ -312,15 +312,15 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], int]] = {
 
 
 def mean_stays_on_the_cpu() -> Any:
-    from imagenet_cls.data.device import Preprocess
+    from imagenet_cls.data.device import Normalize
 
-    original = Preprocess.__init__
+    original = Normalize.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.shift = self.shift.cpu()
 
-    return mock.patch.object(Preprocess, "__init__", init)
+    return mock.patch.object(Normalize, "__init__", init)
 
 
 def no_wait_for_the_copy() -> Any:

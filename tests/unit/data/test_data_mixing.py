@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import ErasingConfig, MixConfig
-from imagenet_cls.data.device import Preprocess, TrainPreprocess, build_mixing
+from imagenet_cls.data.device import Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import TrainBatch
 
 BOTH = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}
-PREPROCESS = Preprocess([0.5] * 3, [0.5] * 3, torch.device("cpu"), channels_last=False)
+PREPROCESS = Normalize([0.5] * 3, [0.5] * 3, torch.device("cpu"), channels_last=False)
 
 
 def batch(size: int = 6) -> TrainBatch:

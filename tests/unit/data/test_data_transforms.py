@@ -20,7 +20,7 @@ from imagenet_cls.config.schema import (
     height_width,
 )
 from imagenet_cls.data.decode import rgb_tensor
-from imagenet_cls.data.device import Preprocess
+from imagenet_cls.data.device import Normalize
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform, resize, size_px_at, sizes_px
 
 NEAREST = InterpolationMode.NEAREST_EXACT
@@ -353,9 +353,9 @@ def test_size_px_between_several_points_is_linear() -> None:
 def test_preprocess_normalizes(channels_last: bool) -> None:
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     images = torch.randint(0, 256, (4, 3, 9, 7), dtype=torch.uint8)
-    result = Preprocess(mean, std, torch.device("cpu"), channels_last)(images)
+    result = Normalize(mean, std, torch.device("cpu"), channels_last)(images)
     expected = v2.functional.normalize(images.float() / 255, mean, std)
     assert result.dtype == torch.float32 and torch.allclose(result, expected, atol=1e-6)
     assert result.is_contiguous(memory_format=torch.channels_last) == channels_last
-    gray = Preprocess(mean[1:2], std[1:2], torch.device("cpu"), channels_last)(images[:, 1:2])
+    gray = Normalize(mean[1:2], std[1:2], torch.device("cpu"), channels_last)(images[:, 1:2])
     assert torch.equal(gray, result[:, 1:2])

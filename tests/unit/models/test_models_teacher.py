@@ -11,7 +11,7 @@ from helpers import plain, single_rank
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import DistillConfig, TeacherConfig
-from imagenet_cls.data.device import Preprocess
+from imagenet_cls.data.device import Normalize
 from imagenet_cls.errors import CheckpointError, ConfigError, ResourceError
 from imagenet_cls.models.teacher import (
     MeanStd,
@@ -72,12 +72,12 @@ def test_teacher_gets_images_with_its_own_normalization(trained) -> None:
     teacher = built(config, size_px=32, own=HALF)
     pixels = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
     for channels_last in (False, True):
-        found = teacher(Preprocess(*IMAGENET, CPU, channels_last)(pixels))
+        found = teacher(Normalize(*IMAGENET, CPU, channels_last)(pixels))
         torch.testing.assert_close(
-            found, network(Preprocess(*HALF, CPU, channels_last)(pixels)), rtol=1e-5, atol=1e-5
+            found, network(Normalize(*HALF, CPU, channels_last)(pixels)), rtol=1e-5, atol=1e-5
         )
     # else this could not fail
-    assert (teacher(Preprocess(*HALF, CPU, False)(pixels)) - found).abs().max() > 1e-3
+    assert (teacher(Normalize(*HALF, CPU, False)(pixels)) - found).abs().max() > 1e-3
 
 
 def test_teacher_keeps_memory_format_and_autocast(trained) -> None:
