@@ -58,7 +58,9 @@ from imagenet_cls.parallel.wrap import (
 
 @dataclass(frozen=True)
 class RunData:
-    """The images of a run. classes: the names of the classes. note: a message, see `DataSets`."""
+    """The images of a run. classes: the names of the classes. note: a message about images that are
+    left out, if any.
+    """
 
     train: ImageSource
     val: ImageSource

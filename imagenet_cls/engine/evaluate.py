@@ -35,7 +35,8 @@ EvalOutputs = tuple[dict[str, Tensor], Tensor, Tensor]
 class Evaluation:
     """What an evaluation of the images of `source` needs besides the models.
 
-    devices: the devices of this rank. batches: a function that returns this rank's batches.
+    devices: the devices of this rank. mean, std: the normalization, per channel. labels: what the
+    results count. The attribute `batches` is a function that returns this rank's batches.
     """
 
     def __init__(

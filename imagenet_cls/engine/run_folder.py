@@ -76,8 +76,8 @@ class RunOptions:
     continue from. overwrite: remove the old run. new_folder: write into a new folder in `work_dir`,
     named by the time. allow_change: dotted keys of the config that may differ from the
     checkpoint's. dry_run: write nothing. launchers: the names of the torchrun process and of the
-    SLURM job that this command runs in; either may restart it. restarted_by: the launchers that
-    have restarted it.
+    SLURM job that this command runs in, if any: torchrun may run inside a job, and each of them may
+    restart the command. restarted_by: those of them that have restarted it.
     """
 
     work_dir: Path

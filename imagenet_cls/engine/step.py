@@ -127,7 +127,8 @@ def build_clipper(
 
 
 class Sam:
-    """Sharpness-aware minimization: the perturbed weights at which it takes its second gradient.
+    """Sharpness-aware minimization (SAM): says in which steps it is due, and perturbs the weights
+    for the second gradient of these steps.
 
     Foret et al. 2020, "Sharpness-Aware Minimization for Efficiently Improving Generalization". rho:
     radius of the neighborhood; None: disabled.
