@@ -148,7 +148,10 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
             f"Give one: {call}",
         )
     loaded = load_config(run / "config.yaml", overrides)
-    check_code_is_allowed(loaded, arguments.allow_import, run)
+    given = list(arguments.allow_import)
+    for override in overrides:  # a value may be a list, such as imports=[my_module]
+        given += re.split(r"[\s,\[\]'\"]+", override.partition("=")[2])
+    check_code_is_allowed(loaded, given, run)
     return loaded
 
 
