@@ -322,7 +322,7 @@ def test_shipped_config_is_found_from_any_folder() -> None:
     Path("resnet50").mkdir()  # a folder is no config
     assert find_config("resnet50") == CONFIGS / "resnet50.yaml"
     for name in ("resnet5O", "configs/resnet5O.yaml"):
-        with pytest.raises(ConfigError, match="did you mean '.*resnet50"):
+        with pytest.raises(ConfigError, match=r"did you mean '.*resnet50"):
             load_config(name)
 
 
