@@ -15,6 +15,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
+from imagenet_cls.checkpoint.progress import METRICS
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_is_no_rank, child_command
 from imagenet_cls.commands.sweep_plan import (
@@ -34,7 +35,7 @@ from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.signals import handle_stop_signals, set_parent_death_signal
 from imagenet_cls.text import command_line, join_names
 
-_POLL_SEC = 1.0
+_POLL_SEC = 0.2
 
 
 def sweep_command(argv: Sequence[str]) -> None:
@@ -105,19 +106,10 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     check_is_no_rank()
     out = arguments.out
     overrides, source = cli.split_overrides(arguments, ["one config or data set"])
-    if arguments.search is not None and (arguments.folds or arguments.launcher == "slurm"):
-        raise UsageError(
-            "--search takes neither --folds nor --launcher slurm.", "Leave one of them out."
-        )
     known = read_runs(out)
-    planned: list[SweepRun] = []
-    new: Iterable[SweepRun]
     search = None
-    if arguments.search is not None:
-        search = Search(out, source, overrides)
-        configs = search.configs
-        new = search.runs(known.values(), arguments.search)
-    else:
+    new: Iterable[SweepRun]
+    if arguments.search is None:
         planned = plan_grid(source, overrides, arguments.folds, known.values())
         configs = load_runs([run.arguments for run in planned])
         if arguments.folds is not None and not any(map(chooses_folds, configs)):
@@ -130,6 +122,16 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
             for run, loaded in zip(planned, configs, strict=True)
             if not is_finished(out / run.name, loaded.config)
         ]
+        known |= {run.name: run for run in planned}
+    elif arguments.folds is not None or arguments.launcher == "slurm":
+        raise UsageError(
+            "--search takes neither --folds nor --launcher slurm.", "Leave one of them out."
+        )
+    else:
+        search = Search(out, source, overrides)
+        configs = load_runs(search.arguments_to_check())
+        search.metric = METRICS[configs[0].config.checkpoint.best]
+        new = search.runs(list(known.values()), arguments.search)
     for warning in dict.fromkeys(line for loaded in configs for line in loaded.warnings):
         print(f"warning: {warning}")
     if arguments.dry_run:
@@ -141,8 +143,6 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
         out.mkdir(parents=True, exist_ok=True)
         lock = take_lock(out, "Wait for that sweep, or name another folder with --out.")
     with lock:
-        known.update(read_runs(out))  # another sweep may have ended since
-        known.update((run.name, run) for run in planned)
         write_runs(out, known.values())
         if arguments.launcher == "slurm":
             for run in new:
@@ -199,7 +199,6 @@ class Runner:
         self.known = known
         self.search = search
         self.gpus = gpus
-        self.waiting: SweepRun | None = None
         self.running: dict[int, tuple[SweepRun, subprocess.Popen[bytes]]] = {}  # by slot
         self.failed: list[str] = []
         self.stop_signals: list[int] = []
@@ -216,7 +215,7 @@ class Runner:
                     is_stopping = True
                     for _, process in self.running.values():
                         process.terminate()
-                if not self.running and (self.stop_signals or not self.waiting):
+                if not self.running:
                     break
                 time.sleep(_POLL_SEC)
                 for slot in list(self.running):
@@ -238,15 +237,16 @@ class Runner:
         for slot in range(self.arguments.parallel):
             if slot in self.running:
                 continue
-            run = self.waiting or next(runs, None)
+            run = next(runs, None)
             if run is None:
-                return
-            # A run of a sweep that was killed may still be saving.
-            self.waiting = run if is_locked(self.out / run.name) else None
-            if self.waiting:
                 return
             if run.name not in self.known:
                 self.record(run)
+            # A run of a sweep that was killed may still be saving.
+            while is_locked(self.out / run.name) and not self.stop_signals:
+                time.sleep(_POLL_SEC)
+            if self.stop_signals:
+                return
             self.running[slot] = run, self.start(run, slot)
             print(f"{run.name}: started", flush=True)
 

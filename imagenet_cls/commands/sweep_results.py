@@ -124,6 +124,5 @@ def show_results(folder: Path) -> None:
     most = max(len(row.results) for row in rows)
     if most > 0:
         best = next(row for row in rows if len(row.results) == most)
-        work_dir = str(folder / "best")
-        arguments = shlex.join([*best.runs[0].best_arguments, "--work-dir", work_dir])
+        arguments = shlex.join(best.runs[0].best_arguments)
         print(f"the best setting: {command_line('train')} {arguments}")

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from imagenet_cls.checkpoint.progress import METRICS, score
-from imagenet_cls.commands.sweep_plan import RANGE, REPEATS, SweepRun, load_runs, split_overrides
+from imagenet_cls.checkpoint.progress import score
+from imagenet_cls.commands.sweep_plan import RANGE, REPEATS, SweepRun, split_overrides
 from imagenet_cls.commands.sweep_results import best_result
 from imagenet_cls.config.keys import split_optional, value_types
 from imagenet_cls.errors import UsageError
@@ -17,9 +17,10 @@ class Search:
 
     The study of Optuna is in memory. `runs` builds it again from the runs of an earlier call.
 
-    ranges: Optuna's distribution of each key. configs: of runs that have both ends of each range,
-    and every listed value. Raises ConfigError with their problems.
+    ranges: Optuna's distribution of each key. metric: of the results, set before `runs` is called.
     """
+
+    metric: str
 
     def __init__(self, folder: Path, source: Sequence[str], overrides: Sequence[str]):
         try:
@@ -36,7 +37,7 @@ class Search:
         self.arguments = [*source, *overrides]
         self.fixed = list(source)
         self.ranges: dict[str, Any] = {}
-        to_check: dict[str, list[str]] = {}
+        self._to_check: dict[str, list[str]] = {}
         self._trials: dict[str, Any] = {}  # by the name of the run
         self._reported: set[tuple[str, int]] = set()  # names and steps
         for key, texts in split_overrides(overrides).items():
@@ -50,21 +51,15 @@ class Search:
                 )
             if len(texts) > 1:
                 self.ranges[key] = optuna.distributions.CategoricalDistribution(texts)
-                to_check[key] = texts
+                self._to_check[key] = texts
             else:
                 assert match is not None
                 self.ranges[key] = self._range(key, *match.groups())
-                to_check[key] = [match[2], match[3]]
+                self._to_check[key] = [match[2], match[3]]
         if not self.ranges:
             raise UsageError(
                 "--search: no key has a range.", "Give one, such as optimizer.lr=log:0.01..1."
             )
-        runs = []
-        for i in range(max(map(len, to_check.values()))):
-            values = [f"{key}={texts[i % len(texts)]}" for key, texts in to_check.items()]
-            runs.append([*self.fixed, *values])
-        self.configs = load_runs(runs)
-        self.metric = METRICS[self.configs[0].config.checkpoint.best]
 
     def _range(self, key: str, log: str | None, low: str, high: str) -> Any:
         """The distribution of `low..high`. Whole numbers if both are, and the key takes them."""
@@ -77,10 +72,19 @@ class Search:
         except ValueError as error:
             raise UsageError(f"{key}: {error}", "Give another range.") from error
 
+    def arguments_to_check(self) -> list[list[str]]:
+        """Arguments of runs that have both ends of each range, and every listed value."""
+        count = max(map(len, self._to_check.values()))
+        return [
+            [
+                *self.fixed,
+                *(f"{key}={texts[i % len(texts)]}" for key, texts in self._to_check.items()),
+            ]
+            for i in range(count)
+        ]
+
     def runs(self, known: Iterable[SweepRun], trials: int) -> Iterator[SweepRun]:
-        """The runs to start, up to `trials` in all. known: all runs in the folder, when the first
-        run is asked for.
-        """
+        """The runs to start, up to `trials` in all. known: all runs in the folder."""
         names = {run.name for run in known}
         earlier = [run for run in known if run.search == self.arguments]
         unfinished = []
