@@ -20,10 +20,10 @@ from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_is_no_rank, child_command
 from imagenet_cls.commands.sweep_plan import (
     SweepRun,
-    chooses_folds,
     load_runs,
     plan_grid,
     read_runs,
+    stratified,
     write_runs,
 )
 from imagenet_cls.commands.sweep_results import is_finished, show_results
@@ -112,11 +112,9 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     if arguments.search is None:
         planned = plan_grid(source, overrides, arguments.folds, known.values())
         configs = load_runs([run.arguments for run in planned])
-        if arguments.folds is not None and not any(map(chooses_folds, configs)):
-            planned = [
-                replace(run, arguments=[*run.arguments, "data.stratify=true"]) for run in planned
-            ]
-            configs = load_runs([run.arguments for run in planned])
+        if arguments.folds is not None:
+            for i, loaded in enumerate(configs):
+                planned[i], configs[i] = stratified(planned[i], loaded)
         new = [
             run
             for run, loaded in zip(planned, configs, strict=True)

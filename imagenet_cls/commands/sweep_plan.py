@@ -6,7 +6,7 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,11 @@ def load_runs(runs: Sequence[Sequence[str]]) -> list[LoadedConfig]:
     return configs
 
 
-def chooses_folds(loaded: LoadedConfig) -> bool:
-    """Whether a config says which images are in one fold, by `data.stratify` or `data.group`."""
-    return "data.stratify" in loaded.origins or loaded.config.data.group is not None
+def stratified(run: SweepRun, loaded: LoadedConfig) -> tuple[SweepRun, LoadedConfig]:
+    """A run of `--folds` with `data.stratify`, unless its config sets the key or has groups."""
+    data = loaded.config.data
+    if "data.stratify" in loaded.origins or data.group is not None:
+        return run, loaded
+    config = replace(loaded.config, data=replace(data, stratify=True))
+    run = replace(run, arguments=[*run.arguments, "data.stratify=true"])
+    return run, replace(loaded, config=config)
