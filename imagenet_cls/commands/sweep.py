@@ -10,7 +10,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -280,9 +279,8 @@ class Runner:
         code = process.poll()
         if code is None:
             if self.search is not None and not run.pruned and self.search.should_prune(run):
-                run = replace(run, pruned=True)
+                run.pruned = True
                 self.record(run)  # first, so that it is not resumed after a kill
-                self.running[slot] = run, process
                 process.terminate()
             return
         del self.running[slot]

@@ -5,7 +5,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -26,27 +26,38 @@ RANGE = re.compile(rf"(log:)?({_NUMBER})\.\.({_NUMBER})")
 _MAX_VALUES = 1000  # of a range; catches typos
 
 
-@dataclass(frozen=True)
+@dataclass
 class SweepRun:
     """A run of a sweep.
 
-    name: of its folder. values: of the swept keys. arguments: of `train`, without those of the run
-    folder. best_arguments: those of the setting alone, without seed and fold. search: the arguments
-    of the search that drew the values; empty in a grid. drawn: the values as Optuna has them.
-    pruned: whether the search stopped the run.
+    name: of its folder. values: of the swept keys. fixed: the other arguments of `train`, without
+    those of the run folder. of_folds: those that --folds adds. search: the arguments of the search
+    that drew the values; empty in a grid. pruned: whether the search stopped the run.
     """
 
     name: str
-    values: dict[str, str]
-    arguments: list[str]
-    best_arguments: list[str]
+    values: dict[str, Any]
+    fixed: list[str]
+    of_folds: list[str] = field(default_factory=list)
     search: list[str] = field(default_factory=list)
-    drawn: dict[str, Any] = field(default_factory=dict)
     pruned: bool = False
 
     @property
-    def setting(self) -> dict[str, str]:
+    def setting(self) -> dict[str, Any]:
         return {key: value for key, value in self.values.items() if key not in REPEATS}
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*self.fixed, *self.of_folds, *overrides_of(self.values)]
+
+    @property
+    def best_arguments(self) -> list[str]:
+        """The arguments of the setting alone, without seed and fold."""
+        return [*self.fixed, *overrides_of(self.setting)]
+
+
+def overrides_of(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def read_runs(folder: Path) -> dict[str, SweepRun]:
@@ -122,22 +133,14 @@ def plan_grid(
     runs = []
     for texts in product(*(values[key] for key in keys)):
         chosen = dict(zip(keys, texts, strict=True))
-        swept_values = [f"{key}={text}" for key, text in chosen.items()]
-        setting = [f"{key}={text}" for key, text in chosen.items() if key not in REPEATS]
-        runs.append(
-            SweepRun(
-                name=name_of(swept_values),
-                values=chosen,
-                arguments=[*source, *fixed, *of_folds, *swept_values],
-                best_arguments=[*source, *fixed, *setting],
-            )
-        )
+        runs.append(SweepRun(name_of(chosen), chosen, [*source, *fixed], of_folds))
     return runs
 
 
-def name_of(swept_values: Sequence[str]) -> str:
+def name_of(values: Mapping[str, str]) -> str:
     """The name of a run folder, without characters that paths or shells treat specially."""
-    return quote(re.sub(r"[\[\]]", "", ",".join(swept_values)), safe="=,:+") or "run"
+    text = re.sub(r"[\[\]]", "", ",".join(overrides_of(values)))
+    return quote(text, safe="=,:+") or "run"
 
 
 def load_runs(runs: Sequence[Sequence[str]]) -> list[LoadedConfig]:
@@ -160,5 +163,5 @@ def stratified(run: SweepRun, loaded: LoadedConfig) -> tuple[SweepRun, LoadedCon
     if "data.stratify" in loaded.origins or data.group is not None:
         return run, loaded
     config = replace(loaded.config, data=replace(data, stratify=True))
-    run = replace(run, arguments=[*run.arguments, "data.stratify=true"])
+    run = replace(run, of_folds=[*run.of_folds, "data.stratify=true"])
     return run, replace(loaded, config=config)

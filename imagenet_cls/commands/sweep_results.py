@@ -25,7 +25,7 @@ from imagenet_cls.text import command_line
 class Row:
     """A setting in the table. results: of its finished runs. metric: their name; "" without any."""
 
-    setting: dict[str, str]
+    setting: dict[str, Any]
     runs: list[SweepRun]
     metric: str
     results: list[float]
@@ -102,7 +102,8 @@ def show_results(folder: Path) -> None:
     metric = rows[0].metric
     digits = ".2f" if metric.endswith("_pct") else ".4f"
     header = [*keys, f"mean {metric}".strip(), "std", "finished", "runs"]
-    formats = [*[""] * len(keys), digits, digits, "d", "d"]
+    of_values = ".6g" if any(row.runs[0].search for row in rows) else ""  # else texts
+    formats = [*[of_values] * len(keys), digits, digits, "d", "d"]
     cells = []
     for row in rows:
         values = [row.setting.get(key) for key in keys]

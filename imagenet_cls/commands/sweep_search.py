@@ -96,13 +96,13 @@ class Search:
             trial = self.optuna.trial.create_trial(
                 state=state,
                 value=value,
-                params=run.drawn,
+                params=run.values,
                 distributions=self.ranges,
                 intermediate_values=self._evaluations(run),
             )
             self.study.add_trial(trial)
         for run in unfinished:
-            self.study.enqueue_trial(run.drawn)
+            self.study.enqueue_trial(run.values)
             self._trials[run.name] = self.study.ask(self.ranges)
             yield run
         for number in range(len(earlier), trials):
@@ -112,15 +112,7 @@ class Search:
             name = f"trial-{len(names):03}"
             names.add(name)
             self._trials[name] = trial
-            drawn_values = [f"{key}={value}" for key, value in trial.params.items()]
-            yield SweepRun(
-                name=name,
-                values={key: _short(value) for key, value in trial.params.items()},
-                arguments=[*self.fixed, *drawn_values],
-                best_arguments=[*self.fixed, *drawn_values],
-                search=self.arguments,
-                drawn=trial.params,
-            )
+            yield SweepRun(name, trial.params, self.fixed, search=self.arguments)
 
     def should_prune(self, run: SweepRun) -> bool:
         """Report the new results of a run to the study. Returns whether the pruner stops the run:
@@ -154,7 +146,3 @@ class Search:
             value = score(record, self.metric)
             found[record["step"]] = max(value, found.get(record["step"], value))
         return found
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
