@@ -14,7 +14,6 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from imagenet_cls.checkpoint.progress import METRICS
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_is_no_rank, child_command
 from imagenet_cls.commands.sweep_plan import (
@@ -126,8 +125,7 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
         )
     else:
         search = Search(out, source, overrides)
-        configs = load_runs(search.arguments_to_check())
-        search.metric = METRICS[configs[0].config.checkpoint.best]
+        configs = search.configs
         new = search.runs(list(known.values()), arguments.search)
     for warning in dict.fromkeys(line for loaded in configs for line in loaded.warnings):
         print(f"warning: {warning}")

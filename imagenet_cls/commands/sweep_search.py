@@ -4,8 +4,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from imagenet_cls.checkpoint.progress import score
-from imagenet_cls.commands.sweep_plan import RANGE, REPEATS, SweepRun, split_overrides
+from imagenet_cls.checkpoint.progress import METRICS, score
+from imagenet_cls.commands.sweep_plan import (
+    RANGE,
+    REPEATS,
+    SweepRun,
+    load_runs,
+    overrides_of,
+    split_overrides,
+)
 from imagenet_cls.commands.sweep_results import best_result
 from imagenet_cls.config.keys import split_optional, value_types
 from imagenet_cls.errors import UsageError
@@ -17,10 +24,9 @@ class Search:
 
     The study of Optuna is in memory. `runs` builds it again from the runs of an earlier call.
 
-    ranges: Optuna's distribution of each key. metric: of the results, set before `runs` is called.
+    ranges: Optuna's distribution of each key. configs: of runs that have both ends of each range,
+    and every listed value. Raises UsageError, and ConfigError with the problems of all these.
     """
-
-    metric: str
 
     def __init__(self, folder: Path, source: Sequence[str], overrides: Sequence[str]):
         try:
@@ -37,9 +43,8 @@ class Search:
         self.arguments = [*source, *overrides]
         self.fixed = list(source)
         self.ranges: dict[str, Any] = {}
-        self._to_check: dict[str, list[str]] = {}
         self._trials: dict[str, Any] = {}  # by the name of the run
-        self._reported: set[tuple[str, int]] = set()  # names and steps
+        to_check: dict[str, list[str]] = {}
         for key, texts in split_overrides(overrides).items():
             match = RANGE.fullmatch(texts[0])
             if len(texts) == 1 and match is None:
@@ -51,15 +56,21 @@ class Search:
                 )
             if len(texts) > 1:
                 self.ranges[key] = optuna.distributions.CategoricalDistribution(texts)
-                self._to_check[key] = texts
+                to_check[key] = texts
             else:
                 assert match is not None
                 self.ranges[key] = self._range(key, *match.groups())
-                self._to_check[key] = [match[2], match[3]]
+                to_check[key] = [match[2], match[3]]
         if not self.ranges:
             raise UsageError(
                 "--search: no key has a range.", "Give one, such as optimizer.lr=log:0.01..1."
             )
+        chosen = [
+            {key: texts[i % len(texts)] for key, texts in to_check.items()}
+            for i in range(max(map(len, to_check.values())))
+        ]
+        self.configs = load_runs([[*self.fixed, *overrides_of(values)] for values in chosen])
+        self.metric = METRICS[self.configs[0].config.checkpoint.best]
 
     def _range(self, key: str, log: str | None, low: str, high: str) -> Any:
         """The distribution of `low..high`. Whole numbers if both are, and the key takes them."""
@@ -72,20 +83,9 @@ class Search:
         except ValueError as error:
             raise UsageError(f"{key}: {error}", "Give another range.") from error
 
-    def arguments_to_check(self) -> list[list[str]]:
-        """Arguments of runs that have both ends of each range, and every listed value."""
-        count = max(map(len, self._to_check.values()))
-        return [
-            [
-                *self.fixed,
-                *(f"{key}={texts[i % len(texts)]}" for key, texts in self._to_check.items()),
-            ]
-            for i in range(count)
-        ]
-
     def runs(self, known: Iterable[SweepRun], trials: int) -> Iterator[SweepRun]:
         """The runs to start, up to `trials` in all. known: all runs in the folder."""
-        names = {run.name for run in known}
+        others = [run for run in known if run.search != self.arguments]
         earlier = [run for run in known if run.search == self.arguments]
         unfinished = []
         for run in earlier:
@@ -109,8 +109,7 @@ class Search:
             # Values depend on the number and the results, also after an interruption.
             self.study.sampler = self.optuna.samplers.TPESampler(seed=number)
             trial = self.study.ask(self.ranges)
-            name = f"trial-{len(names):03}"
-            names.add(name)
+            name = f"trial-{len(others) + number:03}"
             self._trials[name] = trial
             yield SweepRun(name, trial.params, self.fixed, search=self.arguments)
 
@@ -119,9 +118,9 @@ class Search:
         its best result is below the median of the others at a step.
         """
         trial = self._trials[run.name]
+        reported = self.study.trials[trial.number].intermediate_values
         for step, value in self._evaluations(run).items():
-            if (run.name, step) not in self._reported:
-                self._reported.add((run.name, step))
+            if step not in reported:
                 trial.report(value, step)
                 if trial.should_prune():
                     return True
@@ -136,7 +135,8 @@ class Search:
         states = self.optuna.trial.TrialState
         result = best_result(self.folder / run.name)
         if result is not None:
-            return states.COMPLETE, score({self.metric: result[1]}, self.metric)
+            metric, value = result
+            return states.COMPLETE, score({metric: value}, metric)
         return (states.PRUNED if run.pruned else states.FAIL), None
 
     def _evaluations(self, run: SweepRun) -> dict[int, float]:
