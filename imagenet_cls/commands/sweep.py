@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -21,7 +21,7 @@ from imagenet_cls.commands.sweep_plan import (
     load_runs,
     plan_grid,
     read_runs,
-    stratified,
+    stratify,
     write_runs,
 )
 from imagenet_cls.commands.sweep_results import is_finished, show_results
@@ -33,7 +33,8 @@ from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.signals import handle_stop_signals, set_parent_death_signal
 from imagenet_cls.text import command_line, join_names
 
-_POLL_SEC = 0.2
+# Between two looks at the runs. A search reads the metrics of a run each time.
+_POLL_SEC = 1.0
 
 
 def sweep_command(argv: Sequence[str]) -> None:
@@ -104,21 +105,14 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     check_is_no_rank()
     out = arguments.out
     overrides, source = cli.split_overrides(arguments, ["one config or data set"])
-    known = read_runs(out)
     search = None
-    new: Iterable[SweepRun]
+    grid: list[SweepRun] = []
     if arguments.search is None:
-        planned = plan_grid(source, overrides, arguments.folds, known.values())
-        configs = load_runs([run.arguments for run in planned])
+        grid = plan_grid(source, overrides, arguments.folds, read_runs(out).values())
+        configs = load_runs([run.arguments for run in grid])
         if arguments.folds is not None:
-            for i, loaded in enumerate(configs):
-                planned[i], configs[i] = stratified(planned[i], loaded)
-        new = [
-            run
-            for run, loaded in zip(planned, configs, strict=True)
-            if not is_finished(out / run.name, loaded.config)
-        ]
-        known |= {run.name: run for run in planned}
+            stratify(grid, configs)
+            configs = load_runs([run.arguments for run in grid])
     elif arguments.folds is not None or arguments.launcher == "slurm":
         raise UsageError(
             "--search takes neither --folds nor --launcher slurm.", "Leave one of them out."
@@ -126,11 +120,17 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     else:
         search = Search(out, source, overrides)
         configs = search.configs
-        new = search.runs(list(known.values()), arguments.search)
     for warning in dict.fromkeys(line for loaded in configs for line in loaded.warnings):
         print(f"warning: {warning}")
+
+    def unfinished(known: dict[str, SweepRun]) -> Iterator[SweepRun]:
+        if search is not None:
+            return search.runs(known.values(), arguments.search)
+        planned = zip(grid, configs, strict=True)
+        return (run for run, loaded in planned if not is_finished(out / run.name, loaded.config))
+
     if arguments.dry_run:
-        for run in new:
+        for run in unfinished(read_runs(out)):
             print(command_line("train"), shlex.join(run_arguments(run, arguments)))
         return []
     gpus = visible_gpus(arguments, {loaded.config.device for loaded in configs})
@@ -138,12 +138,20 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
         out.mkdir(parents=True, exist_ok=True)
         lock = take_lock(out, "Wait for that sweep, or name another folder with --out.")
     with lock:
+        # Read with the lock, since a sweep that has just ended may have changed them.
+        known = read_runs(out) | {run.name: run for run in grid}
         write_runs(out, known.values())
         if arguments.launcher == "slurm":
-            for run in new:
+            for run in unfinished(known):
                 submit(run, arguments)
             return []
-        return Runner(arguments, known, search, gpus).run(iter(new))
+        for name in known:
+            if is_locked(out / name):
+                raise UsageError(
+                    f"{out / name} is in use, perhaps by a run of a killed sweep that is saving.",
+                    "Wait for that process; then the same command continues.",
+                )
+        return Runner(arguments, known, search, gpus).run(unfinished(known))
 
 
 def run_arguments(run: SweepRun, arguments: argparse.Namespace) -> list[str]:
@@ -235,13 +243,7 @@ class Runner:
             run = next(runs, None)
             if run is None:
                 return
-            if run.name not in self.known:
-                self.record(run)
-            # A run of a sweep that was killed may still be saving.
-            while is_locked(self.out / run.name) and not self.stop_signals:
-                time.sleep(_POLL_SEC)
-            if self.stop_signals:
-                return
+            self.record(run)
             self.running[slot] = run, self.start(run, slot)
             print(f"{run.name}: started", flush=True)
 

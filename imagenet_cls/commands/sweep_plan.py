@@ -6,7 +6,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -157,11 +157,8 @@ def load_runs(runs: Sequence[Sequence[str]]) -> list[LoadedConfig]:
     return configs
 
 
-def stratified(run: SweepRun, loaded: LoadedConfig) -> tuple[SweepRun, LoadedConfig]:
-    """A run of `--folds` with `data.stratify`, unless its config sets the key or has groups."""
-    data = loaded.config.data
-    if "data.stratify" in loaded.origins or data.group is not None:
-        return run, loaded
-    config = replace(loaded.config, data=replace(data, stratify=True))
-    run = replace(run, of_folds=[*run.of_folds, "data.stratify=true"])
-    return run, replace(loaded, config=config)
+def stratify(runs: Sequence[SweepRun], configs: Sequence[LoadedConfig]) -> None:
+    """Add `data.stratify` to runs of --folds whose configs neither set it nor have groups."""
+    for run, loaded in zip(runs, configs, strict=True):
+        if "data.stratify" not in loaded.origins and loaded.config.data.group is None:
+            run.of_folds = [*run.of_folds, "data.stratify=true"]

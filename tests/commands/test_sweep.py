@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from helpers import (
@@ -26,6 +26,8 @@ from helpers import (
 )
 
 from imagenet_cls.commands.sweep import sweep_command
+from imagenet_cls.commands.sweep_plan import SweepRun, read_runs, write_runs
+from imagenet_cls.files import take_lock
 
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "sweep.py")]
 RUNS_FAILED = 7
@@ -70,6 +72,36 @@ def test_two_runs_at_once_of_which_one_fails(
     variables = json.loads((out / good / "env.json").read_text())["variables"]
     assert variables["CUDA_VISIBLE_DEVICES"] == "5"
     assert variables["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+def test_run_folder_in_use_is_an_error(digits: Path, tmp_path: Path) -> None:
+    """As that of a run that still saves after its sweep was killed."""
+    out = tmp_path / "out"
+    folder = out / "seed=1"
+    folder.mkdir(parents=True)
+    with take_lock(folder, ""):
+        assert run([*TOOL, *words(digits, out, seed="0,1")]).returncode == 2
+    assert not list(out.glob("*.log"))
+
+
+def test_runs_that_another_sweep_has_just_added_are_kept(
+    tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    other = SweepRun("trial-000", {"optimizer.lr": 0.1}, ["demo"], search=["demo"], pruned=True)
+
+    def lock_later(folder: Path, remedy: str) -> IO[str]:
+        write_runs(folder, [other])
+        return take_lock(folder, remedy)
+
+    monkeypatch.setattr("imagenet_cls.commands.sweep.take_lock", lock_later)
+    assert call(sweep_command, "demo", "seed=0", "--launcher", "slurm", "--out", out)[0] == 0
+    runs = read_runs(out)
+    assert set(runs) == {"trial-000", "seed=0"} and runs["trial-000"] == other
 
 
 def start(argv: list[str]) -> "subprocess.Popen[str]":
