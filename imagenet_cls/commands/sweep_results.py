@@ -2,9 +2,10 @@
 
 import csv
 import io
+import math
 import shlex
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -21,22 +22,13 @@ from imagenet_cls.report.render import format_cell
 from imagenet_cls.text import command_line
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """A setting in the table. results: of its finished runs. metric: their name; "" without any."""
+    """A setting in the table. results: of its finished runs."""
 
     setting: dict[str, Any]
-    runs: list[SweepRun]
-    metric: str
-    results: list[float]
-
-    @property
-    def mean(self) -> float | None:
-        return fmean(self.results) if self.results else None
-
-    @property
-    def std(self) -> float | None:
-        return stdev(self.results) if len(self.results) > 1 else None
+    runs: list[SweepRun] = field(default_factory=list)
+    results: list[float] = field(default_factory=list)
 
 
 def finished_progress(folder: Path) -> dict[str, Any] | None:
@@ -75,31 +67,34 @@ def best_result(folder: Path) -> tuple[str, float] | None:
     return metric, best[metric]
 
 
-def read_table(folder: Path) -> list[Row]:
-    """The settings of a sweep, the best first, and those without a result last."""
-    runs: dict[tuple[Any, ...], list[SweepRun]] = {}
+def read_table(folder: Path) -> tuple[str, list[Row]]:
+    """The metric of the results, "" without any, and the settings of a sweep, the best first, and
+    those without a result last.
+    """
+    rows: dict[tuple[Any, ...], Row] = {}
+    metric = ""
     for run in read_runs(folder).values():
-        runs.setdefault(tuple(run.setting.items()), []).append(run)
-    rows = []
-    for setting, repeated in runs.items():
-        found = [best_result(folder / run.name) for run in repeated]
-        results = [result for result in found if result is not None]
-        metric = results[0][0] if results else ""
-        rows.append(Row(dict(setting), repeated, metric, [value for _, value in results]))
-    done = [row for row in rows if row.results]
-    done.sort(key=lambda row: score({row.metric: fmean(row.results)}, row.metric), reverse=True)
-    return [*done, *(row for row in rows if not row.results)]
+        row = rows.setdefault(tuple(run.setting.items()), Row(run.setting))
+        row.runs.append(run)
+        result = best_result(folder / run.name)
+        if result is not None:
+            metric, value = result
+            row.results.append(value)
+
+    def order(row: Row) -> float:
+        return score({metric: fmean(row.results)}, metric) if row.results else -math.inf
+
+    return metric, sorted(rows.values(), key=order, reverse=True)
 
 
 def show_results(folder: Path) -> None:
     """Print the table, and write `table.csv` and `report.html`. Raises UsageError for a folder
     without a sweep.
     """
-    rows = read_table(folder)
+    metric, rows = read_table(folder)
     if not rows:
         raise UsageError(f"{folder}: no sweep (it has no sweep.json).", "Start one first.")
     keys = list(dict.fromkeys(key for row in rows for key in row.setting))
-    metric = rows[0].metric
     digits = ".2f" if metric.endswith("_pct") else ".4f"
     header = [*keys, f"mean {metric}".strip(), "std", "finished", "runs"]
     of_values = ".6g" if any(row.runs[0].search for row in rows) else ""  # else texts
@@ -107,7 +102,9 @@ def show_results(folder: Path) -> None:
     cells = []
     for row in rows:
         values = [row.setting.get(key) for key in keys]
-        cells.append([*values, row.mean, row.std, len(row.results), len(row.runs)])
+        mean = fmean(row.results) if row.results else None
+        std = stdev(row.results) if len(row.results) > 1 else None
+        cells.append([*values, mean, std, len(row.results), len(row.runs)])
     texts = [list(map(format_cell, line, formats)) for line in cells]
     print(cli.format_columns([header, *texts]))
     file = io.StringIO()
@@ -122,8 +119,7 @@ def show_results(folder: Path) -> None:
         except UsageError as error:  # a missing package, which the results do not need
             print(error)
     # Settings with fewer finished runs than others would be best by chance.
-    most = max(len(row.results) for row in rows)
-    if most > 0:
-        best = next(row for row in rows if len(row.results) == most)
-        arguments = shlex.join(best.runs[0].best_arguments)
-        print(f"the best setting: {command_line('train')} {arguments}")
+    best = max(rows, key=lambda row: len(row.results))  # of equal ones the first
+    if best.results:
+        arguments = ["--work-dir", str(folder / "best"), *best.runs[0].best_arguments]
+        print(f"the best setting: {command_line('train')} {shlex.join(arguments)}")

@@ -67,6 +67,7 @@ def test_two_runs_at_once_of_which_one_fails(
     assert [list(row.values())[0:4:3] for row in rows] == [["null", "1"], ["missing.pth", "0"]]
     assert float(rows[0]["mean top1_pct"]) == best_top1(out / good)
     assert re.search(r"best setting: python tools/train\.py .*model\.checkpoint=null$", printed)
+    assert f"--work-dir {out / 'best'} " in printed
     page = (out / "report.html").read_text()
     assert "<h2>Settings</h2>" in page and "<td>missing.pth</td>" in page
     variables = json.loads((out / good / "env.json").read_text())["variables"]
