@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 from imagenet_cls.commands import cli
@@ -170,8 +169,7 @@ def visible_gpus(arguments: argparse.Namespace, devices: set[str]) -> list[str]:
         return []
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         ids = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-        # CUDA ignores a negative number and what follows it; -1 alone hides all GPUs.
-        gpus = list(takewhile(lambda gpu: gpu and not gpu.startswith("-"), ids))
+        gpus = [gpu for gpu in ids if gpu not in ("", "-1")]  # -1 hides all GPUs
     else:
         import torch
 
@@ -209,20 +207,19 @@ class Runner:
     def run(self, runs: Iterator[SweepRun]) -> list[str]:
         """Returns the names of the runs that failed. Raises Stopped."""
         handlers = handle_stop_signals(lambda number, _: self.stop_signals.append(number))
-        is_stopping = False
         try:
-            while True:
-                if not self.stop_signals:
-                    self.start_runs(runs)
-                elif not is_stopping:
-                    is_stopping = True
-                    for _, process in self.running.values():
-                        process.terminate()
+            while not self.stop_signals:
+                self.start_runs(runs)
                 if not self.running:
                     break
                 time.sleep(_POLL_SEC)
                 for slot in list(self.running):
                     self.check(slot)
+            for _, process in self.running.values():
+                process.terminate()
+            for slot, (_, process) in list(self.running.items()):
+                process.wait()
+                self.check(slot)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -284,12 +281,13 @@ class Runner:
                 process.terminate()
             return
         del self.running[slot]
-        outcome = "finished"
-        if code != 0 and run.pruned:
+        if code == 0:
+            outcome = "finished"
+        elif run.pruned:
             outcome = "pruned"
-        elif code != 0 and self.stop_signals:
+        elif self.stop_signals:
             outcome = "stopped"
-        elif code != 0:
+        else:
             self.failed.append(run.name)
             outcome = f"failed with exit code {128 - code if code < 0 else code}: {self.log(run)}"
         print(f"{run.name}: {outcome}", flush=True)

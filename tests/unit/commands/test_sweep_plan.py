@@ -170,11 +170,10 @@ def test_gpus_are_not_given_to_two_runs(
         ("", []),
         ("-1", []),
         ("0,1", ["0", "1"]),
-        ("0,1,-1,2", ["0", "1"]),
         ("GPU-a,b", ["GPU-a", "b"]),
     ],
 )
-def test_negative_number_hides_the_gpus_after_it(
+def test_gpus_of_the_environment(
     visible: str, gpus: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
