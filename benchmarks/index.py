@@ -130,9 +130,8 @@ def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
             equal = expected == index_folder(root).digest
             for name in ("train.tar", "train.zip"):
                 archived = index_archives(root.parent, name, [root.parent / name]).digest
-                cached &= (
-                    index_cache.read_scan(root.parent / name, [root.parent / name]) is not None
-                )
+                path = root.parent / name
+                cached &= index_cache.read_scan(path, [os.fsencode(path)]) is not None
                 equal &= (
                     archived
                     == expected

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from imagenet_cls.config.layers import CONFIGS, shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.reader import dump_inline
-from imagenet_cls.data.archives import find_archives, folders_of_classes, is_archive
+from imagenet_cls.data.archives import find_archives, is_archive, part_folders
 from imagenet_cls.data.index import list_folder
 from imagenet_cls.errors import UsageError
 from imagenet_cls.text import count_of, join_names
@@ -123,7 +123,7 @@ def data_overrides(path: Path) -> list[str]:
         content = list_folder(os.fsencode(path))
         names = [os.fsdecode(name) for name in [*content.folders, *content.others]]
     elif is_archive(path.name):
-        names = folders_of_classes(path)
+        names = part_folders(path)
     else:
         files = [_text_override("data.root", path.parent), _text_override("data.train", path.name)]
         # Another `data.name` resets the section.

@@ -67,7 +67,7 @@ def find_archives(root: Path, part: str) -> list[Path] | None:
     if os.path.isdir(root / part):  # noqa: PTH112
         return _archives_in(root / part)
     paths = _expand(root, {"train": TRAIN_TAR, "val": VAL_TAR}.get(part, part))
-    return paths if paths and os.path.isfile(paths[0]) else None  # noqa: PTH113
+    return paths if any(map(os.path.isfile, paths)) else None
 
 
 def is_archive(name: str) -> bool:
@@ -132,15 +132,16 @@ def index_archives(
     `resolve_labels`). Raises DataError.
     """
     part_path = root / part
-    paths = [Path(os.path.abspath(path)) for path in archives]  # noqa: PTH100 (keeps links)
-    devkit = find_labels(paths[0].parent) if archives[0].name == VAL_TAR else None
-    listed = paths if devkit is None else [*paths, devkit]
+    devkit = find_labels(archives[0].parent) if archives[0].name == VAL_TAR else None
+    files = archives if devkit is None else [*archives, devkit]
+    listed = [os.fsencode(os.path.abspath(path)) for path in files]  # noqa: PTH100 (keeps links)
     scan = read_scan(part_path, listed)
     if scan is None:
         started = time.time()
-        scan = _scan_archives(root, part, archives, listed, devkit)
+        part_folder = os.fsencode(os.path.normpath(part)) if root.is_file() else b"."
+        scan = _scan_archives(part_path, part_folder, archives, devkit, _open_statuses(listed))
         write_scan(part_path, scan, started)
-    statuses = tuple(archive_status(scan.statuses[os.fsencode(path)]) for path in paths)
+    statuses = tuple(archive_status(scan.statuses[path]) for path in listed[: len(archives)])
     byte_ranges = ByteRanges(tuple(map(str, archives)), statuses, scan.places)
     index = index_scan(scan, part_path, byte_ranges)
     if not scan.are_shards:
@@ -182,7 +183,7 @@ def index_members(root: Path, archives: Sequence[Path]) -> ImageIndex:
     return ImageIndex(root, names, np.zeros(len(names), np.int64), (), byte_ranges, unread)
 
 
-def folders_of_classes(archive: Path) -> list[str]:
+def part_folders(archive: Path) -> list[str]:
     """The folders in an archive that hold class folders, such as `train` and `val`: at the top, or
     in the only folder there. Raises DataError.
     """
@@ -221,38 +222,46 @@ class _PieceScan:
     others: list[bytes]
 
 
-def _scan_archives(
-    root: Path, part: str, archives: Sequence[Path], listed: Sequence[Path], devkit: Path | None
-) -> Scan:
-    """List the archives, and combine their images into one scan: class folders in sorted order, or
-    shards in theirs.
-    """
-    part_path = root / part
+def _open_statuses(paths: Sequence[bytes]) -> dict[bytes, os.stat_result]:
     try:
-        statuses = {path: open_status(path) for path in map(os.fsencode, listed)}
+        return {path: open_status(path) for path in paths}
     except OSError as error:
         raise DataError(
             f"{os.fsdecode(error.filename)}: {error.strerror}.",
             "Check data.root, data.train and data.val, and the permissions.",
         ) from None
+
+
+def _scan_archives(
+    part_path: Path,
+    part_folder: bytes,
+    archives: Sequence[Path],
+    devkit: Path | None,
+    statuses: Mapping[bytes, os.stat_result],
+) -> Scan:
+    """List the archives, and combine their images into one scan: class folders in sorted order, or
+    shards in theirs.
+
+    part_folder: see `_prefix_of_classes`. devkit: ImageNet's labels, for its validation images.
+    """
     scans = _scan_pieces(archives)
     if devkit is not None:
         wnids = validation_labels(devkit)
         for scan in scans:
             folders = [wnid_of(wnids, os.fsdecode(name)).encode() for name in scan.names]
             scan.names = [b"%b/%b" % pair for pair in zip(folders, scan.names, strict=True)]
-    are_shards = [scan.labels is not None for scan in scans if scan.names]
-    if not are_shards:
+    have_labels = [scan.labels is not None for scan in scans if scan.names]
+    if not have_labels:
         raise DataError(f"{part_path}: it contains no images.", _LAYOUT_REMEDY)
-    if any(are_shards) != all(are_shards):
-        count = are_shards.count(False)
+    if any(have_labels) != all(have_labels):
+        count = have_labels.count(False)
         raise DataError(
-            f"{part_path}: {count} of {len(are_shards)} archives have no labels.", _LAYOUT_REMEDY
+            f"{part_path}: {count} of {len(have_labels)} archives have no labels.", _LAYOUT_REMEDY
         )
     names = np.concatenate([np.array(scan.names, bytes) for scan in scans])
     places = np.concatenate([scan.places for scan in scans])
     others = list(chain.from_iterable(scan.others for scan in scans))
-    if are_shards[0]:
+    if have_labels[0]:
         label_of_image = list(chain.from_iterable(scan.labels or () for scan in scans))
         labels = sorted(set(label_of_image))
         label_to_idx = {label: i for i, label in enumerate(labels)}
@@ -261,16 +270,8 @@ def _scan_archives(
         labels_text = list(map(os.fsdecode, labels))
         return Scan(labels_text, label_index, names, unread, statuses, places, are_shards=True)
     del scans  # frees the names as Python objects
-    folders = [name[: max(name.rfind(b"/"), 0)] for name in names.tolist()]
-    part_folder = os.fsencode(os.path.normpath(part)) if root.is_file() else b"."
-    prefix = _prefix_of_classes(set(folders), part_folder)
-    classes, label_index, order = _order_of_folders(part_path, prefix, folders, names)
-    names = names[order]
-    equal = np.flatnonzero(names[1:] == names[:-1])
-    if len(equal):
-        repeated = decode_name(names[equal[0]])
-        raise DataError(f"{part_path}: it contains {repeated} twice.", "Make the archive again.")
-    names = np.array([name[len(prefix) :] for name in names.tolist()])
+    prefix, classes, label_index, order = _order_of_folders(part_path, part_folder, names)
+    names = np.array([name[len(prefix) :] for name in names[order].tolist()])
     unread = Counter(suffix_of(name) for name in others if name.startswith(prefix))
     return Scan(classes, label_index, names, unread, statuses, places[order])
 
@@ -429,8 +430,10 @@ def _read_label(file: FileIO, key: bytes, label_files: Mapping[bytes, Member]) -
 def _prefix_of_classes(folders: Collection[bytes], part_folder: bytes) -> bytes:
     """The path above the class folders, with `/` at its end; empty if they are at the top.
 
-    folders: the folders of the images. part_folder: the path of the folder that holds the classes;
-    it may be in the only folder at the top. `.`: the classes are at the top, or in a single folder.
+    folders: the folders of the images. part_folder: the path of the part, which may be in the only
+    folder at the top: `train` gives `train/` for train/cat/1.jpg, and `data/train/` for
+    data/train/cat/1.jpg. With `.`, the classes are at the top or in the only folder there: empty
+    for cat/1.jpg and dog/1.jpg, `data/` for data/cat/1.jpg.
     """
     tops = {folder.partition(b"/")[0] for folder in folders}
     top = tops.pop() + b"/" if len(tops) == 1 else b""
@@ -442,13 +445,15 @@ def _prefix_of_classes(folders: Collection[bytes], part_folder: bytes) -> bytes:
 
 
 def _order_of_folders(
-    path: Path, prefix: bytes, folders: Sequence[bytes], names: np.ndarray
-) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """The classes below `prefix`; the rows of `names` in the order of `index_folder`, without
-    images outside of `prefix`; and the class of each of these rows, int32.
+    path: Path, part_folder: bytes, names: np.ndarray
+) -> tuple[bytes, list[str], np.ndarray, np.ndarray]:
+    """The path above the class folders, and the classes; the class, int32, and the row in `names`
+    of each image below that path, in the order of `index_folder`.
 
-    folders: the folder of each image.
+    part_folder: see `_prefix_of_classes`. Raises DataError, also for a repeated name.
     """
+    folders = [name[: max(name.rfind(b"/"), 0)] for name in names.tolist()]
+    prefix = _prefix_of_classes(set(folders), part_folder)
     class_of = {
         folder: os.fsdecode(folder.removeprefix(prefix).partition(b"/")[0])
         for folder in set(folders)
@@ -469,4 +474,8 @@ def _order_of_folders(
     positions = np.array([position_of.get(folder, -1) for folder in folders])
     order = np.lexsort((names, positions))
     order = order[np.count_nonzero(positions < 0) :]  # without those outside of `prefix`
-    return classes, class_index[positions[order]], order
+    equal = np.flatnonzero(names[order[1:]] == names[order[:-1]])
+    if len(equal):
+        repeated = decode_name(names[order[equal[0]]])
+        raise DataError(f"{path}: it contains {repeated} twice.", "Make the archive again.")
+    return prefix, classes, class_index[positions[order]], order

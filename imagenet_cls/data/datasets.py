@@ -20,7 +20,6 @@ from imagenet_cls.data.decode import has_heif
 from imagenet_cls.data.index import (
     HEIF_SUFFIXES,
     ImageIndex,
-    check_level,
     class_folders,
     index_folder,
 )
@@ -126,7 +125,7 @@ def open_datasets(
         indexes, classes = _index_files(data, parts)
         for part, index in indexes.items():
             if part in parts:
-                sources[part], note = open_files(data, index, is_training=part == "train")
+                sources[part], note = files_source(data, index, is_training=part == "train")
                 notes += [note] if note else []
     else:
         sources |= _open_map_style(data, parts)
@@ -216,7 +215,7 @@ def _factory_problems(data: DataConfig) -> list[Problem]:
     return kwargs_problems("data.kwargs", factory, data.kwargs, passed=("root", "part"))
 
 
-def open_files(
+def files_source(
     data: DataConfig, index: ImageIndex, is_training: bool
 ) -> tuple[FolderSource, str | None]:
     """The images of a part, and a note about those that `data.exclude` leaves out, or None."""
@@ -263,17 +262,17 @@ def _index_files(
     if data.name == "digits":
         write_digits(Path(data.root).expanduser(), data.train)
     if data.val is None:
-        whole = _index_checked(data, data.train)
+        whole = index_part(data, data.train)
         rows, held_out = split_by_config(data, whole.names, whole.targets)
         return {"train": whole.select(rows), "val": whole.select(held_out)}, whole.classes
     indexes: dict[str, ImageIndex] = {}
     if "train" in parts:
-        indexes["train"] = _index_checked(data, data.train)
+        indexes["train"] = index_part(data, data.train)
         classes: Sequence[str] | None = indexes["train"].classes
     else:
         classes = training_classes(data)
     if "val" in parts:
-        indexes["val"] = _index_checked(data, data.val, classes)
+        indexes["val"] = index_part(data, data.val, classes)
     return indexes, classes
 
 
@@ -290,14 +289,6 @@ def index_part(data: DataConfig, part: str, classes: Sequence[str] | None = None
     return index_archives(root, part, archives, classes)
 
 
-def _index_checked(data: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageIndex:
-    """`index_part`. Raises DataError for an archive whose classes are a level deeper."""
-    index = index_part(data, part, classes)
-    if index.byte_ranges is not None:
-        check_level(index.root, index.classes, index.names)
-    return index
-
-
 def training_classes(data: DataConfig) -> Sequence[str] | None:
     """The classes of the training part of `folder` or `list`; None without one."""
     if not has_training_part(data):
@@ -305,13 +296,11 @@ def training_classes(data: DataConfig) -> Sequence[str] | None:
     root = Path(data.root).expanduser()
     if data.name == "folder" and not find_archives(root, data.train):
         return class_folders(root / data.train)  # the images are not listed
-    return _index_checked(data, data.train).classes
+    return index_part(data, data.train).classes
 
 
 def has_training_part(data: DataConfig) -> bool:
-    """Whether there is a training part, which has the classes of the data, beside the validation
-    part.
-    """
+    """False if `data.val` is given, and the folder, archive or list of `data.train` is missing."""
     if data.name not in ("folder", "list") or data.val is None:
         return True
     root = Path(data.root).expanduser()

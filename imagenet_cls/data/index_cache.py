@@ -64,16 +64,16 @@ def open_status(path: bytes) -> os.stat_result:
         os.close(descriptor)
 
 
-def read_scan(root: Path, archives: Sequence[Path] = ()) -> Scan | None:
-    """The cached scan of this folder, or of archives. None without one, if it is damaged, or
-    something has changed.
+def read_scan(root: Path, archives: Sequence[bytes] = ()) -> Scan | None:
+    """The cached scan of this folder, or of archives (absolute paths). None without one, if it is
+    damaged, or something has changed.
     """
     try:
         with np.load(io.BytesIO(_read_verified(_cache_file(root))), allow_pickle=False) as stored:
             if stored["format"] != FORMAT:
                 return None
             paths = stored["paths"].tolist()
-            if archives and paths != list(map(os.fsencode, archives)):
+            if archives and paths != list(archives):
                 return None
             folder = os.fsencode(root)
             statuses = {

@@ -10,7 +10,7 @@ import numpy as np
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.classes import chosen_classes
-from imagenet_cls.data.datasets import describe_part, index_part, open_files
+from imagenet_cls.data.datasets import describe_part, files_source, index_part
 from imagenet_cls.data.sources import ImageSource, targets_of, with_classes
 from imagenet_cls.errors import DataError
 
@@ -60,7 +60,7 @@ def open_test_set(
     path = Path(data.root).expanduser() / data.val
     chosen = chosen_classes(data)
     index = index_part(data, data.val, None if chosen else classes)
-    source, _ = open_files(data, index, is_training=False)
+    source, _ = files_source(data, index, is_training=False)
     # The advice for a bad image would name keys of the training data, and not --data.
     source = replace(source, exclude_advice=None)
     names = chosen or classes

@@ -648,6 +648,11 @@ def test_classes_a_level_deeper_are_an_error(
         held_out(tmp_path, "both.zip")
 
 
+def test_shards_of_one_label_may_have_folders(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train" / "a.tar", [("a/b/0.jpg", IMAGE), ("a/b/0.cls", b"cat")])
+    assert datasets_in(tmp_path, val="train").classes == ("cat",)
+
+
 def test_files_of_shards_beside_images_and_labels_are_counted(tmp_path: Path) -> None:
     write_tar(tmp_path / "train" / "a.tar", [*SAMPLE, ("a.txt", b""), ("a.json", b"{}")])
     train = datasets_in(tmp_path, val="train").train
@@ -672,12 +677,14 @@ def test_patterns_may_be_absolute(tmp_path: Path, image_folder: Path) -> None:
         held_out(tmp_path, "shards/s-{0002..0001}.tar")
 
 
+@pytest.mark.parametrize("missing", range(3))
 def test_range_of_patterns_of_which_one_has_no_match_is_an_error(
-    tmp_path: Path, image_folder: Path
+    missing: int, tmp_path: Path, image_folder: Path
 ) -> None:
-    for name in ("s-0", "s-2"):
-        write_shards(tmp_path / name, files_of(image_folder / "train"), lambda name: name[:3])
-    with pytest.raises(DataError, match=r"s-1/\*\.tar: No such file"):
+    for number in {0, 1, 2} - {missing}:
+        folder = tmp_path / f"s-{number}"
+        write_shards(folder, files_of(image_folder / "train"), lambda name: name[:3])
+    with pytest.raises(DataError, match=rf"s-{missing}/\*\.tar: No such file"):
         held_out(tmp_path, "s-{0..2}/*.tar")
 
 
