@@ -52,27 +52,27 @@ class Horizon:
     length: the duration of the curve in units.
     """
 
-    base_lr: float
+    peak_lr: float
     length: float
     units_per_epoch: int
 
 
 def cosine(t: float, horizon: Horizon, min_lr: NotNegative = 0.0) -> float:
-    """Half a cosine from base_lr down to min_lr (Loshchilov and Hutter, "SGDR", 2017, equation 5),
+    """Half a cosine from peak_lr down to min_lr (Loshchilov and Hutter, "SGDR", 2017, equation 5),
     without restarts. The same as timm's CosineLRScheduler.
     """
     if horizon.length <= 0:
-        return horizon.base_lr
+        return horizon.peak_lr
     passed = t / horizon.length
-    return min_lr + (horizon.base_lr - min_lr) * 0.5 * (1 + math.cos(math.pi * passed))
+    return min_lr + (horizon.peak_lr - min_lr) * 0.5 * (1 + math.cos(math.pi * passed))
 
 
 def polynomial(
     t: float, horizon: Horizon, power: NotNegative = 1.0, min_lr: NotNegative = 0.0
 ) -> float:
-    """min_lr + (base_lr - min_lr) * (1 - t / length) ** power. A power of 1 is linear."""
+    """min_lr + (peak_lr - min_lr) * (1 - t / length) ** power. A power of 1 is linear."""
     passed = t / horizon.length if horizon.length > 0 else 0.0
-    return min_lr + (horizon.base_lr - min_lr) * (1 - passed) ** power
+    return min_lr + (horizon.peak_lr - min_lr) * (1 - passed) ** power
 
 
 def step_decay(t: float, horizon: Horizon, every_epochs: Epochs = 30, gamma: Share = 0.1) -> float:
@@ -81,7 +81,7 @@ def step_decay(t: float, horizon: Horizon, every_epochs: Epochs = 30, gamma: Sha
     """
     every = every_epochs * horizon.units_per_epoch
     num_drops = math.ceil(horizon.length / every) - 1
-    return horizon.base_lr * gamma ** max(0, min(t // every, num_drops))
+    return horizon.peak_lr * gamma ** max(0, min(t // every, num_drops))
 
 
 def multistep(t: float, horizon: Horizon, milestones_epochs: Numbers, gamma: Share = 0.1) -> float:
@@ -92,7 +92,7 @@ def multistep(t: float, horizon: Horizon, milestones_epochs: Numbers, gamma: Sha
     cooldown. timm's scheduler fires one unit of time earlier: its milestone 30 is 29 here.
     """
     milestones = [milestone * horizon.units_per_epoch for milestone in milestones_epochs]
-    return horizon.base_lr * gamma ** sum(
+    return horizon.peak_lr * gamma ** sum(
         milestone <= t and milestone < horizon.length for milestone in milestones
     )
 
@@ -114,15 +114,29 @@ def one_cycle(
     min_momentum: Momentum = None,
     max_momentum: Momentum = None,
 ) -> float:
-    """The rate rises from base_lr / div_factor to base_lr in the first share pct_start of the
-    horizon. Then it falls to base_lr / div_factor / final_div_factor in the last step (Smith and
+    """The rate rises from peak_lr / div_factor to peak_lr in the first share pct_start of the
+    horizon. Then it falls to peak_lr / div_factor / final_div_factor in the last step (Smith and
     Topin, "Super-Convergence", 2018). Equal to torch's OneCycleLR in two phases.
 
-    Unlike there, the momentum is constant unless both momenta are given: see `Schedule.momentum`.
+    Unlike there, the momentum is constant unless both momenta are given: see `one_cycle_momentum`.
     """
-    start = horizon.base_lr / div_factor
-    rates = (start, horizon.base_lr, start / final_div_factor)
+    start = horizon.peak_lr / div_factor
+    rates = (start, horizon.peak_lr, start / final_div_factor)
     return _two_phases(t, horizon, rates, pct_start, anneal)
+
+
+def one_cycle_momentum(
+    t: float,
+    horizon: Horizon,
+    min_momentum: float,
+    max_momentum: float,
+    pct_start: float = _PCT_START,
+    anneal: Anneal = _ANNEAL,
+    **_: float,
+) -> float:
+    """The momentum of `one_cycle` falls to min_momentum while the rate rises, and then rises."""
+    momenta = (max_momentum, min_momentum, max_momentum)
+    return _two_phases(t, horizon, momenta, pct_start, anneal)
 
 
 def _two_phases(
@@ -150,18 +164,18 @@ def _two_phases(
 
 
 def piecewise(t: float, horizon: Horizon, epochs: Numbers, factors: Numbers) -> float:
-    """base_lr times a factor, given at some epochs; linear between them, constant before and after.
+    """peak_lr times a factor, given at some epochs; linear between them, constant before and after.
 
     FFCV's ramp over 16 epochs has epochs [0, 2, 16] and factors [1e-4, 1, 0].
     """
     now = t / horizon.units_per_epoch
     if now <= epochs[0]:
-        return horizon.base_lr * factors[0]
+        return horizon.peak_lr * factors[0]
     for i in range(1, len(epochs)):
         if now < epochs[i]:
             passed = (now - epochs[i - 1]) / (epochs[i] - epochs[i - 1])
-            return horizon.base_lr * (factors[i - 1] + (factors[i] - factors[i - 1]) * passed)
-    return horizon.base_lr * factors[-1]
+            return horizon.peak_lr * (factors[i - 1] + (factors[i] - factors[i - 1]) * passed)
+    return horizon.peak_lr * factors[-1]
 
 
 def plateau(
@@ -180,7 +194,7 @@ def plateau(
     threshold. This is the rule of torch's ReduceLROnPlateau with mode `max`, which also ignores a
     reduction of 1e-8 or less.
     """
-    lr = horizon.base_lr
+    lr = horizon.peak_lr
     best = -math.inf
     evaluations_since_best = 0
     for top1_pct in evaluations:
@@ -197,8 +211,8 @@ def plateau(
 
 
 def constant(t: float, horizon: Horizon) -> float:
-    """Always base_lr."""
-    return horizon.base_lr
+    """Always peak_lr."""
+    return horizon.peak_lr
 
 
 # Called as `curve(t, horizon, **kwargs)`, t from 0 to `horizon.length`; `plateau` with
@@ -246,7 +260,8 @@ class Schedule:
     `schedule.momentum(step)` its momentum.
 
     After the last step both are constant. curve: the learning rate as a function of the time since
-    `start`, in units of the horizon. warmup: the time at which the warm-up ends.
+    `start`, in units of the horizon. warmup: the time at which the warm-up ends. momentum_curve:
+    None if the momentum is constant.
     """
 
     settings: ScheduleConfig
@@ -255,6 +270,7 @@ class Schedule:
     start: float
     warmup: float
     steps_per_epoch: int
+    momentum_curve: Callable[..., float] | None = None
 
     def __call__(self, step: int, evaluations: Evaluations = ()) -> float:
         """The learning rate. evaluations: all so far, before a resume too; only `plateau` uses
@@ -268,7 +284,7 @@ class Schedule:
         rate = self.curve(self._since_start(now), self.horizon, **arguments)
         if now >= self.warmup:
             return rate
-        target = rate if settings.warmup_prefix else self.horizon.base_lr
+        target = rate if settings.warmup_prefix else self.horizon.peak_lr
         start_lr = settings.warmup_start_lr
         if start_lr is not None:
             return start_lr + (target - start_lr) * now / self.warmup
@@ -277,13 +293,9 @@ class Schedule:
 
     def momentum(self, step: int) -> float | None:
         """The momentum (Adam's first beta) if the schedule changes it, else None."""
-        kwargs = self.settings.kwargs
-        if self.settings.name != "one_cycle" or kwargs.get("max_momentum") is None:
+        if self.momentum_curve is None:
             return None
-        momenta = (kwargs["max_momentum"], kwargs["min_momentum"], kwargs["max_momentum"])
-        time = self._since_start(self._time(step))
-        pct_start = kwargs.get("pct_start", _PCT_START)
-        return _two_phases(time, self.horizon, momenta, pct_start, kwargs.get("anneal", _ANNEAL))
+        return self.momentum_curve(self._since_start(self._time(step)), self.horizon)
 
     def _time(self, step: int) -> float:
         """The time of a step; with by_epoch the time of the first step of its epoch."""
@@ -333,6 +345,9 @@ def build_schedule(
     start = warmup if schedule.warmup_prefix and is_built_in else 0
     length = max(epochs * units_per_epoch - cooldown - start, 0)
     horizon = Horizon(base_lr, length, units_per_epoch)
+    momentum_curve = None
+    if schedule.name == "one_cycle" and schedule.kwargs.get("max_momentum") is not None:
+        momentum_curve = partial(one_cycle_momentum, **schedule.kwargs)
     if is_built_in:
         curve: Callable[..., float] = partial(factory, **schedule.kwargs)
     else:
@@ -353,7 +368,7 @@ def build_schedule(
             rate: float = function(round(t * steps_per_unit))
             return rate
 
-    return Schedule(schedule, curve, horizon, start, warmup, steps_per_epoch)
+    return Schedule(schedule, curve, horizon, start, warmup, steps_per_epoch, momentum_curve)
 
 
 def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) -> list[Problem]:
