@@ -38,6 +38,7 @@ from imagenet_cls.models.weights import load_weights, prefix_errors
 from imagenet_cls.parallel.collectives import run_on_main, run_on_main_first
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
+from imagenet_cls.parallel.wrap import preserve_values
 from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
 from imagenet_cls.text import first_line, format_value
 
@@ -279,14 +280,11 @@ def check_model_outputs(
             )
     set_training(model, config.model)
     if smallest_norm_batch == 1:
-        before = [buffer.clone() for buffer in model.buffers()]
-        with preserve_rng_state():
+        with preserve_rng_state(), preserve_values(model.buffers()):
             smallest = sizes_px(config.augment)[0]
             _forward_zeros(
                 model, config, "train.micro_batch_size", smallest, "a single training image"
             )
-        for buffer, value in zip(model.buffers(), before, strict=True):
-            buffer.copy_(value)
 
 
 def _forward_zeros(

@@ -24,6 +24,7 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import TrainConfig
+from imagenet_cls.parallel.wrap import preserve_values
 from imagenet_cls.private_names import base_optimizer
 
 
@@ -166,19 +167,15 @@ class Sam:
         assert self.rho is not None
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         perturbed = [p for p in parameters if p.grad is not None]
-        tensors = [*perturbed, *self.model.buffers()]
-        values = [tensor.detach().clone() for tensor in tensors]
-        # No variable refers to the gradients, so that `zero_grad` frees them: the second pass
-        # allocates gradients of the same size.
-        norm = nn.utils.get_total_norm([p.grad for p in perturbed])
-        has_direction = torch.isfinite(norm) & (norm > 0)
-        with torch.no_grad():
-            for parameter in perturbed:
-                parameter.add_(torch.where(has_direction, parameter.grad * (self.rho / norm), 0.0))
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
-        try:
-            yield
-        finally:
+        with preserve_values([*perturbed, *self.model.buffers()]):
+            # No variable refers to the gradients, so that `zero_grad` frees them: the second pass
+            # allocates gradients of the same size.
+            norm = nn.utils.get_total_norm([p.grad for p in perturbed])
+            has_direction = torch.isfinite(norm) & (norm > 0)
             with torch.no_grad():
-                for tensor, value in zip(tensors, values, strict=True):
-                    tensor.copy_(value)
+                for parameter in perturbed:
+                    parameter.add_(
+                        torch.where(has_direction, parameter.grad * (self.rho / norm), 0.0)
+                    )
+            self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+            yield

@@ -97,10 +97,17 @@ def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[s
     received = {}
     for name, dtype, shape in listing:
         tensor = own[name].contiguous() if group.is_main else torch.empty(shape, dtype=dtype)
-        if tensor.numel():  # as bytes: gloo does not support every dtype
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=group.cpu_group)
+        broadcast_as_bytes(tensor, group.cpu_group)
         received[name] = tensor
     return received
+
+
+def broadcast_as_bytes(tensor: Tensor, process_group: Any = None) -> None:
+    """Broadcast rank 0's contiguous tensor, in place. gloo does not support every dtype, but it
+    supports bytes.
+    """
+    if tensor.numel():
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=process_group)
 
 
 def run_on_main(group: Group, action: Callable[[], T]) -> T:

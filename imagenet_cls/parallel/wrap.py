@@ -2,16 +2,15 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_cls.parallel.collectives import all_reduce_mean
+from imagenet_cls.parallel.collectives import all_reduce_mean, broadcast_as_bytes
 from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import Group
 from imagenet_cls.parallel.sync_bn import is_synchronized
@@ -48,10 +47,9 @@ def broadcast_buffers(model: nn.Module) -> None:
     collective.
     """
     for buffer in model.buffers():
-        if buffer.numel():  # as bytes: gloo does not support every dtype
-            received = buffer.detach().contiguous()
-            dist.broadcast(received.reshape(-1).view(torch.uint8), src=0)
-            buffer.detach().copy_(received)
+        received = buffer.detach().contiguous()
+        broadcast_as_bytes(received)
+        buffer.detach().copy_(received)
 
 
 def gradient_sync(wrapped: nn.Module, enabled: bool) -> AbstractContextManager:
@@ -72,13 +70,23 @@ def rebuild_ddp_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return
-    before = [buffer.clone() for buffer in wrapped.module.buffers()]
-    for _ in range(2):
-        forward_backward()
-        wrapped.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, value in zip(wrapped.module.buffers(), before, strict=True):
-            buffer.copy_(value)
+    with preserve_values(wrapped.module.buffers()):
+        for _ in range(2):
+            forward_backward()
+            wrapped.zero_grad(set_to_none=True)
+
+
+@contextlib.contextmanager
+def preserve_values(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """On exit the tensors have the values from before."""
+    tensors = list(tensors)
+    values = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
 
 
 def wrap_data_parallel(model: nn.Module, devices: Devices) -> nn.Module:
