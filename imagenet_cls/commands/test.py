@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
 from imagenet_cls.commands import cli
@@ -42,6 +41,8 @@ def evaluate_command(argv: Sequence[str]) -> int:
         return start_ranks("test", evaluate_command, arguments, loaded, argv)
     with RankProcess(rank_info, arguments.traceback) as process:
         loaded = load_for_testing(arguments)
+        if rank_info.is_single_process:
+            check_files(arguments, loaded)
         evaluate_on_rank(arguments, loaded, process.join(loaded))
     return 0
 
@@ -229,11 +230,14 @@ def check_report_folder(folder: Path | None) -> None:
     if folder.is_file():
         raise UsageError(f"{folder} is a file.", remedy)
     page = folder / "report.html"
-    if page.exists() and not (folder / "report.json").exists():
+    is_new = not page.exists()
+    if not is_new and not (folder / "report.json").exists():
         raise UsageError(f"{page} was not written by this command.", remedy)
     with explain_write_errors(folder, remedy):
         folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()
+        page.touch()
+        if is_new:
+            page.unlink()
 
 
 def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group: "Group") -> None:
@@ -252,7 +256,6 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     from imagenet_cls.parallel.collectives import run_on_main
     from imagenet_cls.report.jsonl import describe_result
 
-    run_on_main(group, lambda: check_files(arguments, loaded))
     check_on_all_ranks(loaded, group, training=False)
     run_on_main(group, lambda: check_files(arguments, loaded))  # not all launchers have done it
     # Use the kernels that the run used for its own evaluations.
