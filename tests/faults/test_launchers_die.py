@@ -148,14 +148,15 @@ def test_ctrl_c_to_the_process_group_saves_and_exits_130(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("launcher", ["spawn", "dist_train.sh"])
 def test_full_pipe_that_nobody_reads_blocks_no_step_and_no_exit(
-    digits: Path, tmp_path: Path, launcher: str
+    digits: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    with watched(command_for(launcher, digits, folder, pause_sec=0.02), folder, writer) as process:
+    with watched(
+        command_for("dist_train.sh", digits, folder, pause_sec=0.02), folder, writer
+    ) as process:
         wait_for(
             lambda: steps_done(folder) >= 100 or process.poll() is not None,
             "more lines than the pipe holds",
@@ -218,17 +219,15 @@ def test_sigterm_between_the_starts_of_two_ranks_ends_the_first_silently(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("launcher", ["alone", "spawn"])
-def test_second_ctrl_c_ends_without_saving(digits: Path, tmp_path: Path, launcher: str) -> None:
+def test_second_ctrl_c_ends_without_saving(digits: Path, tmp_path: Path) -> None:
     """The second step never ends: the first Ctrl-C waits for it, the second does not."""
     folder = tmp_path / "run"
-    first_step = 1 if launcher == "alone" else 3  # with the two forwards of rebuild_ddp_buckets
     pause: dict[str, Any] = {
         "pause_sec": 3600,
-        "pause_after": first_step,
+        "pause_after": 3,  # the first step, and the two forwards of rebuild_ddp_buckets
         "pause_marker": tmp_path / "pauses",
     }
-    with started(launcher, digits, folder, **pause) as (process, _):
+    with started("spawn", digits, folder, **pause) as (process, _):
         # the first step has made its last check
         wait_for((tmp_path / "pauses").exists, "the second step")
         os.killpg(process.pid, signal.SIGINT)
@@ -296,16 +295,13 @@ def test_rank_that_hangs_has_its_stack_in_its_log(digits: Path, tmp_path: Path) 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("launcher", ["alone", "dist_train.sh"])
-def test_ignored_signals_change_nothing_and_sigterm_saves(
-    digits: Path, tmp_path: Path, launcher: str
-) -> None:
+def test_ignored_signals_change_nothing_and_sigterm_saves(digits: Path, tmp_path: Path) -> None:
     """SIGHUP under nohup, SIGINT in a script's background job. All go to the process group, and
     SIGTERM twice.
     """
     folder = tmp_path / "run"
     prefix = ["bash", "-c", "trap '' INT; exec nohup \"$@\"", "bash"]
-    with started(launcher, digits, folder, prefix=prefix) as (process, _):
+    with started("dist_train.sh", digits, folder, prefix=prefix) as (process, _):
         os.killpg(process.pid, signal.SIGHUP)
         os.killpg(process.pid, signal.SIGINT)
         done = steps_done(folder)
