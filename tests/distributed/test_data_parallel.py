@@ -176,24 +176,6 @@ def test_dp_gives_the_gradients_of_the_whole_batch(dtype: torch.dtype | None) ->
 
 
 @pytest.mark.gpu
-def test_dp_keeps_running_statistics_of_the_first_replica() -> None:
-    layer = nn.BatchNorm1d(3, momentum=1.0).to(GPU)
-    images = torch.randn(8, 3, device=GPU)
-    wrap_data_parallel(layer, TWICE)(images)
-    torch.testing.assert_close(layer.running_mean, images[:4].mean(0))
-
-
-@pytest.mark.gpu
-def test_dp_evaluates_any_batch_size() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).to(GPU).eval()
-    wrapper = wrap_data_parallel(model, TWICE)
-    assert not wrapper.training and not model.training
-    for size in (1, 2, 5):
-        images = torch.randn(size, 4, device=GPU)
-        torch.testing.assert_close(wrapper(images), model(images))
-
-
-@pytest.mark.gpu
 def test_seed_generators_seeds_each_gpu_differently() -> None:
     torch.cuda.init()  # before it there are no default generators
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
