@@ -5,11 +5,12 @@ are not finite.
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from forked_ranks import RankServer, destroy_group, join_group
-from helpers import DEMO, arguments, plain, train_here
+from helpers import arguments, plain, train_here
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config
@@ -21,21 +22,16 @@ from imagenet_cls.inference.load_weights import WeightsSource
 
 def small_config(folder: Path, *more: str) -> Config:
     """Of `helpers:plain`, with the weights in `folder` and images of its folder `images`."""
-    settings = {
-        "data.name": "folder",
-        "data.root": folder,
-        "data.train": "absent",
-        "data.val": "images",
+    settings: dict[str, Any] = {
+        "data__name": "folder",
+        "data__train": "absent",
+        "data__val": "images",
+        "data__val_fraction": "null",
+        "eval__batch_size": 7,
+        "model__checkpoint": folder / "weights.pth",
     }
-    settings |= {
-        "data.num_workers": 0,
-        "eval.crop_px": 16,
-        "eval.batch_size": 7,
-        "ema.decay": "null",
-    }
-    settings |= {"model.name": "helpers:plain", "model.checkpoint": folder / "weights.pth"}
-    words = [f"{key}={value}" for key, value in (settings | {"data.val_fraction": "null"}).items()]
-    return load_config(DEMO, [*words, *more]).config
+    config, *words = arguments(folder, folder, **settings)[:-2]
+    return load_config(config, [*words, *more]).config
 
 
 def write_images(folder: Path, classes: dict[str, int]) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import RankServer, destroy_group
 from forked_ranks import join_group as join_over_gloo
-from helpers import DEMO, noisy, records, wait_for
+from helpers import arguments, noisy, records, wait_for
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -47,31 +47,22 @@ def words_for(work_dir: Path, **changes: Any) -> list[str]:
     """A run of 12 steps on random images, saved at each, on a network with BatchNorm, momentum and
     an average.
     """
-    settings = {
-        "model.name": f"{HERE}:quiet",
-        "data.name": "synthetic",
-        "data.kwargs": f"{{train_images: {IMAGES}, val_images: 4, num_classes: 2, size_px: 16}}",
-        "augment.size_px": 16,
-        "eval.crop_px": 16,
-        "train.global_batch_size": BATCH,
-        "train.epochs": 1,
-        "optimizer.lr": 0.01,
-        "ema.decay": 0.9,
-        "log.every_steps": 4,
-        "log.tensorboard": "false",
-        "checkpoint.every_steps": 1,
-        "checkpoint.keep_last": "null",
-        "parallel.timeout_sec": 240,
+    settings: dict[str, Any] = {
+        "model__name": f"{HERE}:quiet",
+        "data__name": "synthetic",
+        "data__kwargs": f"{{train_images: {IMAGES}, val_images: 4, num_classes: 2, size_px: 16}}",
+        "train__global_batch_size": BATCH,
+        "train__epochs": 1,
+        "optimizer__lr": 0.01,
+        "ema__decay": 0.9,
+        "log__every_steps": 4,
+        "checkpoint__every_steps": 1,
+        "checkpoint__keep_last": "null",
+        "parallel__timeout_sec": 240,
         "device": "cpu",
         "seed": SEED,
     }
-    settings |= {name.replace("__", "."): value for name, value in changes.items()}
-    return [
-        DEMO,
-        *(f"{name}={value}" for name, value in settings.items()),
-        "--work-dir",
-        str(work_dir),
-    ]
+    return arguments("none", work_dir, **(settings | changes))
 
 
 def quiet(num_classes: int) -> Any:
