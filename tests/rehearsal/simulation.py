@@ -5,8 +5,7 @@ on several devices, a race between streams, an operator without a deterministic 
 of another device, and a collective of nccl on another GPU than the group's. Host waits are counted.
 
 Not simulated: the kernels of a GPU (cuDNN, torch's SyncBatchNorm), torch.compile, CUDA graphs,
-memory, speed, and the random numbers of a GPU. Private names of torch that this leans on are in
-`test_private_names.py`.
+memory, speed, and the random numbers of a GPU.
 """
 
 import sys
