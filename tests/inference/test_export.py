@@ -243,22 +243,6 @@ def eigenvalues(num_classes: int) -> nn.Module:
     return Model(4, num_classes)
 
 
-@torch.library.custom_op("imagenet_cls_tests::double", mutates_args=())
-def double(values: torch.Tensor) -> torch.Tensor:
-    return values.detach() * 2
-
-
-double.register_fake(torch.empty_like)
-
-
-def own_operator(num_classes: int) -> nn.Module:
-    class Model(nn.Linear):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return super().forward(double(images.mean((2, 3))))
-
-    return Model(3, num_classes)
-
-
 @pytest.mark.parametrize(
     ("model", "form", "reasons"),
     [
@@ -268,7 +252,6 @@ def own_operator(num_classes: int) -> nn.Module:
             ["data-dependent", "test_export.py, line", "if images.sum() > 1e9"],
         ),
         ("eigenvalues", "onnx", ["aten.linalg_eig", "--format torch"]),
-        ("own_operator", "onnx", ["imagenet_cls_tests.double", "--format torch"]),
     ],
 )
 def test_model_that_can_not_be_exported_is_explained(
