@@ -109,7 +109,6 @@ def test_ranks_and_steps_draw_differently(
     ("changes", "code", "words"),
     [
         ({"optimizer.lr": 0.5}, 2, "optimizer.lr: rank 1 and rank 0 differ"),
-        ({"data.val_fraction": 0.5}, 2, "data.val_fraction: rank 1 and rank 0 differ"),
         ({"data.root": "OTHER CLASS"}, 3, "raining images"),
         pytest.param(
             {"data.root": "OTHER SIZE"},
