@@ -110,8 +110,7 @@ def test_compiled_run_with_accumulation_ends_with_the_weights_of_an_eager_one(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("mode", ["true", "reduce-overhead"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "mode"), [(1, "true"), (2, "reduce-overhead")])
 def test_run_compiled_by_inductor_ends_with_the_weights_of_an_eager_one(
     final_weights: Run, ranks: int, mode: str
 ) -> None:
