@@ -79,7 +79,6 @@ def test_losses_do_not_depend_on_accumulation(digits: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("optimizer", "stop_at"),
     [
-        pytest.param("sgd", 4, marks=pytest.mark.nightly),
         ("adamw", 15),
         ("lamb", 11),
         # synchronizes every 6 steps
@@ -89,7 +88,7 @@ def test_losses_do_not_depend_on_accumulation(digits: Path, tmp_path: Path) -> N
 def test_run_in_two_parts_ends_in_the_same_bits(
     digits: Path, tmp_path: Path, optimizer: str, stop_at: int
 ) -> None:
-    """Stopped in the first epoch, in the second, between them; fused and other optimizers; other
+    """Stopped in the second epoch, and between the two; fused and other optimizers; other
     workers, decoder.
     """
     common = {"optimizer.name": optimizer, "optimizer.lr": 0.01}
