@@ -4,7 +4,6 @@ a resume.
 
 import io
 import os
-import shutil
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -22,15 +21,6 @@ from imagenet_cls.data.archives import TRAIN_TAR
 
 def pack(*words: object) -> None:
     assert exit_code_of(pack_command, list(map(str, words))) == 0
-
-
-def listed(digits: Path, root: Path) -> dict[str, Any]:
-    shutil.copytree(digits / "train", root, dirs_exist_ok=True)
-    lines = [
-        f"{path.relative_to(root)} {path.parent.name}\n" for path in sorted(root.glob("*/*.*"))
-    ]
-    (root / "train.txt").write_text("".join(lines))
-    return {"data__name": "list", "data__train": "train.txt"}
 
 
 def zipped(digits: Path, root: Path) -> dict[str, Any]:
@@ -86,7 +76,6 @@ FOLDER = {
     "train__epochs": 1,
 }
 LAYOUTS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
-    "list": listed,
     "zip": zipped,
     "tar of class tars": tar_of_tars,
     "shards": shards,
