@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -91,6 +92,14 @@ class RankServer:
                 (train, list(words), [kill for kill in kills if kill.rank == rank], own_env)
             )
         return self._start(output, calls, FAILED_SEC)
+
+    def train(self, arguments: Sequence[str], ranks: int) -> str:
+        """Run `train.py` on `ranks` ranks. Returns their output; fails if a rank does."""
+        with tempfile.NamedTemporaryFile("r") as output:
+            codes = self.run(arguments, Path(output.name), ranks)
+            printed = output.read()
+        assert codes == [0] * ranks, printed
+        return printed
 
     def call(self, function: Callable[[int, int, Path], None], ranks: int, folder: Path) -> None:
         """Call `function(rank, ranks, folder)` of a test module on each rank; fails with their

@@ -68,10 +68,9 @@ def test_other_buffers_may_differ_between_ranks(
         "ema.decay": 0.5,
         "parallel.check_every_steps": 1,
     }
-    output = tmp_path / "output.txt"
-    for words in (["train.max_steps=3"], ["train.max_steps=6", "--resume"]):
-        words = [*arguments(digits, tmp_path / "run", **common), *words]
-        assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
+    words = arguments(digits, tmp_path / "run", **common)
+    rank_server.train([*words, "train.max_steps=3"], 2)
+    rank_server.train([*words, "train.max_steps=6", "--resume"], 2)
     means = [
         load_file(newest(tmp_path / "run") / f"{name}.safetensors")["0.seen"].item()
         for name in ("model", "ema")
@@ -97,8 +96,7 @@ def test_ranks_and_steps_draw_differently(
 ) -> None:
     changes = {"model.name": "test_ranks_agree:Drawing", "model.kwargs.folder": tmp_path}
     words = arguments(digits, tmp_path / "run", **changes, train__max_steps=2, eval__batch_size=512)
-    output = tmp_path / "output.txt"
-    assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
+    rank_server.train(words, 2)
     files = [tmp_path / f"draws{rank}" for rank in (0, 1)]
     # the last pass of each is the evaluation
     draws = [draw for file in files for draw in file.read_text().splitlines()[-3:-1]]

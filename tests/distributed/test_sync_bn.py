@@ -163,12 +163,8 @@ def test_two_ranks_with_sync_bn_have_the_losses_of_one(
     """From the command line."""
     common = {"model.kwargs.dropout": 0.0, "train.global_batch_size": 24, "train.max_steps": 8}
     train_here(arguments(digits, tmp_path / "one", "noisy", **common))
-    words, output = (
-        [*arguments(digits, tmp_path / "two", "noisy", **common), "--syncbn"],
-        tmp_path / "output.txt",
-    )
-    assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
-    assert "24 images over all ranks" in output.read_text()
+    words = arguments(digits, tmp_path / "two", "noisy", **common)
+    assert "24 images over all ranks" in rank_server.train([*words, "--syncbn"], 2)
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4) and len(two) == 8
     for ours, alone in zip(
@@ -178,7 +174,7 @@ def test_two_ranks_with_sync_bn_have_the_losses_of_one(
     states = [load_file(newest(tmp_path / name) / "model.safetensors") for name in ("one", "two")]
     torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
     with pytest.raises(CheckpointError, match=r"--allow-change parallel\.sync_bn"):
-        train_here([*arguments(digits, tmp_path / "two", "noisy", **common), "--resume"])
+        train_here([*words, "--resume"])
 
 
 # ---- on real GPUs

@@ -111,15 +111,12 @@ def test_average_in_a_file_is_used_and_reported(tmp_path: Path) -> None:
 
 
 def test_mismatch_with_the_initial_weights_is_reported(
-    first: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    first: Path, digits: Path, tmp_path: Path
 ) -> None:
     def said(*words: str, root: Path = digits) -> list[str]:
-        train_command(
-            [*arguments(root, tmp_path / "run", **{"model.checkpoint": first}), *words, "--dry-run"]
-        )
-        return [
-            line for line in capsys.readouterr().out.splitlines() if "the initial weights" in line
-        ]
+        start = arguments(root, tmp_path / "run", **{"model.checkpoint": first})
+        lines = succeeds(train_command, *start, *words, "--dry-run").splitlines()
+        return [line for line in lines if "the initial weights" in line]
 
     assert said() == []
     assert said("data.mean=[0.5,0.5,0.5]") == [

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, assert_resumes, losses, newest, plain, train_here
+from helpers import arguments, assert_resumes, fails, losses, newest, plain, train_here
 from safetensors.torch import load_file
 
-from imagenet_cls.commands.cli import main
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import CheckpointError
 
@@ -107,11 +106,10 @@ def test_resume_with_a_changed_teacher_is_an_error(digits: Path, tmp_path: Path)
 
 
 def test_teacher_of_other_class_names_is_an_error(
-    digits: Path, tmp_path: Path, teacher: Path, capsys: pytest.CaptureFixture[str]
+    digits: Path, tmp_path: Path, teacher: Path
 ) -> None:
     renamed = Path(shutil.copytree(digits, tmp_path / "renamed"))
     (renamed / "train" / "7").rename(renamed / "train" / "seven")
     folder = {"data__name": "folder", "data__val": "null", "data__val_fraction": 0.2}
     words = arguments(renamed, tmp_path / "run", "plain", **folder, **distilled(teacher, "soft"))
-    assert main(train_command, words) == 2
-    assert "distill.teacher.checkpoint: " in capsys.readouterr().err
+    assert "distill.teacher.checkpoint: " in fails(2, train_command, *words)

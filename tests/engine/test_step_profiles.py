@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from forked_ranks import RankServer
-from helpers import arguments, state_digest, train_here
+from helpers import arguments, state_digest, succeeds, train_here
 
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.engine.profiler import StepProfiler
 
 
@@ -52,17 +53,11 @@ def test_profiled_run_has_the_same_bits_and_a_trace_of_its_steps(
     ("steps", "warns"), [("[2, 3]", False), ("[3, 4]", True), ("[4, 5]", True)]
 )
 def test_steps_after_the_last_one_warn(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, warns: bool
+    digits: Path, tmp_path: Path, steps: str, warns: bool
 ) -> None:
-    train_here(
-        [*arguments(digits, tmp_path, train__profile=steps, train__max_steps=3), "--dry-run"]
-    )
-    warnings = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("warning: train.profile")
-    ]
-    assert len(warnings) == warns
+    words = arguments(digits, tmp_path, train__profile=steps, train__max_steps=3)
+    printed = succeeds(train_command, *words, "--dry-run")
+    assert ("\nwarning: train.profile" in printed) == warns
 
 
 def test_rank_0_of_two_writes_the_profile(
@@ -71,13 +66,9 @@ def test_rank_0_of_two_writes_the_profile(
     words = arguments(
         digits, tmp_path / "run", train__profile="[2, 3]", train__max_steps=5, log__every_steps=2
     )
-    output = tmp_path / "output.txt"
-    assert rank_server.run(words, output, 2) == [0, 0], output.read_text()
+    printed = rank_server.train(words, 2)
     assert traced_updates(tmp_path / "run", "steps-0000002-0000003") == 2
-    assert (
-        output.read_text().count("profile of steps 2 to 3") == 1
-        and "profiler_st" not in output.read_text()
-    )
+    assert printed.count("profile of steps 2 to 3") == 1 and "profiler_st" not in printed
 
 
 def test_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
