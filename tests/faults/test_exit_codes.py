@@ -4,34 +4,12 @@ lines.
 130, 140 and 143: test_launchers_die.py. A port that is taken: test_launchers.py.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import DIST_TRAIN, TRAIN, arguments, run
-
-
-def end_of(launcher: str, words: list[str]) -> subprocess.CompletedProcess[str]:
-    """A run of two ranks."""
-    config, *rest = words
-    if launcher == "spawn":
-        return run([sys.executable, TRAIN, config, *rest, "--launcher", "spawn", "--gpus", "2"])
-    return run(["bash", DIST_TRAIN, config, "2", *rest])
-
-
-@pytest.mark.parametrize("launcher", ["spawn", "dist_train.sh"])
-def test_invalid_config_exits_2_with_a_line_for_each_problem(
-    digits: Path, tmp_path: Path, launcher: str
-) -> None:
-    words = arguments(
-        digits, tmp_path / "run", optimzer__lr=1, train__epochs="many", eval__crop_px=-1, seed="one"
-    )
-    ended = end_of(launcher, words)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert len(ended.stderr.splitlines()) == 4, ended.stderr
-    assert not (tmp_path / "run").exists()
 
 
 # Errors of a rank that no launching process could have seen.
@@ -50,6 +28,10 @@ def test_invalid_config_exits_2_with_a_line_for_each_problem(
 def test_error_of_a_rank_is_the_launchers_exit_code(
     digits: Path, tmp_path: Path, launcher: str, code: int, changes: dict[str, Any], message: str
 ) -> None:
-    ended = end_of(launcher, arguments(digits, tmp_path / "run", **changes))
+    config, *rest = arguments(digits, tmp_path / "run", **changes)
+    if launcher == "spawn":
+        ended = run([sys.executable, TRAIN, config, *rest, "--gpus", "2"])
+    else:
+        ended = run(["bash", DIST_TRAIN, config, "2", *rest])
     assert ended.returncode == code and len(ended.stderr.splitlines()) <= 3, ended.stderr
     assert ended.stderr.count(message) == 1, ended.stderr
