@@ -18,7 +18,7 @@ from torch import nn
 from imagenet_cls.checkpoint import saver
 from imagenet_cls.checkpoint.format import Snapshot, list_checkpoints, read_checkpoint, step_of
 from imagenet_cls.engine import state
-from imagenet_cls.errors import CheckpointError, NonFiniteError, ResourceError, Stopped
+from imagenet_cls.errors import NonFiniteError, ResourceError, Stopped
 
 STEPS = 11  # in an epoch
 LONG_SEC = 240.0  # only ends what hangs
@@ -110,9 +110,8 @@ def test_nan_weights_are_not_saved_and_the_run_resumes_from_before(
     assert state_digest(tmp_path / "run") == state_digest(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("keep_last", [1, 2])
 def test_newest_and_best_checkpoints_of_both_kinds_of_weights_stay(
-    digits: Path, tmp_path: Path, keep_last: int
+    digits: Path, tmp_path: Path
 ) -> None:
     """From the last step of the second epoch on, the classifier's weight is negated.
 
@@ -128,27 +127,21 @@ def test_newest_and_best_checkpoints_of_both_kinds_of_weights_stay(
 
     EVENTS.update(dict.fromkeys(range(2 * STEPS, 3 * STEPS + 1), negate))
     train_here(
-        arguments_for(
-            digits, tmp_path, train__epochs=3, checkpoint__keep_last=keep_last, optimizer__lr=0.1
-        )
+        arguments_for(digits, tmp_path, train__epochs=3, checkpoint__keep_last=2, optimizer__lr=0.1)
     )
     best = {}
     for kind in ("raw", "ema"):
         results = [record for record in evaluations(tmp_path) if record["weights"] == kind]
         best[kind] = max(results, key=lambda record: record["top1_pct"])["step"]
     assert best == {"raw": STEPS, "ema": 2 * STEPS}, "the premise of this test"
-    assert saved(tmp_path) == [STEPS, 2 * STEPS, *[32, 33][-keep_last:]]
+    assert saved(tmp_path) == [STEPS, 2 * STEPS, 32, 33]
 
 
-def test_lost_rank_in_the_broadcast_and_a_missing_optimizer_state_are_told_apart(
+def test_lost_rank_in_the_broadcast_is_no_error_of_the_checkpoint(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adamw = {"train__max_steps": 2, "optimizer__name": "adamw", "optimizer__kwargs": "{}"}
-    words = arguments(digits, tmp_path, **adamw)
+    words = arguments(digits, tmp_path, train__max_steps=2)
     train_here(words)
-    amsgrad = arguments(digits, tmp_path, **adamw | {"optimizer__kwargs": "{amsgrad: true}"})
-    with pytest.raises(CheckpointError, match="max_exp_avg_sq"):
-        train_here([*amsgrad, "--resume", "--allow-change", "optimizer"])
 
     def lose_rank(*_: object) -> None:
         raise RuntimeError("Connection closed by peer")
