@@ -74,16 +74,3 @@ def test_links_out_of_the_docs_lead_to_files_of_the_repository(site: Path) -> No
     ]
     assert ["README.md#what-is-different-here"] in paths
     assert [path for path in paths if not (ROOT / path[0].partition("#")[0]).exists()] == []
-
-
-def test_python_files_are_not_published(site: Path) -> None:
-    assert [*site.rglob("*.py"), *site.rglob("__pycache__")] == []
-
-
-def test_pictures_are_small_and_load_nothing() -> None:
-    pictures = list((DOCS / "images").glob("*.svg"))
-    assert pictures
-    for picture in pictures:
-        text = picture.read_text()
-        assert len(text) < 20_000 and "<text" in text and "prefers-color-scheme" in text
-        assert re.findall(r"""(?:href|src)=["'](?!#)|url\((?!#)|@import""", text) == []
