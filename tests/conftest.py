@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,8 +15,8 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
+import helpers  # noqa: E402
 from forked_ranks import RankServer  # noqa: E402
-from helpers import runs_on_gpus  # noqa: E402
 
 # One thread for each test and the processes that it starts: threads that compete for few cores are
 # slow, and their number changes the bits of sums. torch takes MKL's number, too. Set before the
@@ -42,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from tests that do not need one: `device=auto` would choose them, and most tests
     assume a CPU.
     """
-    if runs_on_gpus(config.option.markexpr):
+    if helpers.runs_on_gpus(config.option.markexpr):
         # cuBLAS reads it once in each process. Runs with train.deterministic=true need it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     else:
@@ -101,25 +100,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs a command in this process: `call(train_command, *arguments)` returns exit code, stdout
-    and stderr.
-
-    Asserts that an error has at most three lines and no traceback.
-    """
-    from imagenet_cls.commands.cli import main
-
-    def call_command(command: Callable, *arguments: Any) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = main(command, [str(argument) for argument in arguments])
-        except SystemExit:  # of --help
-            code = 0
-        out, err = capsys.readouterr()
-        assert code == 0 or (0 < len(err.splitlines()) <= 3 and "Traceback" not in err), (code, err)
-        return code, out, err
-
-    return call_command
+def call() -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process: `helpers.call`."""
+    return helpers.call
 
 
 @pytest.fixture

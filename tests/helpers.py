@@ -6,6 +6,7 @@
 
 import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -253,6 +254,40 @@ def single_rank() -> Any:
     from imagenet_cls.parallel.process_group import Group
 
     return Group(RankInfo(), torch.device("cpu"))
+
+
+def call(command: Callable[[list[str]], int], *arguments: Any) -> tuple[int, str, str]:
+    """Run a command in this process. Returns exit code, stdout and stderr.
+
+    Asserts that an error has at most three lines and no traceback.
+    """
+    from imagenet_cls.commands.cli import main
+
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(), "utf-8", newline="", write_through=True) for _ in range(2)
+    )
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(command, [str(argument) for argument in arguments])
+        except SystemExit:  # of --help
+            code = 0
+    printed, errors = (stream.buffer.getvalue().decode() for stream in (out, err))
+    assert code == 0 or (0 < len(errors.splitlines()) <= 3 and "Traceback" not in errors), errors
+    return code, printed, errors
+
+
+def succeeds(command: Callable[[list[str]], int], *arguments: Any) -> str:
+    """What a command prints to stdout; asserts that it ends with 0 and without a message."""
+    code, out, err = call(command, *arguments)
+    assert (code, err) == (0, "")
+    return out
+
+
+def fails(code: int, command: Callable[[list[str]], int], *arguments: Any) -> str:
+    """The error of a command; asserts that it ends with this exit code."""
+    found, _, err = call(command, *arguments)
+    assert found == code, err
+    return err
 
 
 def run(

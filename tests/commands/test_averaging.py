@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import arguments, edit_state, newest, train_here
+from helpers import arguments, call, edit_state, fails, newest, succeeds, train_here
 from safetensors.torch import load_file, save_file
 
 from imagenet_cls.commands.average_checkpoints import average_command, choose, mean_of_weights
@@ -67,16 +67,11 @@ def test_mean_of_weights_half_precision_is_summed_in_double() -> None:
 
 @pytest.mark.parametrize("kind", ["raw", pytest.param("ema", marks=pytest.mark.nightly)])
 def test_average_of_the_last_checkpoints_evaluates_predicts_and_starts_runs(
-    run: Path, digits: Path, tmp_path: Path, call: Callable, kind: str
+    run: Path, digits: Path, tmp_path: Path, kind: str
 ) -> None:
     """`state.json` lists the sources. A run starts from it, but does not resume from it."""
-    code, out, err = call(
-        average_command, run, "--last", 3, "--weights", kind, "--out", tmp_path / "swa"
-    )
-    assert (code, err) == (
-        0,
-        "",
-    ) and "3 checkpoints (step-0000033, step-0000044, step-0000055)" in out
+    out = succeeds(average_command, run, "--last", 3, "--weights", kind, "--out", tmp_path / "swa")
+    assert "3 checkpoints (step-0000033, step-0000044, step-0000055)" in out
     (folder,) = (tmp_path / "swa").iterdir()
     weights = load_file(folder / "model.safetensors")
     expected = mean_of(
@@ -92,27 +87,22 @@ def test_average_of_the_last_checkpoints_evaluates_predicts_and_starts_runs(
         (path, kind) for path in checkpoints(run)[-3:]
     ]
     words = arguments(digits, tmp_path, "noisy")[:-2]
-    code, out, err = call(evaluate_command, *words, tmp_path / "swa")
-    assert (
-        (code, err) == (0, "")
-        and "over 359 images" in out
-        and "\nraw: top-1" in out
-        and "\nema" not in out
-    )
+    out = succeeds(evaluate_command, *words, tmp_path / "swa")
+    assert "over 359 images" in out and "\nraw: top-1" in out and "\nema" not in out
     assert "step 55, an average of 3 checkpoints" in out
     for alone in (tmp_path / "swa", folder):  # neither has the config of a run beside it
-        code, _, err = call(evaluate_command, alone)
-        assert code == 2 and f"CONFIG {alone}" in err
+        err = fails(2, evaluate_command, alone)
+        assert f"CONFIG {alone}" in err
     image = next((digits / "train" / "7").glob("*.jpg"))
     code, out, _ = call(predict_command, folder, image, "--allow-import", "helpers:noisy")
     assert code == 0 and " %" in out
     start = arguments(
         digits, tmp_path / "new", "noisy", model__checkpoint=tmp_path / "swa", train__max_steps=1
     )
-    assert call(train_command, *start)[0] == 0
+    succeeds(train_command, *start)
     resume = arguments(digits, tmp_path / "run", "noisy", ema__decay=0.8, train__epochs=5)
-    code, _, err = call(train_command, *resume, "--resume-from", tmp_path / "swa")
-    assert code == 4 and "model.checkpoint" in err
+    err = fails(4, train_command, *resume, "--resume-from", tmp_path / "swa")
+    assert "model.checkpoint" in err
 
 
 def test_choose_by_each_rule(run: Path, tmp_path: Path) -> None:
@@ -140,7 +130,7 @@ def test_choose_by_each_rule(run: Path, tmp_path: Path) -> None:
 
 
 def test_average_of_different_checkpoints_is_an_error(
-    run: Path, digits: Path, tmp_path: Path, call: Callable
+    run: Path, digits: Path, tmp_path: Path
 ) -> None:
     """Each writes nothing. Runs with different dropout may be averaged."""
     first, second = checkpoints(run)[:2]
@@ -186,12 +176,10 @@ def test_average_of_different_checkpoints_is_an_error(
         assert got == code and text in err, (words, err)
         assert not out.exists() and not file.exists()
     assert [path.name for path in taken.iterdir()] == ["mine"]
-    assert call(average_command, first, dropout, "--out", out)[0] == 0
+    succeeds(average_command, first, dropout, "--out", out)
 
 
-def test_average_of_weights_files_of_any_origin(
-    run: Path, digits: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_average_of_weights_files_of_any_origin(run: Path, digits: Path, tmp_path: Path) -> None:
     """Files of other libraries and checkpoints, into one file for test.py."""
     first, second = checkpoints(run)[:2]
     state = load_file(first / "model.safetensors")
@@ -200,16 +188,15 @@ def test_average_of_weights_files_of_any_origin(
     torch.save({"state_dict": trained, "state_dict_ema": average}, tmp_path / "a.pth")
     save_file(load_file(second / "model.safetensors"), tmp_path / "b.safetensors")
     out = tmp_path / "new" / "soup.safetensors"
-    code, _, err = call(
+    succeeds(
         average_command, tmp_path / "a.pth", tmp_path / "b.safetensors", newest(run), "--out", out
     )
-    assert (code, err) == (0, "")
     expected = mean_of([first, second, newest(run)])
     soup = load_file(out)
     assert soup.keys() == expected.keys() and all(
         torch.equal(soup[key], expected[key]) for key in soup
     )
     words = arguments(digits, tmp_path, "noisy")[:-2]
-    assert call(evaluate_command, *words, out)[0] == 0
-    code, _, err = call(average_command, tmp_path / "a.pth", first, "--out", tmp_path / "folder")
-    assert code == 2 and "--out average.safetensors" in err
+    succeeds(evaluate_command, *words, out)
+    err = fails(2, average_command, tmp_path / "a.pth", first, "--out", tmp_path / "folder")
+    assert "--out average.safetensors" in err

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import arguments, losses, plain, train_here
+from helpers import arguments, call, fails, losses, plain, succeeds, train_here
 from PIL import Image
 from torch import Tensor, nn
 
@@ -56,12 +56,11 @@ def sizes(out: str) -> dict[int, bool]:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_search_continues_below_a_size_that_is_out_of_memory(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable, device: str
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     changes = {"model.kwargs": "{most: 40}", "device": device}
-    code, out, err = call(find_batch_command, *limited_words(digits, **changes), "--gpus", 2)
-    assert (code, err) == (0, "")
+    out = succeeds(find_batch_command, *limited_words(digits, **changes), "--gpus", 2)
     small = {2: True, 4: True} if device == "cpu" else {}
     assert sizes(out) == {**small, 8: True, 16: True, 32: True, 64: False, 48: False, 40: True}
     assert "largest that fits: 40;" in out
@@ -73,12 +72,12 @@ def test_search_continues_below_a_size_that_is_out_of_memory(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whole_share_fits_and_needs_no_limit(digits: Path, call: Callable) -> None:
+def test_whole_share_fits_and_needs_no_limit(digits: Path) -> None:
     SEEN.clear()
-    code, out, _ = call(
+    out = succeeds(
         find_batch_command, *limited_words(digits, train__global_batch_size=8), "--max", 16
     )
-    assert code == 0 and sizes(out) == dict.fromkeys((2, 4, 8, 16), True)
+    assert sizes(out) == dict.fromkeys((2, 4, 8, 16), True)
     # One warm-up step and two others, with accumulation below the share of 8 images.
     assert [size for size in SEEN if size > 1] == [2] * 6 + [4] * 6 + [8] * 3 + [16] * 3
     assert out.splitlines()[-1].startswith("train.micro_batch_size=null ")
@@ -107,21 +106,21 @@ def test_nothing_fits_exits_5(digits: Path, call: Callable) -> None:
         {"distill__kind": "soft", "distill__teacher__name": "helpers:plain"},
     ],
 )
-def test_batches_of_other_recipes(digits: Path, call: Callable, changes: dict[str, object]) -> None:
-    code, out, err = call(find_batch_command, *words(digits, **changes), "--max", 4)
-    assert (code, err) == (0, "") and sizes(out) == {2: True, 4: True}
+def test_batches_of_other_recipes(digits: Path, changes: dict[str, object]) -> None:
+    out = succeeds(find_batch_command, *words(digits, **changes), "--max", 4)
+    assert sizes(out) == {2: True, 4: True}
 
 
-def test_data_is_needed_for_the_number_of_classes_only(tmp_path: Path, call: Callable) -> None:
+def test_data_is_needed_for_the_number_of_classes_only(tmp_path: Path) -> None:
     line = [*words(tmp_path / "none", data__name="folder"), "--max", 2]
     for command, more in (
         (find_batch_command, []),
         (find_lr_command, ["--out", tmp_path / "lr.png"]),
     ):
-        code, _, err = call(command, *line[:-2], *more)
-        assert code == 3 and "none" in err
-    code, out, _ = call(find_batch_command, *line, "model.num_classes=3")
-    assert code == 0 and sizes(out) == {2: True}
+        err = fails(3, command, *line[:-2], *more)
+        assert "none" in err
+    out = succeeds(find_batch_command, *line, "model.num_classes=3")
+    assert sizes(out) == {2: True}
 
 
 def geometric(
@@ -131,7 +130,7 @@ def geometric(
 
 
 def test_range_test_is_a_training_with_that_schedule(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default epochs of 11 steps; the batch is accumulated; the layers have their own
     factors.
@@ -154,10 +153,8 @@ def test_range_test_is_a_training_with_that_schedule(
         0.5,
     ]
     line += ["--steps", 22]
-    code, out, err = call(find_lr_command, *line, "--out", tmp_path / "lr.png")
-    assert (
-        (code, err) == (0, "") and "suggestion: optimizer.lr=" in out and len(found[0].losses) == 22
-    )
+    out = succeeds(find_lr_command, *line, "--out", tmp_path / "lr.png")
+    assert "suggestion: optimizer.lr=" in out and len(found[0].losses) == 22
     assert np.asarray(Image.open(tmp_path / "lr.png")).std() > 10
     schedule = {"schedule__name": f"{__name__}:geometric", "schedule__kwargs": "{last: 0.5}"}
     more = {"optimizer__lr": 1e-3, "train__epochs": 2, "schedule__warmup_epochs": 0}
@@ -166,23 +163,19 @@ def test_range_test_is_a_training_with_that_schedule(
     assert found[0].lrs[0] == 1e-3 and found[0].lrs[-1] == pytest.approx(0.5)
 
 
-def test_suggestion_is_divided_by_the_factor_of_lr_base_batch(
-    digits: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_suggestion_is_divided_by_the_factor_of_lr_base_batch(digits: Path, tmp_path: Path) -> None:
     def suggested(*more: str) -> float:
         path = tmp_path / f"{len(more)}.png"
         line = [*words(digits), *more, "--from", 1e-3, "--to", 0.5, "--steps", 20, "--out", path]
         return float(
-            re.findall(r"suggestion: optimizer\.lr=([\d.e-]+)", call(find_lr_command, *line)[1])[0]
+            re.findall(r"suggestion: optimizer\.lr=([\d.e-]+)", succeeds(find_lr_command, *line))[0]
         )
 
     # two digits
     assert suggested("optimizer.lr_base_batch=32") == pytest.approx(suggested() / 4, rel=0.05)
 
 
-def test_range_test_ends_once_the_loss_diverges(
-    digits: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_range_test_ends_once_the_loss_diverges(digits: Path, tmp_path: Path) -> None:
     line = [
         *words(digits),
         "--from",
@@ -194,11 +187,11 @@ def test_range_test_ends_once_the_loss_diverges(
         "--out",
         tmp_path / "lr.png",
     ]
-    code, out, _ = call(find_lr_command, *line)
-    assert code == 0 and re.search("ended at lr .* where the (smoothed )?loss is", out)
+    out = succeeds(find_lr_command, *line)
+    assert re.search("ended at lr .* where the (smoothed )?loss is", out)
     line = [*words(digits), "--from", 1e8, "--to", 1e9, "--out", tmp_path / "none.png"]
-    code, out, _ = call(find_lr_command, *line)
-    assert code == 0 and "no suggestion" in out and not (tmp_path / "none.png").exists()
+    out = succeeds(find_lr_command, *line)
+    assert "no suggestion" in out and not (tmp_path / "none.png").exists()
 
 
 @pytest.mark.parametrize(("lowest", "is_printed"), [(3e-3, True), (10.0, False)])
@@ -206,7 +199,6 @@ def test_more_careful_rate_is_below_the_suggestion(
     digits: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    call: Callable,
     lowest: float,
     is_printed: bool,
 ) -> None:
@@ -214,12 +206,8 @@ def test_more_careful_rate_is_below_the_suggestion(
     curve = 2 - np.tanh(2 * np.log10(lrs / 1e-3)) + np.abs(np.log10(lrs / lowest))
     found = LrRange(lrs.tolist(), curve.tolist(), curve.tolist())
     monkeypatch.setattr(finders, "lr_range", lambda *given: found)
-    code, out, _ = call(find_lr_command, *words(digits), "--out", tmp_path / "lr.png")
-    assert (
-        code == 0
-        and "suggestion: optimizer.lr=0.001:" in out
-        and ("more careful" in out) == is_printed
-    )
+    out = succeeds(find_lr_command, *words(digits), "--out", tmp_path / "lr.png")
+    assert "suggestion: optimizer.lr=0.001:" in out and ("more careful" in out) == is_printed
 
 
 @pytest.mark.parametrize(
@@ -239,7 +227,6 @@ def test_bad_command_lines(
     digits: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    call: Callable,
     command: Callable,
     more: list[object],
     code: int,
@@ -254,7 +241,7 @@ def test_bad_command_lines(
 
 @pytest.mark.parametrize("command", [find_batch_command, find_lr_command])
 def test_one_of_several_ranks_exits_2(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable, command: Callable
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, value in {
@@ -264,5 +251,5 @@ def test_one_of_several_ranks_exits_2(
         "LOCAL_WORLD_SIZE": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    code, _, err = call(command, *words(digits))
-    assert code == 2 and "WORLD_SIZE" in err
+    err = fails(2, command, *words(digits))
+    assert "WORLD_SIZE" in err

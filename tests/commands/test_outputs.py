@@ -14,13 +14,16 @@ from helpers import (
     DEMO,
     arguments,
     before_classes,
+    call,
     edit_state,
     evaluations,
+    fails,
     losses,
     newest,
     plain,
     records,
     saved_bytes,
+    succeeds,
     train_here,
 )
 from PIL import Image
@@ -137,7 +140,7 @@ def test_run_folder_holds_config_environment_plots_and_no_secret(
 # ---- use of weights
 
 
-def test_predictions_equal_those_of_timm(resnet: Path, digits: Path, call: Callable) -> None:
+def test_predictions_equal_those_of_timm(resnet: Path, digits: Path) -> None:
     """timm, Pillow, and torchvision's to_tensor and normalize against predict.py, which normalizes
     in another order.
     """
@@ -163,9 +166,7 @@ def test_predictions_equal_those_of_timm(resnet: Path, digits: Path, call: Calla
             assert row["top"][0][1] == pytest.approx(float(logits.softmax(0).max()), abs=1e-6)
 
 
-def test_predict_takes_files_folders_and_patterns(
-    small: Path, digits: Path, call: Callable
-) -> None:
+def test_predict_takes_files_folders_and_patterns(small: Path, digits: Path) -> None:
     folder = digits / "train" / "7"
     files = sorted(folder.glob("*.jpg"))
     code, out, err = call(predict_command, small, folder, "--top", "2", *ALLOW)
@@ -202,14 +203,13 @@ def test_predict_with_bad_arguments_is_an_error(
     for word in ("broken.jpg", "text.jpg", "nowhere.jpg", "none", "*.png"):
         code, out, err = call(predict_command, small, tmp_path / word, *ALLOW)
         assert (code, out) == (3, "") and str(tmp_path / word) in err, word
-    code, _, err = call(predict_command, tmp_path, good)
-    assert code == 4 and str(tmp_path) in err
-    code, _, err = call(predict_command, small, good, "--device", "cuda:77")
-    assert code == 2
+    err = fails(4, predict_command, tmp_path, good)
+    assert str(tmp_path) in err
+    err = fails(2, predict_command, small, good, "--device", "cuda:77")
 
 
 def test_predict_with_bad_images_prints_the_good_ones(
-    small: Path, digits: Path, tmp_path: Path, call: Callable
+    small: Path, digits: Path, tmp_path: Path
 ) -> None:
     good = sorted((digits / "train" / "7").glob("*.jpg"))[:40]  # two batches
     bad = [tmp_path / f"{number}.jpg" for number in range(5)]
@@ -230,7 +230,7 @@ def test_predict_with_bad_images_prints_the_good_ones(
     assert code == 3 and json.loads(out)["image"] == str(good[0]) and str(bad[0]) in err
 
 
-def test_predict_takes_a_file_of_a_checkpoint(small: Path, digits: Path, call: Callable) -> None:
+def test_predict_takes_a_file_of_a_checkpoint(small: Path, digits: Path) -> None:
     image = next((digits / "train" / "7").glob("*.jpg"))
     for weights, file in (("raw", "model.safetensors"), ("ema", "ema.safetensors")):
         by_file = call(predict_command, newest(small) / file, image, *ALLOW)
@@ -239,7 +239,7 @@ def test_predict_takes_a_file_of_a_checkpoint(small: Path, digits: Path, call: C
 
 
 def test_escape_sequences_of_a_checkpoint_do_not_reach_the_terminal(
-    small: Path, digits: Path, tmp_path: Path, call: Callable
+    small: Path, digits: Path, tmp_path: Path
 ) -> None:
     checkpoint = Path(shutil.copytree(newest(small), tmp_path / "checkpoint"))
     classes = [f"\x1b[31m\n{number}\x9b" for number in range(10)]
@@ -257,24 +257,20 @@ def test_escape_sequences_of_a_checkpoint_do_not_reach_the_terminal(
     assert code == 3 and "\\x1b" in err and "\x1b" not in out + err
 
 
-def test_run_folder_is_evaluated_with_its_own_config(
-    small: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_run_folder_is_evaluated_with_its_own_config(small: Path, tmp_path: Path) -> None:
     expected = call(evaluate_command, small / "config.yaml", small)
     found = call(evaluate_command, small, *ALLOW)
     assert [line.partition("  over ")[0] for line in found[1].splitlines()] == [
         line.partition("  over ")[0] for line in expected[1].splitlines()
     ]
     # which allows it
-    assert call(evaluate_command, newest(small), "model.name=helpers:noisy")[0] == 0
+    succeeds(evaluate_command, newest(small), "model.name=helpers:noisy")
     code, out, err = call(evaluate_command, small)
     assert (code, out) == (4, "") and "--allow-import helpers:noisy" in err
-    assert call(evaluate_command, tmp_path)[0] == 2
+    fails(2, evaluate_command, tmp_path)
 
 
-def test_evaluation_of_a_checkpoint_equals_that_of_the_run(
-    small: Path, digits: Path, call: Callable
-) -> None:
+def test_evaluation_of_a_checkpoint_equals_that_of_the_run(small: Path, digits: Path) -> None:
     at = {(r["step"], r["weights"]): r for r in evaluations(small)}
     best = max(at.values(), key=lambda record: record["top1_pct"])["step"]
     argv = arguments(digits, small, "noisy", ema__decay=0.8)[:-2]
@@ -283,8 +279,7 @@ def test_evaluation_of_a_checkpoint_equals_that_of_the_run(
         (newest(small), 22),
         (small, best),
     ):
-        code, out, err = call(evaluate_command, *argv, checkpoint)
-        assert (code, err) == (0, "")
+        out = succeeds(evaluate_command, *argv, checkpoint)
         images, origin, *lines = before_classes(out)
         assert images.startswith("359 images of 10 classes, held out of ")
         assert origin.endswith(f"step {step}") and [line.partition(":")[0] for line in lines] == [
@@ -299,26 +294,22 @@ def test_evaluation_of_a_checkpoint_equals_that_of_the_run(
 
 @pytest.mark.parametrize(("classes", "has_table"), [(50, True), (51, False)])
 def test_table_of_classes_is_for_at_most_50_classes(
-    call: Callable, tmp_path: Path, classes: int, has_table: bool
+    tmp_path: Path, classes: int, has_table: bool
 ) -> None:
     torch.save(plain(classes).state_dict(), tmp_path / "a.pth")
     images = f"data.kwargs={{num_classes: {classes}, val_images: 64, size_px: 16}}"
     words = [DEMO, tmp_path / "a.pth", "model.name=helpers:plain", "data.name=synthetic", images]
     words += ["augment.size_px=16", "eval.crop_px=16", "--out", tmp_path / "rows.csv"]
-    code, out, err = call(evaluate_command, *words)
-    assert (code, err) == (0, "") and ("class (" in out) == has_table
+    out = succeeds(evaluate_command, *words)
+    assert ("class (" in out) == has_table
 
 
-def test_run_folder_in_place_of_a_config_is_answered_with_its_config(
-    small: Path, call: Callable
-) -> None:
-    code, _, err = call(train_command, small)
-    assert code == 2 and f"{small}/config.yaml" in err
+def test_run_folder_in_place_of_a_config_is_answered_with_its_config(small: Path) -> None:
+    err = fails(2, train_command, small)
+    assert f"{small}/config.yaml" in err
 
 
-def test_weights_of_an_evaluation_its_rows_and_its_report(
-    small: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_weights_of_an_evaluation_its_rows_and_its_report(small: Path, tmp_path: Path) -> None:
     """By default the rows and the report are of the weights that predict.py uses: those of the best
     result.
     """
@@ -344,9 +335,7 @@ def test_weights_of_an_evaluation_its_rows_and_its_report(
     assert hits[None] == hits[best] > hits[other]
 
 
-def test_evaluation_that_differs_from_the_runs_is_reported(
-    small: Path, digits: Path, call: Callable
-) -> None:
+def test_evaluation_that_differs_from_the_runs_is_reported(small: Path, digits: Path) -> None:
     """The config's values are used, and each difference is named; there is none with the run's own
     config.
     """
@@ -369,12 +358,12 @@ def test_evaluation_that_differs_from_the_runs_is_reported(
     code, out, err = call(evaluate_command, small / "config.yaml", small, "eval.batch_size=100")
     best = max(record["top1_pct"] for record in evaluations(small))
     assert (code, err, notes(out)) == (0, "", []) and f"top-1 {best:.3f} %" in out
-    code, out, _ = call(evaluate_command, small / "config.yaml", small, "data.val_fraction=0.5")
-    assert code == 0 and notes(out)[0].startswith("data.val_fraction: 0.5, and 0.2")
+    out = succeeds(evaluate_command, small / "config.yaml", small, "data.val_fraction=0.5")
+    assert notes(out)[0].startswith("data.val_fraction: 0.5, and 0.2")
 
 
 def test_predictions_file_that_cannot_be_written_is_an_error_before_the_evaluation(
-    small: Path, digits: Path, tmp_path: Path, call: Callable
+    small: Path, digits: Path, tmp_path: Path
 ) -> None:
     argv = [DEMO, f"data.root={digits}", "data.num_workers=0", newest(small)]
     (tmp_path / "old.csv").write_text("old")
@@ -384,59 +373,56 @@ def test_predictions_file_that_cannot_be_written_is_an_error_before_the_evaluati
     # Before the names of components are checked, and so before ranks start.
     for option in ("--out", "--report"):
         path = tmp_path / "old.csv"
-        code, _, err = call(
-            evaluate_command, *argv, "loss.name=none", "--launcher", "spawn", option, path
+        err = fails(
+            2, evaluate_command, *argv, "loss.name=none", "--launcher", "spawn", option, path
         )
-        assert code == 2 and str(path) in err and option in err
+        assert str(path) in err and option in err
     assert (tmp_path / "old.csv").read_text() == "old"
     # An evaluation that fails leaves no file.
     nowhere = [DEMO, "data.name=folder", f"data.root={tmp_path / 'nowhere'}", newest(small), *ALLOW]
-    assert call(evaluate_command, *nowhere, "--out", tmp_path / "rows.csv")[0] == 3
+    fails(3, evaluate_command, *nowhere, "--out", tmp_path / "rows.csv")
     assert not (tmp_path / "rows.csv").exists()
 
 
 @pytest.mark.parametrize("key", ["model.checkpoint", "distill.teacher.checkpoint"])
 def test_missing_weights_are_reported_with_their_key(
-    digits: Path, tmp_path: Path, call: Callable, key: str
+    digits: Path, tmp_path: Path, key: str
 ) -> None:
     words = arguments(digits, tmp_path / "run")
     if key.startswith("distill"):
         words += ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
-    code, _, err = call(train_command, *words, f"{key}=nowhere.pth")
-    assert code == 4 and err.startswith(f"{key}: ") and "nowhere.pth" in err
+    err = fails(4, train_command, *words, f"{key}=nowhere.pth")
+    assert err.startswith(f"{key}: ") and "nowhere.pth" in err
 
 
-def test_missing_weights_of_an_evaluation(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_missing_weights_of_an_evaluation(digits: Path, tmp_path: Path) -> None:
     words = arguments(digits, tmp_path / "run")[:-2]
-    code, _, err = call(evaluate_command, *words)
-    assert code == 2 and "model.pretrained=true" in err
+    err = fails(2, evaluate_command, *words)
+    assert "model.pretrained=true" in err
     words.append("model.checkpoint=nowhere.pth")
     assert call(evaluate_command, *words)[2].startswith("model.checkpoint: ")
-    code, _, err = call(evaluate_command, *words, "lost.pth")
-    assert code == 4 and "lost.pth" in err and "model.checkpoint" not in err
+    err = fails(4, evaluate_command, *words, "lost.pth")
+    assert "lost.pth" in err and "model.checkpoint" not in err
 
 
 # ---- ways to start
 
 
-def test_dry_run_beside_a_run_says_what_resume_would_compare(
-    digits: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_dry_run_beside_a_run_says_what_resume_would_compare(digits: Path, tmp_path: Path) -> None:
     words = arguments(digits, tmp_path / "run", train__max_steps=1)
-    assert call(train_command, *words)[0] == 0
+    succeeds(train_command, *words)
     before = contents(tmp_path)
-    code, out, _ = call(train_command, *words, "--dry-run")
-    assert code == 0 and "already holds a run, saved up to step 1" in out
+    out = succeeds(train_command, *words, "--dry-run")
+    assert "already holds a run, saved up to step 1" in out
     assert "nothing that --resume compares has changed" in out
-    code, out, _ = call(train_command, *words, "seed=7", "--dry-run")
-    assert code == 0 and "seed: 0 -> 7" in out
+    out = succeeds(train_command, *words, "seed=7", "--dry-run")
+    assert "seed: 0 -> 7" in out
     assert contents(tmp_path) == before
 
 
-def test_dry_run_creates_no_run_folder(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_dry_run_creates_no_run_folder(digits: Path, tmp_path: Path) -> None:
     before = contents(digits)
-    code, out, err = call(train_command, *arguments(digits, tmp_path / "run", "noisy"), "--dry-run")
-    assert (code, err) == (0, "")
+    out = succeeds(train_command, *arguments(digits, tmp_path / "run", "noisy"), "--dry-run")
     assert "dry run: step 1 has loss " in out and "22 (11" in out
     assert list(tmp_path.iterdir()) == [] and contents(digits) == before
 
@@ -451,12 +437,12 @@ def test_dry_run_creates_no_run_folder(digits: Path, tmp_path: Path, call: Calla
     ],
 )
 def test_config_that_is_rarely_wanted_is_a_warning(
-    digits: Path, tmp_path: Path, call: Callable, changes: dict, named: str
+    digits: Path, tmp_path: Path, changes: dict, named: str
 ) -> None:
-    code, out, _ = call(
+    out = succeeds(
         train_command, *arguments(digits, tmp_path / "run", "noisy", **changes), "--dry-run"
     )
-    assert code == 0 and named in out and out.count("warning: ") == 1, out
+    assert named in out and out.count("warning: ") == 1, out
 
 
 def test_resume_without_a_checkpoint_starts_from_scratch(
@@ -466,26 +452,24 @@ def test_resume_without_a_checkpoint_starts_from_scratch(
     assert losses(tmp_path / "run") == losses(small)
 
 
-def test_resume_of_a_finished_run_changes_nothing(
-    digits: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_resume_of_a_finished_run_changes_nothing(digits: Path, tmp_path: Path) -> None:
     argv = arguments(digits, tmp_path / "run")
     train_here(argv)
     before = contents(tmp_path / "run" / "checkpoints")
-    code, out, _ = call(train_command, *argv, "--resume")
-    assert code == 0 and "at step 22" in out and "done" in out
+    out = succeeds(train_command, *argv, "--resume")
+    assert "at step 22" in out and "done" in out
     assert contents(tmp_path / "run" / "checkpoints") == before
     assert len(losses(tmp_path / "run")) == 22 and len(evaluations(tmp_path / "run")) == 2
 
 
 def test_resume_from_another_run_ends_in_the_same_bits(
-    digits: Path, small: Path, tmp_path: Path, call: Callable
+    digits: Path, small: Path, tmp_path: Path
 ) -> None:
     before = contents(small)
     argv = arguments(digits, tmp_path / "run", "noisy", ema__decay=0.8)
     checkpoint = small / "checkpoints" / "step-0000011"
-    code, out, _ = call(train_command, *argv, "--resume-from", checkpoint)
-    assert code == 0 and "step-0000011 at step 11" in out
+    out = succeeds(train_command, *argv, "--resume-from", checkpoint)
+    assert "step-0000011 at step 11" in out
     # All steps of the second epoch are of this run.
     assert re.search(r"^epoch 2/2  train loss \S+, \S+ %  val ", out, re.M)
     assert saved_bytes(tmp_path / "run") == saved_bytes(small)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import arguments, train_here
+from helpers import arguments, call, train_here
 
 from imagenet_cls.commands.average_checkpoints import average_command
 from imagenet_cls.commands.check_gpu import check_gpu_command
@@ -134,7 +134,7 @@ def fill(digits: Path, run: Path) -> Callable[[list[str]], list[str]]:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_output_to_a_fifo_is_written_and_the_fifo_stays(
-    name: str, fill: Callable[[list[str]], list[str]], tmp_path: Path, call: Call
+    name: str, fill: Callable[[list[str]], list[str]], tmp_path: Path
 ) -> None:
     command, words, suffix = WRITERS[name]
     fifo = tmp_path / f"out{suffix}"
@@ -142,8 +142,7 @@ def test_output_to_a_fifo_is_written_and_the_fifo_stays(
     content: list[bytes] = []
     reader = threading.Thread(target=lambda: content.append(fifo.read_bytes()), daemon=True)
     reader.start()
-    code, _, err = call(command, *fill(words), fifo)
-    assert code == 0, err
+    assert call(command, *fill(words), fifo)[0] == 0
     reader.join()
     assert fifo.is_fifo() and os.listdir(tmp_path) == [fifo.name]  # noqa: PTH208
     assert content[0] or name == "verify-data"  # no image is bad
@@ -159,7 +158,6 @@ def test_path_that_cannot_be_used_has_an_exit_code_and_nothing_is_written(
     words: list[str],
     fill: Callable[[list[str]], list[str]],
     tmp_path: Path,
-    call: Call,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -185,9 +183,7 @@ def test_path_that_cannot_be_used_has_an_exit_code_and_nothing_is_written(
         (errno.ESTALE, 5),
     ],
 )
-def test_error_of_a_path_has_an_exit_code_and_names_the_path(
-    number: int, code: int, call: Call
-) -> None:
+def test_error_of_a_path_has_an_exit_code_and_names_the_path(number: int, code: int) -> None:
     def command(argv: object) -> int:
         raise OSError(number, os.strerror(number), "share/images")
 
@@ -195,7 +191,7 @@ def test_error_of_a_path_has_an_exit_code_and_names_the_path(
     assert found == code and "share/images" in err and os.strerror(number) in err
 
 
-def test_error_of_no_path_is_a_bug(call: Call) -> None:
+def test_error_of_no_path_is_a_bug() -> None:
     def command(argv: object) -> int:
         raise FileNotFoundError(errno.ENOENT, "no such file", "checked before")
 

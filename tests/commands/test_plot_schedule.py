@@ -2,11 +2,11 @@
 train.py does.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import call, succeeds
 from PIL import Image
 
 from imagenet_cls.commands.plot_schedule import plot_schedule_command, schedule_curves
@@ -33,11 +33,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_plot_and_summary(config: Path, call: Callable) -> None:
-    code, out, err = call(
-        plot_schedule_command, config, "--images", 102_500, "--out", "deep/growing.png"
-    )
-    assert (code, err) == (0, "")
+def test_plot_and_summary(config: Path) -> None:
+    out = succeeds(plot_schedule_command, config, "--images", 102_500, "--out", "deep/growing.png")
     pixels = np.asarray(Image.open("deep/growing.png").convert("RGB"))
     assert (pixels == (0x1F, 0x77, 0xB4)).all(axis=-1).sum() > 1000  # the first color of matplotlib
     first, scaling, header, *rows, last = out.splitlines()
@@ -110,11 +107,11 @@ def test_momentum_of_an_optimizer(
     ],
 )
 def test_training_images_are_counted_given_or_assumed(
-    config: Path, digits: Path, call: Callable, more: list[str], expected: str
+    config: Path, digits: Path, more: list[str], expected: str
 ) -> None:
     words = [word.replace("DIGITS", str(digits)) for word in more]
-    code, out, _ = call(plot_schedule_command, config, "train.global_batch_size=100", *words)
-    assert code == 0 and expected in out and ("training images" not in out) == ("--images" in more)
+    out = succeeds(plot_schedule_command, config, "train.global_batch_size=100", *words)
+    assert expected in out and ("training images" not in out) == ("--images" in more)
     assert not Path("none").exists()
 
 
@@ -131,7 +128,7 @@ def test_training_images_are_counted_given_or_assumed(
     ],
 )
 def test_bad_command_line_is_reported(
-    config: Path, argv: list[str], code: int, expected: str, call: Callable
+    config: Path, argv: list[str], code: int, expected: str
 ) -> None:
     Path("folder.png").mkdir()
     got, _, err = call(plot_schedule_command, *argv)

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import pytest
-from helpers import REPOSITORY, arguments, train_here
+from helpers import REPOSITORY, arguments, call, fails, succeeds, train_here
 
 from imagenet_cls.commands.report import report_command
 from imagenet_cls.config.compare import differing_values
@@ -60,8 +60,8 @@ def test_page_of_a_finished_and_an_interrupted_run(
     (other / "env.json").write_text(json.dumps({"code": code, "versions": {"torch": "9.9"}}))
     lines = (other / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (other / "metrics.jsonl").write_bytes(b"".join(lines[:8]) + lines[8][:20])
-    code, out, _ = call(report_command, run, other, "--out", tmp_path / "new" / "page.html")
-    assert code == 0 and out == f"wrote {tmp_path}/new/page.html\n"
+    out = succeeds(report_command, run, other, "--out", tmp_path / "new" / "page.html")
+    assert out == f"wrote {tmp_path}/new/page.html\n"
     page = (tmp_path / "new" / "page.html").read_text()
     titles = [figure["title"] for figure in figures(page)]
     top1 = "Top-1 on validation images, %"
@@ -83,7 +83,7 @@ def test_page_of_a_finished_and_an_interrupted_run(
     assert f">step-{best['step']:07d}</a>, best top-1" in page
 
 
-def test_curves_show_where_a_run_was_resumed(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_curves_show_where_a_run_was_resumed(digits: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for epochs, resumed in ((1, []), (2, [[0, 11]])):
         train_here(
@@ -94,12 +94,12 @@ def test_curves_show_where_a_run_was_resumed(digits: Path, tmp_path: Path, call:
                 "train.epochs",
             ]
         )
-        assert call(report_command, run, "--out", tmp_path / "page.html")[0] == 0
+        succeeds(report_command, run, "--out", tmp_path / "page.html")
         for figure in figures((tmp_path / "page.html").read_text()):
             assert figure["resumed"] == resumed
 
 
-def test_state_of_a_run(run: Path, tmp_path: Path, call: Callable) -> None:
+def test_state_of_a_run(run: Path, tmp_path: Path) -> None:
     """Running while another process has the lock, which the page leaves in place; stopped early."""
     early = Path(shutil.copytree(run, tmp_path / "early"))
     state = early / "checkpoints" / "step-0000022" / "state.json"
@@ -117,7 +117,7 @@ def test_state_of_a_run(run: Path, tmp_path: Path, call: Callable) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == "\n"
         for _ in range(2):
-            assert call(report_command, run, early, "--out", tmp_path / "page.html")[0] == 0
+            succeeds(report_command, run, early, "--out", tmp_path / "page.html")
             found = cells((tmp_path / "page.html").read_text())
             assert "running: step 22 of 22" in found and "stopped early: step 22 of 44" in found
             assert is_locked(run) and not is_locked(early) and not is_locked(tmp_path)
@@ -152,7 +152,7 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(
     expected = sum(count * 128 / speed for count, speed in steps) + sum(seconds.values())
     assert statistics["hours"] == pytest.approx(expected / 3600)
     assert [statistics[key] for key in ("step", "ranks", "total_steps")] == [22, None, None]
-    assert call(report_command, run, "--out", tmp_path / "page.html")[0] == 0
+    succeeds(report_command, run, "--out", tmp_path / "page.html")
     results = [record for record in read_metrics(run) if record["kind"] == "eval"]
     best = max(results, key=lambda record: record["top1_pct"])
     waits = [record["data_wait_pct"] for record in train if "data_wait_pct" in record]
@@ -226,7 +226,7 @@ def test_last_result_is_of_the_weights_with_the_best_one(tmp_path: Path) -> None
     ]
 
 
-def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable) -> None:
+def test_new_run_and_unreadable_config(run: Path, tmp_path: Path) -> None:
     """Records without an evaluation, with a loss that is not finite; no config, checkpoint or
     versions.
     """
@@ -262,7 +262,6 @@ def test_new_run_and_unreadable_config(run: Path, tmp_path: Path, call: Callable
 def test_invalid_content_is_an_error_that_names_the_file(
     run: Path,
     tmp_path: Path,
-    call: Callable,
     file: str,
     content: dict[str, object] | None,
     reason: str,
@@ -274,8 +273,8 @@ def test_invalid_content_is_an_error_that_names_the_file(
         (damaged / file).mkdir()
     else:
         (damaged / file).write_text(json.dumps(content) + "\n")
-    code, _, err = call(report_command, run, damaged, "--out", tmp_path / "page.html")
-    assert code == 4 and f"{damaged}/{file}:" in err and reason in err
+    err = fails(4, report_command, run, damaged, "--out", tmp_path / "page.html")
+    assert f"{damaged}/{file}:" in err and reason in err
     assert not (tmp_path / "page.html").exists()
 
 
@@ -299,11 +298,11 @@ def test_link_js_writes_the_script_once_beside_the_page(
 
 @pytest.mark.parametrize("package", ["jinja2", "plotly"])
 def test_missing_package_is_a_usage_error_that_names_it(
-    package: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+    package: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    code, _, err = call(report_command, run, "--out", tmp_path / "page.html")
-    assert code == 2 and f"pip install {package}" in err
+    err = fails(2, report_command, run, "--out", tmp_path / "page.html")
+    assert f"pip install {package}" in err
 
 
 def test_durations_are_seconds_then_minutes_then_hours() -> None:
@@ -325,14 +324,12 @@ def test_points_of_a_figure_are_exact_or_say_what_they_are_the_mean_of() -> None
     assert [curve["run"] for curve in lr["curves"]] == [0, 1]
 
 
-def test_wrong_folders_and_names_are_usage_errors(
-    run: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path) -> None:
     for wrong in (tmp_path, tmp_path / "missing", run / "config.yaml"):
-        code, _, err = call(report_command, run, wrong)
-        assert code == 2 and str(wrong) in err
-    code, _, err = call(report_command, run, "--out", run / "config.yaml")
-    assert code == 2 and "--out" in err
+        err = fails(2, report_command, run, wrong)
+        assert str(wrong) in err
+    err = fails(2, report_command, run, "--out", run / "config.yaml")
+    assert "--out" in err
 
 
 def test_differing_values_of_three_configs() -> None:

@@ -2,14 +2,13 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import arguments
+from helpers import arguments, fails, succeeds
 from PIL import Image
 
 from imagenet_cls.commands import show_batch
@@ -26,23 +25,19 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def test_picture_of_mixed_images(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_picture_of_mixed_images(digits: Path, tmp_path: Path) -> None:
     words = arguments(digits, tmp_path, mix__mixup_alpha=0.8, augment__erasing__prob=1.0)
-    code, _, err = call(
+    succeeds(
         show_batch.show_batch_command, *without_work_dir(words), "--out", tmp_path / "batch.png"
     )
-    assert (code, err) == (0, "")
     assert np.asarray(Image.open(tmp_path / "batch.png")).std() > 10
 
 
-def test_images_are_those_of_the_epoch(
-    digits: Path, tmp_path: Path, call: Callable, drawn: dict[str, Any]
-) -> None:
+def test_images_are_those_of_the_epoch(digits: Path, tmp_path: Path, drawn: dict[str, Any]) -> None:
     words = without_work_dir(arguments(digits, tmp_path))
 
     def images(*more: object) -> np.ndarray:
-        code, _, err = call(show_batch.show_batch_command, *words, "--images", 8, *more)
-        assert (code, err) == (0, "")
+        succeeds(show_batch.show_batch_command, *words, "--images", 8, *more)
         assert len(drawn["labels"]) == len(drawn["images"]) == 8 and set(drawn["labels"]) <= set(
             "0123456789"
         )
@@ -52,23 +47,20 @@ def test_images_are_those_of_the_epoch(
     assert np.array_equal(alone, again) and not np.array_equal(alone, later)
 
 
-def test_class_name_with_an_undecodable_byte(digits: Path, tmp_path: Path, call: Callable) -> None:
+def test_class_name_with_an_undecodable_byte(digits: Path, tmp_path: Path) -> None:
     name = os.fsdecode(b"bad\xff")
     for folder in (name, "good"):
         shutil.copytree(digits / "train" / "3", tmp_path / "train" / folder)
     words = without_work_dir(arguments(tmp_path, tmp_path, data__name="folder", data__val="train"))
-    code, _, err = call(show_batch.show_batch_command, *words, "--out", tmp_path / "batch.png")
-    assert (code, err) == (0, "")
+    succeeds(show_batch.show_batch_command, *words, "--out", tmp_path / "batch.png")
 
 
 @pytest.mark.parametrize("words", [["--out", "batch.jpg"], ["optimizer.rl=1"]])
-def test_bad_arguments_exit_2(
-    digits: Path, tmp_path: Path, call: Callable, words: list[object]
-) -> None:
-    code, _, err = call(
-        show_batch.show_batch_command, *without_work_dir(arguments(digits, tmp_path)), *words
+def test_bad_arguments_exit_2(digits: Path, tmp_path: Path, words: list[object]) -> None:
+    err = fails(
+        2, show_batch.show_batch_command, *without_work_dir(arguments(digits, tmp_path)), *words
     )
-    assert code == 2 and len(err.splitlines()) <= 3
+    assert len(err.splitlines()) <= 3
 
 
 def test_target_as_text() -> None:

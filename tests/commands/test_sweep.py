@@ -17,11 +17,13 @@ import pytest
 from helpers import (
     REPOSITORY,
     arguments,
+    call,
     environment,
     evaluations,
     newest,
     run,
     steps_done,
+    succeeds,
     wait_for,
 )
 
@@ -49,7 +51,7 @@ def best_top1(folder: Path) -> float:
 
 
 def test_two_runs_at_once_of_which_one_fails(
-    digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPUs of the environment, which are not there, and the CPU threads are divided."""
     for name, value in environment(CUDA_VISIBLE_DEVICES="5,7").items():
@@ -183,7 +185,7 @@ def test_sweep_grows_and_a_changed_config_is_the_error_of_the_run(
 
 @pytest.mark.nightly
 def test_search_prunes_and_continues(
-    digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs with a tiny learning rate are pruned: they save, and are not started again. A run that
     is not finished resumes with its values.
@@ -204,8 +206,8 @@ def test_search_prunes_and_continues(
     # The best run, since another one may be pruned when it resumes.
     best = max(finished, key=lambda name: best_top1(out / name))
     shutil.rmtree(newest(out / best))
-    code, printed, _ = call(sweep_command, *argv, "--search", 9)
-    assert code == 0 and re.findall(r"^(\S+): started", printed, re.M) == [best, "trial-008"]
+    printed = succeeds(sweep_command, *argv, "--search", 9)
+    assert re.findall(r"^(\S+): started", printed, re.M) == [best, "trial-008"]
     assert [path.stem for path in logs if logs[path] != path.read_text()] == [best]
     assert "resumed from" in (out / f"{best}.log").read_text()
     rows = table(out)

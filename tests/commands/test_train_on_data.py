@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import REPOSITORY, environment
+from helpers import REPOSITORY, environment, succeeds
 from PIL import Image
 
 import imagenet_cls
@@ -171,11 +171,8 @@ def test_data_without_images_is_a_data_error(photos: Path) -> None:
         load_with_data("empty", [])
 
 
-def test_folder_is_trained_into_a_run_folder_of_its_name(
-    call: Callable[..., tuple[int, str, str]], photos: Path
-) -> None:
-    code, out, _ = call(train_command, "photos", *ARGUMENTS, "seed=1", "seed=2")
-    assert code == 0
+def test_folder_is_trained_into_a_run_folder_of_its_name(photos: Path) -> None:
+    out = succeeds(train_command, "photos", *ARGUMENTS, "seed=1", "seed=2")
     assert "class folders, 3 classes (a, b, c), 20% held out" in out
     assert "seed=1 has no effect" in out
     assert Path("work_dirs/photos/checkpoints").is_dir()
@@ -213,33 +210,25 @@ def test_path_without_images_is_named(photos: Path) -> None:
         find_images(["empty"])
 
 
-def test_config_wins_over_a_folder_of_its_name(
-    call: Callable[..., tuple[int, str, str]], photos: Path
-) -> None:
+def test_config_wins_over_a_folder_of_its_name(photos: Path) -> None:
     photos.rename("demo")
-    code, out, _ = call(train_command, "demo", "--dry-run", "data.root=digits")
-    assert code == 0
+    out = succeeds(train_command, "demo", "--dry-run", "data.root=digits")
     assert "./demo" in out and "10 classes" in out
-    code, out, _ = call(train_command, "./demo", "--dry-run", *ARGUMENTS)
-    assert code == 0
+    out = succeeds(train_command, "./demo", "--dry-run", *ARGUMENTS)
     assert "3 classes (a, b, c)" in out
 
 
-def test_one_class_is_a_warning(call: Callable[..., tuple[int, str, str]], photos: Path) -> None:
+def test_one_class_is_a_warning(photos: Path) -> None:
     write_photos(Path("one"), classes="a", images=20)
-    code, out, _ = call(train_command, "one", "--dry-run", *ARGUMENTS)
-    assert code == 0
+    out = succeeds(train_command, "one", "--dry-run", *ARGUMENTS)
     assert "warning: the data has one class" in out and "top-5" not in out
 
 
 @pytest.mark.parametrize("single", [False, True])
-def test_class_without_validation_images_is_a_warning(
-    call: Callable[..., tuple[int, str, str]], photos: Path, single: bool
-) -> None:
+def test_class_without_validation_images_is_a_warning(photos: Path, single: bool) -> None:
     if single:
         write_photos(photos, classes="d", images=1)
-    code, out, _ = call(train_command, "photos", "--dry-run", *ARGUMENTS)
-    assert code == 0
+    out = succeeds(train_command, "photos", "--dry-run", *ARGUMENTS)
     assert ("warning: no validation image" in out) == single
 
 

@@ -5,11 +5,10 @@ behind.
 import re
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import DEMO, REPOSITORY, run
+from helpers import DEMO, REPOSITORY, call, run
 
 from imagenet_cls.commands.compare_parallel import compare_command
 
@@ -61,7 +60,7 @@ def test_rows_of_the_demo_differ_by_batch_norm(tmp_path: Path) -> None:
 
 
 def test_failing_run_passes_its_message_and_exit_code_on(
-    tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)

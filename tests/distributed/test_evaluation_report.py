@@ -6,7 +6,7 @@ import csv
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import RankServer, destroy_group, join_group
-from helpers import DEMO, plain
+from helpers import DEMO, call, fails, plain, succeeds
 from PIL import Image
 from safetensors.torch import save_file
 from sklearn import metrics
@@ -326,20 +326,18 @@ def test_classes_that_are_confused_are_neighbors_in_the_order_by_similarity() ->
 
 
 def test_missing_plotly_is_an_error_before_the_evaluation(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
     code, out, err = call(evaluate_command, *words(folder), "--report", tmp_path / "report")
     assert code == 2 and out == "" and "pip install plotly" in err
 
 
-def test_command_writes_a_report_and_replaces_only_its_own(
-    folder: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_command_writes_a_report_and_replaces_only_its_own(folder: Path, tmp_path: Path) -> None:
     report = tmp_path / "new" / "report"
     options = ["--report", report]
-    code, out, _ = call(evaluate_command, *words(folder), *options)
-    assert code == 0 and f"wrote {tmp_path}/new/report/report.html" in out
+    out = succeeds(evaluate_command, *words(folder), *options)
+    assert f"wrote {tmp_path}/new/report/report.html" in out
     assert sorted(path.name for path in report.iterdir()) == [
         "confusion.csv",
         "report.html",
@@ -347,27 +345,24 @@ def test_command_writes_a_report_and_replaces_only_its_own(
     ]
     assert "top-5" not in out + (report / "report.html").read_text()  # there are 7 classes
     (report / "report.html").write_text("old")
-    assert call(evaluate_command, *words(folder), "--link-js")[0] == 2
-    assert call(evaluate_command, *words(folder), *options, "--link-js")[0] == 0
+    fails(2, evaluate_command, *words(folder), "--link-js")
+    succeeds(evaluate_command, *words(folder), *options, "--link-js")
     assert '<script src="plotly.min.js"></script>' in (report / "report.html").read_text()
     assert (report / "plotly.min.js").stat().st_size > 1_000_000
     (report / "report.json").unlink()  # as beside a page of report.py
-    code, _, err = call(evaluate_command, *words(folder), *options)
-    assert code == 2 and "report.html" in err
+    err = fails(2, evaluate_command, *words(folder), *options)
+    assert "report.html" in err
 
 
 def test_masked_evaluation_is_stated_and_has_only_the_present_classes(
-    folder: Path, tmp_path: Path, call: Callable
+    folder: Path, tmp_path: Path
 ) -> None:
     some = {"cat", "owl", "pig"}
     for name in some:
         shutil.copytree(
             folder / "images" / "val" / name, folder / "images" / "some" / name, dirs_exist_ok=True
         )
-    code, _, err = call(
-        evaluate_command, *words(folder, "some"), "eval.classes=present", "--report", tmp_path
-    )
-    assert code == 0, err
+    succeeds(evaluate_command, *words(folder, "some"), "eval.classes=present", "--report", tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["num_classes"] == 3 and {row["name"] for row in report["classes"]} == some
     images = {name: len(list((folder / "images" / "some" / name).iterdir())) for name in some}

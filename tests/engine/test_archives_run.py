@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import arguments, saved_bytes, train_here
+from helpers import arguments, fails, saved_bytes, train_here
 
 from imagenet_cls.commands.cli import exit_code_of
 from imagenet_cls.commands.pack import pack_command
@@ -119,11 +119,9 @@ def test_run_continues_from_a_folder_in_a_zip(
     assert saved_bytes(tmp_path / "run") == folder_run
 
 
-def test_archive_that_is_cut_short_ends_with_exit_code_3(
-    digits: Path, tmp_path: Path, call: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_archive_that_is_cut_short_ends_with_exit_code_3(digits: Path, tmp_path: Path) -> None:
     tar_of_tars(digits, tmp_path)
     os.truncate(tmp_path / TRAIN_TAR, 500_000)
-    code, _, error = call(train_command, *arguments(tmp_path, tmp_path / "run", **FOLDER))
-    assert code == 3 and f"{tmp_path / TRAIN_TAR}: cut short" in error
+    error = fails(3, train_command, *arguments(tmp_path, tmp_path / "run", **FOLDER))
+    assert f"{tmp_path / TRAIN_TAR}: cut short" in error
     assert not (tmp_path / "run").exists()

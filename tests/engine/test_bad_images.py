@@ -16,11 +16,14 @@ import torch
 from helpers import (
     TRAIN,
     arguments,
+    call,
     environment,
     evaluations,
+    fails,
     losses,
     run,
     state_digest,
+    succeeds,
     train_here,
 )
 
@@ -68,12 +71,12 @@ def of_folder(data: Path, work_dir: Path, **changes: Any) -> list[str]:
 
 
 def test_excluded_image_gives_the_bits_of_a_run_without_the_file(
-    folder: Path, tmp_path: Path, call: Call
+    folder: Path, tmp_path: Path
 ) -> None:
     bad = bad_image(folder)
-    code, _, error = call(train_command, *of_folder(folder, tmp_path / "error"))
-    assert code == 3 and f"{bad} (image 29)" in error and "data.exclude" in error
-    assert call(verify_command, folder)[0] == 3
+    error = fails(3, train_command, *of_folder(folder, tmp_path / "error"))
+    assert f"{bad} (image 29)" in error and "data.exclude" in error
+    fails(3, verify_command, folder)
     train_here(of_folder(folder, tmp_path / "excluded", data__num_workers=2, **EXCLUDE))
     content = bad.read_bytes()
     bad.unlink()
@@ -87,22 +90,20 @@ def test_excluded_image_gives_the_bits_of_a_run_without_the_file(
     assert len(losses(tmp_path / "deleted")) == 8
 
 
-def test_evaluations_say_how_many_images_are_left_out(
-    folder: Path, tmp_path: Path, call: Call
-) -> None:
+def test_evaluations_say_how_many_images_are_left_out(folder: Path, tmp_path: Path) -> None:
     """One of 80 training images and one of 20 validation images."""
     bad = sorted((folder / "val" / "7").iterdir())[1]
     bad.unlink()
     bad.write_bytes(b"")
-    code, _, error = call(train_command, *of_folder(folder, tmp_path / "error"))
-    assert code == 3 and "data.exclude" in error
-    assert call(verify_command, folder)[0] == 3
+    error = fails(3, train_command, *of_folder(folder, tmp_path / "error"))
+    assert "data.exclude" in error
+    fails(3, verify_command, folder)
     code, out, error = call(train_command, *of_folder(folder, tmp_path / "run", **EXCLUDE))
     assert code == 0 and "19 images (1 left out)" in out + error
     found = evaluations(tmp_path / "run")
     assert found and all((e["images"], e["left_out"]) == (19, 1) for e in found)
-    code, out, _ = call(evaluate_command, tmp_path / "run" / "config.yaml", tmp_path / "run")
-    assert code == 0 and "19 images (1 left out)" in out
+    out = succeeds(evaluate_command, tmp_path / "run" / "config.yaml", tmp_path / "run")
+    assert "19 images (1 left out)" in out
 
 
 # ---- data workers
@@ -162,7 +163,7 @@ def of_faulty(tmp_path: Path, error: str, **changes: Any) -> list[str]:
 
 @pytest.mark.parametrize("length", [32, pytest.param(8, marks=pytest.mark.nightly)])
 def test_hung_worker_exits_with_5_and_leaves_no_process(
-    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, length: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     """In training, or in the evaluation."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
@@ -172,13 +173,8 @@ def test_hung_worker_exits_with_5_and_leaves_no_process(
         "data__timeout_sec": 1.5,
         "train__global_batch_size": 8,
     }
-    code, _, error = call(train_command, *of_faulty(tmp_path, "hung", **changes))
-    assert (
-        code == 5
-        and error.startswith("Data worker ")
-        and "(process " in error
-        and "data.timeout_sec" in error
-    )
+    error = fails(5, train_command, *of_faulty(tmp_path, "hung", **changes))
+    assert error.startswith("Data worker ") and "(process " in error and "data.timeout_sec" in error
     assert not multiprocessing.active_children()
 
 
@@ -186,11 +182,11 @@ def test_hung_worker_exits_with_5_and_leaves_no_process(
     ("error", "expected"), [("key", "no such record"), ("memory", "data.num_workers")]
 )
 def test_raising_worker_exits_with_5_and_logs_its_traceback(
-    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, error: str, expected: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, expected: str
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    code, _, text = call(train_command, *of_faulty(tmp_path, error))
-    assert code == 5 and "Data worker 0 (process " in text and expected in text
+    text = fails(5, train_command, *of_faulty(tmp_path, error))
+    assert "Data worker 0 (process " in text and expected in text
     assert "raise self.error()" in (tmp_path / "run" / "logs" / "rank0.log").read_text()
 
 
@@ -210,13 +206,13 @@ def test_killed_worker_ends_the_program_with_5(tmp_path: Path) -> None:
 
 
 def test_too_little_shared_memory_exits_with_5_before_the_first_step(
-    folder: Path, tmp_path: Path, call: Call
+    folder: Path, tmp_path: Path
 ) -> None:
     bad_image(folder).unlink()
     # the eight batches of two epochs, 16 images of 65,536 px
     sizes = {"augment__size_px": 65_536, "data__num_workers": 2, "data__prefetch_batches": 50}
-    code, _, error = call(train_command, *of_folder(folder, tmp_path / "run", **sizes))
-    assert code == 5 and "need 1,572,864 MiB" in error and "data.prefetch_batches" in error
+    error = fails(5, train_command, *of_folder(folder, tmp_path / "run", **sizes))
+    assert "need 1,572,864 MiB" in error and "data.prefetch_batches" in error
     assert not list((tmp_path / "run").rglob("metrics.jsonl"))
 
 
@@ -231,9 +227,7 @@ def test_check_shared_memory_adds_loaders_and_ranks(
         loader.check_shared_memory([(images, 3 * 1000**2), (images, 3 * 1000**2)], 8)
 
 
-def test_files_that_are_not_read_are_counted_at_the_start(
-    folder: Path, tmp_path: Path, call: Call
-) -> None:
+def test_files_that_are_not_read_are_counted_at_the_start(folder: Path, tmp_path: Path) -> None:
     bad_image(folder).rename(folder / "train" / "3" / "new.webm")
     (folder / "train" / "3" / "notes.txt").touch()
     code, out, err = call(

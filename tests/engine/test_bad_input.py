@@ -19,7 +19,9 @@ from helpers import (
     REPOSITORY,
     TRAIN,
     arguments,
+    call,
     evaluations,
+    fails,
     losses,
     newest,
     records,
@@ -91,7 +93,7 @@ def test_missing_files_are_reported_before_torch_is_imported(
 
 
 def test_classes_below_train_and_val_are_reported_with_overrides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer names overrides with which the config of one folder takes two."""
     for name in ("train/cat/1.jpg", "train/dog/1.jpg", "val/cat/1.jpg", "val/dog/1.jpg"):
@@ -99,8 +101,7 @@ def test_classes_below_train_and_val_are_reported_with_overrides(
         (tmp_path / "photos" / name).write_bytes(b"none")
     monkeypatch.chdir(tmp_path)
     words = [str(REPOSITORY / "configs" / "finetune" / "own_dataset.yaml"), "data.root=photos"]
-    code, _, error = call(train_command, *words, "model.pretrained=false", "data.num_workers=0")
-    assert code == 3
+    error = fails(3, train_command, *words, "model.pretrained=false", "data.num_workers=0")
     overrides = [word for word in error.split() if re.match(r"data\.\w+=", word)]
     assert set(overrides) == {
         "data.root=photos",
@@ -123,7 +124,6 @@ def test_classes_below_train_and_val_are_reported_with_overrides(
     ],
 )
 def test_run_that_cannot_begin_writes_nothing(
-    call: Callable,
     digits: Path,
     tmp_path: Path,
     code: int,
@@ -162,7 +162,6 @@ def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_run_that_cannot_begin_leaves_its_folder_unchanged(
-    call: Callable,
     digits: Path,
     finished: Path,
     code: int,
@@ -188,7 +187,6 @@ def test_run_that_cannot_begin_leaves_its_folder_unchanged(
     ],
 )
 def test_dry_run_ends_as_the_run_would(
-    call: Callable,
     digits: Path,
     finished: Path,
     tmp_path: Path,
@@ -240,7 +238,7 @@ def with_nan_after(steps: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_loss_that_turns_nan_exits_with_6_and_keeps_the_last_checkpoint(
-    call: Callable, digits: Path, tmp_path: Path
+    digits: Path, tmp_path: Path
 ) -> None:
     train_here(arguments(digits, tmp_path / "good", **with_nan_after(1000)))
     words = arguments(digits, tmp_path / "run", **with_nan_after(13), train__max_nonfinite_steps=4)
@@ -264,9 +262,7 @@ def test_loss_that_turns_nan_exits_with_6_and_keeps_the_last_checkpoint(
     assert evaluations(tmp_path / "run")[-1]["loss"] == evaluations(tmp_path / "good")[-1]["loss"]
 
 
-def test_few_nan_steps_are_skipped_and_reported(
-    call: Callable, digits: Path, tmp_path: Path
-) -> None:
+def test_few_nan_steps_are_skipped_and_reported(digits: Path, tmp_path: Path) -> None:
     changes = with_nan_after(18, train__max_nonfinite_steps=10, log__every_steps=3)
     code, out, _ = call(train_command, *arguments(digits, tmp_path / "run", **changes))
     out = " ".join(out.split())
@@ -295,7 +291,7 @@ def with_bias(finished: Path, folder: Path, value: float) -> Path:
 
 @pytest.mark.parametrize("options", [(), ("--json", "--logits")])
 def test_prediction_that_is_nan_exits_with_4(
-    call: Callable, digits: Path, finished: Path, tmp_path: Path, options: tuple[str, ...]
+    digits: Path, finished: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     checkpoint = with_bias(finished, tmp_path / "nan", math.nan)
     image = next((digits / "train" / "7").glob("*.jpg"))
@@ -304,9 +300,7 @@ def test_prediction_that_is_nan_exits_with_4(
     assert code == 4 and str(image) in err and "nan" not in out.lower()
 
 
-def test_infinite_logit_is_null_in_json(
-    call: Callable, digits: Path, finished: Path, tmp_path: Path
-) -> None:
+def test_infinite_logit_is_null_in_json(digits: Path, finished: Path, tmp_path: Path) -> None:
     """Of a class that the model excludes."""
     checkpoint = with_bias(finished, tmp_path / "masked", -math.inf)
     image = next((digits / "train" / "7").glob("*.jpg"))

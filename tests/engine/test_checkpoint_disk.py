@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import EVENTS, arguments, losses, noisy, state_digest, train_here
+from helpers import (
+    EVENTS,
+    arguments,
+    call,
+    fails,
+    losses,
+    noisy,
+    state_digest,
+    succeeds,
+    train_here,
+)
 
 from imagenet_cls.checkpoint.format import list_checkpoints, read_checkpoint, step_of
 from imagenet_cls.commands.train import train_command
@@ -92,13 +102,13 @@ def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("fault", ["full", "read-only", "gone"])
 def test_failing_disk_exits_with_5_and_the_run_resumes(
-    fault: str, digits: Path, disk: Path, undisturbed: str, call: Callable
+    fault: str, digits: Path, disk: Path, undisturbed: str
 ) -> None:
     break_disk, repair_disk, reason = faults(disk)[fault]
     EVENTS[5] = after_last_save(break_disk)
     words = arguments_for(digits, disk / "run", log__tensorboard=fault == "full")
-    code, _, err = call(train_command, *words)
-    assert code == 5 and re.search(rf"{disk}/run/checkpoints.*{reason}", err), err
+    err = fails(5, train_command, *words)
+    assert re.search(rf"{disk}/run/checkpoints.*{reason}", err), err
     if fault == "full":
         sizes = re.search(r"step-0000006: .* \(([\d,]+) bytes needed, ([\d,]+) free\)", err)
         assert sizes is not None, err
@@ -112,7 +122,7 @@ def test_failing_disk_exits_with_5_and_the_run_resumes(
     assert state_digest(disk / "run") == undisturbed
 
 
-def test_failed_last_save_exits_with_5(digits: Path, disk: Path, call: Callable) -> None:
+def test_failed_last_save_exits_with_5(digits: Path, disk: Path) -> None:
     EVENTS[9] = lambda _: fill(disk)
     words = arguments_for(
         digits, disk / "run", checkpoint__every_steps="null", log__tensorboard="true"
@@ -122,9 +132,7 @@ def test_failed_last_save_exits_with_5(digits: Path, disk: Path, call: Callable)
     assert_complete(disk / "run")
 
 
-def test_too_little_disk_space_is_reported_at_the_start(
-    digits: Path, disk: Path, call: Callable
-) -> None:
+def test_too_little_disk_space_is_reported_at_the_start(digits: Path, disk: Path) -> None:
     """Checkpoints that are there already count as space: they are removed for new ones."""
     # weights and momentum: three checkpoints are kept, besides the best and the one being written
     needed = 5 * 2 * sum(parameter.nbytes for parameter in noisy(10).parameters())
@@ -133,8 +141,7 @@ def test_too_little_disk_space_is_reported_at_the_start(
         words = arguments_for(
             digits, disk / "run", train__max_steps=max_steps, checkpoint__keep_last=3
         )
-        code, out, _ = call(train_command, *words, option)
-        assert code == 0
+        out = succeeds(train_command, *words, option)
         return "the checkpoints of this run need" in out
 
     fill(disk, needed - 10_000)

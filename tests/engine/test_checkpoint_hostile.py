@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, edit_state, newest, train_here
+from helpers import arguments, call, edit_state, fails, newest, succeeds, train_here
 from safetensors.torch import load_file, save_file
 
 from imagenet_cls.checkpoint.format import read_checkpoint, write_manifest
@@ -129,7 +129,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_code_named_by_a_checkpoint_is_not_run(
-    name: str, trained: Path, tmp_path: Path, call: Callable, commands: Callable
+    name: str, trained: Path, tmp_path: Path, commands: Callable
 ) -> None:
     checkpoint = changed(trained, tmp_path / "changed", **ATTACKS[name])
     for command in ("test", "predict"):
@@ -139,7 +139,7 @@ def test_code_named_by_a_checkpoint_is_not_run(
 
 
 def test_commands_that_only_read_weights_run_no_code(
-    trained: Path, tmp_path: Path, call: Callable, commands: Callable
+    trained: Path, tmp_path: Path, commands: Callable
 ) -> None:
     """Averaging, initial weights, a teacher and --resume-from: the model is that of the user's
     config.
@@ -151,11 +151,11 @@ def test_commands_that_only_read_weights_run_no_code(
         "distill.teacher.name=helpers:plain",
         f"distill.teacher.checkpoint={checkpoint}",
     ]
-    assert call(*command["average"])[0] == 0
-    assert call(*command["model.checkpoint"], *teacher)[0] == 0
-    assert call(*command["--resume-from"])[0] == 4  # another model.name
-    assert call(*command["--resume-from"], "--allow-change", "model.name")[0] == 0
-    assert call(*commands(tmp_path / "average")["predict"])[0] == 4
+    succeeds(*command["average"])
+    succeeds(*command["model.checkpoint"], *teacher)
+    fails(4, *command["--resume-from"])  # another model.name
+    succeeds(*command["--resume-from"], "--allow-change", "model.name")
+    fails(4, *commands(tmp_path / "average")["predict"])
     assert not Path(CANARY).exists()
 
 
@@ -172,22 +172,21 @@ def test_code_allowed_by_the_user_is_run(
     words: list[str],
     trained: Path,
     tmp_path: Path,
-    call: Callable,
     commands: Callable,
 ) -> None:
     """This also shows that the canary works."""
     checkpoint = changed(trained, tmp_path / "changed", **ATTACKS[name])
-    assert call(*commands(checkpoint)["test"], *words)[0] == 0
+    succeeds(*commands(checkpoint)["test"], *words)
     assert Path(CANARY).exists()
 
 
 def test_model_kwargs_that_load_files_exit_with_4(
-    trained: Path, tmp_path: Path, call: Callable, commands: Callable
+    trained: Path, tmp_path: Path, commands: Callable
 ) -> None:
     kwargs = {"checkpoint_path": "elsewhere.pth"}
     checkpoint = changed(trained, tmp_path / "changed", name="resnet18", kwargs=kwargs)
-    code, _, err = call(*commands(checkpoint)["predict"])
-    assert code == 4 and "model.kwargs.checkpoint_path" in err
+    err = fails(4, *commands(checkpoint)["predict"])
+    assert "model.kwargs.checkpoint_path" in err
 
 
 # By name: section of `state.json`, other values in it, and the commands that use them.
@@ -217,7 +216,7 @@ ODD_VALUES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", ODD_VALUES)
 def test_odd_values_with_matching_digests_exit_with_4(
-    name: str, trained: Path, tmp_path: Path, call: Callable, commands: Callable
+    name: str, trained: Path, tmp_path: Path, commands: Callable
 ) -> None:
     section, values, users = ODD_VALUES[name]
     folder = changed(
@@ -229,17 +228,16 @@ def test_odd_values_with_matching_digests_exit_with_4(
 
 
 def test_class_names_that_are_numbers_are_compared_as_text(
-    trained: Path, tmp_path: Path, call: Callable, commands: Callable
+    trained: Path, tmp_path: Path, commands: Callable
 ) -> None:
     folder = changed(trained, tmp_path / "odd", values={"classes": [1] * 10}, name="helpers:plain")
-    assert call(*commands(folder)["test"])[0] == 3
-    assert call(*commands(folder)["model.checkpoint"])[0] == 0
+    fails(3, *commands(folder)["test"])
+    succeeds(*commands(folder)["model.checkpoint"])
 
 
 def test_no_model_of_a_checkpoint_is_downloaded(
     trained: Path,
     tmp_path: Path,
-    call: Callable,
     commands: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -251,7 +249,7 @@ def test_no_model_of_a_checkpoint_is_downloaded(
         folder = changed(
             trained, tmp_path / str(number), name=f"torchvision:{model}", kwargs=weights
         )
-        assert call(*commands(folder)["predict"])[0] == 4
+        fails(4, *commands(folder)["predict"])
     assert asked == []
 
 
@@ -293,15 +291,15 @@ def write_pickle(name: str, trained: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["tar.pth.tar", "plain.pkl", "zip.safetensors"])
 def test_hostile_pickle_is_never_run(
-    name: str, trained: Path, tmp_path: Path, call: Callable, commands: Callable
+    name: str, trained: Path, tmp_path: Path, commands: Callable
 ) -> None:
-    code, _, err = call(*commands(write_pickle(name, trained, tmp_path))["test"])
-    assert code == 4 and name in err and not Path(CANARY).exists(), err
+    err = fails(4, *commands(write_pickle(name, trained, tmp_path))["test"])
+    assert name in err and not Path(CANARY).exists(), err
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_hostile_pickle_through_every_command_exits_with_4(
-    kind: str, trained: Path, tmp_path: Path, call: Callable, commands: Callable
+    kind: str, trained: Path, tmp_path: Path, commands: Callable
 ) -> None:
     if kind == "file":
         weights = write_pickle("zip.pt", trained, tmp_path)
@@ -372,19 +370,18 @@ def test_sizes_of_images_out_of_range_exit_with_4(
     values: dict[str, Any],
     trained: Path,
     tmp_path: Path,
-    call: Callable,
     commands: Callable,
     little_memory: None,
 ) -> None:
     folder = changed(
         trained, tmp_path / "odd", section="config", values={"eval": values}, name="helpers:plain"
     )
-    code, _, err = call(*commands(folder)["predict"])
-    assert code == 4 and "odd" in err
+    err = fails(4, *commands(folder)["predict"])
+    assert "odd" in err
 
 
 def test_weights_of_another_model_through_every_command_exit_with_4(
-    trained: Path, tmp_path: Path, call: Callable, commands: Callable
+    trained: Path, tmp_path: Path, commands: Callable
 ) -> None:
     renamed = Path(shutil.copytree(trained, tmp_path / "renamed"))
     state = load_file(trained / "model.safetensors")

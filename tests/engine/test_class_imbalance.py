@@ -1,11 +1,10 @@
 """Training on classes of different sizes: balanced sampling and class weights."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import arguments, assert_resumes
+from helpers import arguments, assert_resumes, fails
 from PIL import Image
 
 from imagenet_cls.commands.train import train_command
@@ -53,12 +52,13 @@ class WithoutTargets:
 
 
 @pytest.mark.parametrize("setting", ["data.balance=0.5", "loss.class_weights=effective"])
-def test_unknown_targets_are_an_error(tmp_path: Path, call: Callable, setting: str) -> None:
+def test_unknown_targets_are_an_error(tmp_path: Path, setting: str) -> None:
     name = f"data.name={__name__}:WithoutTargets"
-    code, _, err = call(
+    err = fails(
+        3,
         train_command,
         *arguments(tmp_path, tmp_path / "run", train__global_batch_size=32),
         name,
         setting,
     )
-    assert code == 3 and setting.partition("=")[0] in err and "targets" in err
+    assert setting.partition("=")[0] in err and "targets" in err

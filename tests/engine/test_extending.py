@@ -7,7 +7,7 @@ import json
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,13 @@ from helpers import (
     REPOSITORY,
     arguments,
     before_classes,
+    call,
     evaluations,
     losses,
     newest,
     records,
     state_of,
+    succeeds,
     train_here,
 )
 from safetensors.torch import load_file
@@ -77,14 +79,14 @@ def test_every_block_of_the_page_is_a_file_that_a_test_runs() -> None:
     )
 
 
-def test_own_model(beside_the_page: Path, call: Callable) -> None:
+def test_own_model(beside_the_page: Path) -> None:
     run = train("my_model.yaml")
     weights = load_file(newest(run) / "model.safetensors")
     # the width of my_model.yaml, the patch of the signature
     assert weights["patches.weight"].shape == (48, 3, 4, 4)
     assert weights["head.weight"].shape == (10, 48)
-    code, out, _ = call(evaluate_command, "my_model.yaml", run)
-    assert code == 0 and "over 359 images" in out
+    out = succeeds(evaluate_command, "my_model.yaml", run)
+    assert "over 359 images" in out
 
 
 def test_the_class_itself_is_a_factory_too(beside_the_page: Path) -> None:
@@ -144,7 +146,7 @@ def test_own_schedule(beside_the_page: Path) -> None:
     assert rates == pytest.approx([0.03] * 5 + [0.03 * (10 - step) / 5 for step in range(5, 10)])
 
 
-def test_own_metrics(beside_the_page: Path, call: Callable) -> None:
+def test_own_metrics(beside_the_page: Path) -> None:
     """In the records, in TensorBoard and in the line of test.py; as scikit-learn counts them."""
     rows = beside_the_page / "rows.csv"
     train_here(

@@ -5,14 +5,24 @@ carried over.
 import re
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 import torchvision
-from helpers import REPOSITORY, arguments, assert_resumes, evaluations, newest, state_of, train_here
+from helpers import (
+    REPOSITORY,
+    arguments,
+    assert_resumes,
+    call,
+    evaluations,
+    fails,
+    newest,
+    state_of,
+    succeeds,
+    train_here,
+)
 from safetensors.torch import load_file, save_file
 
 from imagenet_cls.commands.average_checkpoints import average_command
@@ -83,7 +93,7 @@ def with_small_models(tool: str, words: list[str], weights: Path) -> list[str]:
 
 @pytest.mark.nightly
 def test_every_command_of_finetuning_md_runs(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
@@ -150,9 +160,7 @@ def test_every_command_of_finetuning_md_runs(
     assert "an average of 2 checkpoints" in output_of("work_dirs/kept_average data.root")
 
 
-def test_another_model_name_alone_starts_from_scratch(
-    digits: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_another_model_name_alone_starts_from_scratch(digits: Path, tmp_path: Path) -> None:
     words = [
         REPOSITORY / CONFIG,
         f"data.root={digits / 'train'}",
@@ -166,12 +174,8 @@ def test_another_model_name_alone_starts_from_scratch(
         "--work-dir",
         tmp_path / "run",
     ]
-    code, out, err = call(train_command, *words, "--dry-run")
-    assert (
-        (code, err) == (0, "")
-        and "starts from scratch" in out.splitlines()
-        and "published" not in out
-    )
+    out = succeeds(train_command, *words, "--dry-run")
+    assert "starts from scratch" in out.splitlines() and "published" not in out
 
 
 # ---- keys of the runs
@@ -184,9 +188,7 @@ def test_resume_of_a_frozen_run_gives_the_same_bits(digits: Path, tmp_path: Path
     assert not any(key.startswith("layer1.") for key in momenta)
 
 
-def test_split_batch_norm_run_starts_a_plain_model(
-    digits: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_split_batch_norm_run_starts_a_plain_model(digits: Path, tmp_path: Path) -> None:
     """A BatchNorm for each view of AugMix; a plain model takes the weights; test.py repeats the
     run's figures.
     """
@@ -203,15 +205,13 @@ def test_split_batch_norm_run_starts_a_plain_model(
     weights = load_file(newest(run) / "model.safetensors")
     splits = [weights[f"bn1.{part}running_mean"] for part in ("", "aux_bn.0.", "aux_bn.1.")]
     assert not torch.equal(splits[0], splits[1]) and not torch.equal(splits[1], splits[2])
-    code, out, err = call(evaluate_command, *arguments(digits, run)[:-2], run)
-    assert (code, err) == (0, "") and f"top-1 {evaluations(run)[-1]['top1_pct']:.3f} %" in out
+    out = succeeds(evaluate_command, *arguments(digits, run)[:-2], run)
+    assert f"top-1 {evaluations(run)[-1]['top1_pct']:.3f} %" in out
     start = {"model.name": "test_resnet", "model.checkpoint": run, "train.max_steps": 1}
     train_here(arguments(digits, tmp_path / "plain", **start))
 
 
-def test_checkpoint_at_another_size_is_resized_or_an_error(
-    digits: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_checkpoint_at_another_size_is_resized_or_an_error(digits: Path, tmp_path: Path) -> None:
     """A fixed-size ViT is resized, reported; one that can't be is an error that names the key."""
     tiny = {
         "model.kwargs.depth": 1,
@@ -222,19 +222,15 @@ def test_checkpoint_at_another_size_is_resized_or_an_error(
     vit = {"model.name": "vit_tiny_patch16_224", **tiny, "eval.crop_px": 32}
     train_here(arguments(digits, tmp_path / "vit", **vit, ema__decay=0.5))
     words = arguments(digits, tmp_path / "vit", **{"eval.crop_px": 64})[:-2]
-    code, out, err = call(evaluate_command, *words, tmp_path / "vit")
-    assert (
-        (code, err) == (0, "") and "resized for 64 px" in out and out.count("over 359 images") == 2
-    )
+    out = succeeds(evaluate_command, *words, tmp_path / "vit")
+    assert "resized for 64 px" in out and out.count("over 359 images") == 2
     train_here(arguments(digits, tmp_path / "plain", train__max_steps=1))
-    code, _, err = call(
-        evaluate_command, *words, tmp_path / "plain", "--allow-import", "helpers:plain"
+    err = fails(2, evaluate_command, *words, tmp_path / "plain", "--allow-import", "helpers:plain")
+    assert err.startswith("eval.crop_px: ") and len(err.splitlines()) == 1
+    err = fails(
+        2, train_command, *arguments(digits, tmp_path / "no", **{**vit, "eval.crop_px": 64})
     )
-    assert code == 2 and err.startswith("eval.crop_px: ") and len(err.splitlines()) == 1
-    code, _, err = call(
-        train_command, *arguments(digits, tmp_path / "no", **{**vit, "eval.crop_px": 64})
-    )
-    assert code == 2 and "eval.crop_px" in err and "model.kwargs.dynamic_img_size to true" in err
+    assert "eval.crop_px" in err and "model.kwargs.dynamic_img_size to true" in err
 
 
 def test_start_from_a_run_uses_its_best_weights(digits: Path, tmp_path: Path) -> None:
@@ -254,19 +250,13 @@ def test_start_from_a_run_uses_its_best_weights(digits: Path, tmp_path: Path) ->
     )
 
 
-def test_start_from_a_damaged_run_falls_back_or_is_an_error(
-    digits: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_start_from_a_damaged_run_falls_back_or_is_an_error(digits: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    code, _, err = call(train_command, *arguments(digits, tmp_path / "next", model__checkpoint=run))
-    assert code == 4 and str(run) in err
+    err = fails(4, train_command, *arguments(digits, tmp_path / "next", model__checkpoint=run))
+    assert str(run) in err
     train_here(arguments(digits, run, train__max_steps=12, checkpoint__keep_last="null"))
     damaged = newest(run)
     (damaged / "model.safetensors").write_bytes(b"")
     words = arguments(digits, tmp_path / "next", model__checkpoint=run, train__max_steps=1)
-    code, out, err = call(train_command, *words)
-    assert (
-        (code, err) == (0, "")
-        and damaged.name in out
-        and f"starts from the weights of {run} (step 11, raw" in out
-    )
+    out = succeeds(train_command, *words)
+    assert damaged.name in out and f"starts from the weights of {run} (step 11, raw" in out

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, assert_resumes, evaluations, plain, saved_bytes, state_of, train_here
+from helpers import (
+    arguments,
+    assert_resumes,
+    evaluations,
+    fails,
+    plain,
+    saved_bytes,
+    state_of,
+    succeeds,
+    train_here,
+)
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import nn
@@ -95,7 +105,7 @@ GRAY = {"data.channels": 1, "data.mean": "null", "data.std": "null"}
     [(f"{__name__}:gray_plain", [[0.449], [0.226]]), ("test_resnet", [[0.5], [0.5]])],
 )
 def test_gray_images_train_resume_evaluate_and_predict_alike(
-    tmp_path: Path, call: Callable, name: str, mean_std: list[list[float]]
+    tmp_path: Path, name: str, mean_std: list[list[float]]
 ) -> None:
     folder, run = write_folder(tmp_path / "photos"), tmp_path / "whole"
     settings = GRAY | {
@@ -127,8 +137,8 @@ def test_gray_images_train_resume_evaluate_and_predict_alike(
     )
     targets = torch.tensor([int(file.parent.name == "b") for file in files])
     assert loss == pytest.approx(float(cross_entropy(predictor.logits(files), targets)), abs=1e-5)
-    code, out, _ = call(evaluate_command, run / "config.yaml", run, "--allow-import", name)
-    assert code == 0 and f"loss {loss:.4f}" in out
+    out = succeeds(evaluate_command, run / "config.yaml", run, "--allow-import", name)
+    assert f"loss {loss:.4f}" in out
 
 
 @pytest.mark.parametrize(
@@ -139,13 +149,15 @@ def test_gray_images_train_resume_evaluate_and_predict_alike(
     ],
 )
 def test_model_for_another_number_of_channels_is_a_config_error(
-    tmp_path: Path, call: Callable, changes: dict[str, Any], named: str
+    tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     settings = DATA | {"train.global_batch_size": 8} | changes
-    code, _, err = call(
-        train_command, *arguments(write_folder(tmp_path / "photos"), tmp_path / "run", **settings)
+    err = fails(
+        2,
+        train_command,
+        *arguments(write_folder(tmp_path / "photos"), tmp_path / "run", **settings),
     )
-    assert code == 2 and named in err
+    assert named in err
 
 
 def save_on_its_side(image: Image.Image, path: Path) -> None:
@@ -215,17 +227,15 @@ def test_images_of_height_and_width_train_resume_and_predict(
     assert loss == pytest.approx(float(cross_entropy(predictor.logits(files), targets)), abs=1e-5)
 
 
-def test_evaluation_at_another_height_and_width_resizes_position_embeddings(
-    tmp_path: Path, call: Callable
-) -> None:
+def test_evaluation_at_another_height_and_width_resizes_position_embeddings(tmp_path: Path) -> None:
     folder, run = write_folder(tmp_path / "photos"), tmp_path / "run"
     vit = {
         "model.name": "vit_tiny_patch16_224",
         "model.kwargs": "{depth: 1, patch_size: 8, img_size: 16}",
     }
     train_on(folder, run, **vit)
-    code, out, _ = call(evaluate_command, run / "config.yaml", run, "eval.crop_px=[16, 24]")
-    assert code == 0 and "position embeddings were resized for 16 x 24 px" in out
+    out = succeeds(evaluate_command, run / "config.yaml", run, "eval.crop_px=[16, 24]")
+    assert "position embeddings were resized for 16 x 24 px" in out
     settings = DATA | {"train.global_batch_size": 8} | vit | {"eval.crop_px": "[16, 24]"}
-    code, _, err = call(train_command, *arguments(folder, tmp_path / "other", **settings))
-    assert code == 2 and "eval.crop_px" in err and "16 x 24 px" in err
+    err = fails(2, train_command, *arguments(folder, tmp_path / "other", **settings))
+    assert "eval.crop_px" in err and "16 x 24 px" in err

@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import timm
 import torch
-from helpers import arguments, newest, state_digest, train_here
+from helpers import arguments, fails, newest, state_digest, succeeds, train_here
 from timm.data import IMAGENET_DEFAULT_MEAN
 
 from imagenet_cls.commands.train import train_command
@@ -175,7 +175,6 @@ def test_initial_weights_of_a_url_are_downloaded_once(
     name: str,
     digits: Path,
     tmp_path: Path,
-    call: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -196,27 +195,23 @@ def test_initial_weights_of_a_url_are_downloaded_once(
         *arguments(digits, tmp_path / "run", **{"model.name": "test_resnet"}),
         f"model.checkpoint={server}/{name}",
     ]
-    assert call(train_command, *words, "--dry-run")[0] == 0
+    succeeds(train_command, *words, "--dry-run")
     assert Handler.requested == [f"/{name}"]
     other = "other-0123abcd.pth" if by_hash else "other/checkpoint.pth"
     (tmp_path / "served" / "other").mkdir()
     (tmp_path / "served" / other).write_bytes(b"no weights")
-    code, _, err = call(
-        train_command, *words[:-1], f"model.checkpoint={server}/{other}", "--dry-run"
-    )
-    assert code == 4 and Path(other).name in err and ("invalid hash" in err) == by_hash
+    err = fails(4, train_command, *words[:-1], f"model.checkpoint={server}/{other}", "--dry-run")
+    assert Path(other).name in err and ("invalid hash" in err) == by_hash
 
 
 def test_initial_weights_of_a_url_without_network_are_a_resource_error(
-    digits: Path, tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     for key in ("model", "distill.teacher"):
         words = [f"{key}.checkpoint=http://127.0.0.1:9/net.pth"]  # nothing listens there
         if key != "model":
             words += ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
-        code, _, err = call(
-            train_command, *arguments(digits, tmp_path / "run"), *words, "--dry-run"
-        )
-        assert code == 5 and "http://127.0.0.1:9/net.pth" in err and "copy the file" in err
+        err = fails(5, train_command, *arguments(digits, tmp_path / "run"), *words, "--dry-run")
+        assert "http://127.0.0.1:9/net.pth" in err and "copy the file" in err
     assert not [path for path in (tmp_path / "hub").rglob("*") if path.is_file()]

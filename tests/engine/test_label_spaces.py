@@ -4,14 +4,13 @@ list.
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, before_classes, evaluations, train_here
+from helpers import arguments, before_classes, call, evaluations, fails, succeeds, train_here
 from timm.data import ImageNetInfo
 
 from imagenet_cls.commands.test import evaluate_command
@@ -81,37 +80,29 @@ def test_classes_of_outputs_are_imagenets_without_a_training_folder(
     assert of_22k == ImageNetInfo("imagenet-22k").label_names()
 
 
-def test_missing_classes_are_an_error_that_names_the_key(
-    letters: Path, tmp_path: Path, call: Callable
-) -> None:
-    code, _, err = call(
-        train_command, *arguments(letters, tmp_path / "run", **in_parts("train", "some"))
+def test_missing_classes_are_an_error_that_names_the_key(letters: Path, tmp_path: Path) -> None:
+    err = fails(
+        3, train_command, *arguments(letters, tmp_path / "run", **in_parts("train", "some"))
     )
-    assert code == 3 and "eval.classes=present" in err and "7 of 10" in err
+    assert "eval.classes=present" in err and "7 of 10" in err
 
 
-def test_run_records_the_classes_that_are_present(
-    trained: Path, letters: Path, call: Callable
-) -> None:
+def test_run_records_the_classes_that_are_present(trained: Path, letters: Path) -> None:
     records = evaluations(trained)
     assert {(record["classes"], record["images"]) for record in records} == {("3 of 10", 30)}
-    code, out, _ = call(evaluate_command, trained, "--allow-import", "helpers:plain")
-    assert (
-        code == 0 and f"top-1 {records[-1]['top1_pct']:.3f} %" in out and "classes: 3 of 10" in out
-    )
+    out = succeeds(evaluate_command, trained, "--allow-import", "helpers:plain")
+    assert f"top-1 {records[-1]['top1_pct']:.3f} %" in out and "classes: 3 of 10" in out
     # The checkpoint names its classes, so the training folder is not needed.
     words = ["data.train=absent", "--allow-import", "helpers:plain"]
-    again = call(evaluate_command, trained, *words)[1]
+    again = succeeds(evaluate_command, trained, *words)
     # not the seconds
     results = [before_classes(text)[-1].partition(" in ")[0] for text in (again, out)]
     assert results[0] == results[1]
-    code, _, err = call(evaluate_command, trained, *words, "eval.classes=all")
-    assert code == 3 and "eval.classes=present" in err
+    err = fails(3, evaluate_command, trained, *words, "eval.classes=all")
+    assert "eval.classes=present" in err
 
 
-def test_numbered_folders_are_the_classes_by_position(
-    trained: Path, letters: Path, call: Callable
-) -> None:
+def test_numbered_folders_are_the_classes_by_position(trained: Path, letters: Path) -> None:
     assert match_classes(["0", "1", "10", *"23456789"], [*NAMES, "k"], "val") == [
         0,
         1,
@@ -220,7 +211,7 @@ def test_bad_class_file_is_an_error(
     assert "data.classes" in str(error.value)
 
 
-def test_run_with_data_classes(letters: Path, tmp_path: Path, call: Callable) -> None:
+def test_run_with_data_classes(letters: Path, tmp_path: Path) -> None:
     changes = in_parts(
         "train", "train", data__classes="[h,b,d]", train__epochs=1, train__global_batch_size=32
     )
@@ -228,5 +219,5 @@ def test_run_with_data_classes(letters: Path, tmp_path: Path, call: Callable) ->
     state = json.loads(next((tmp_path / "run").glob("checkpoints/step-*/state.json")).read_text())
     assert (state["classes"], evaluations(tmp_path / "run")[0]["images"]) == (["h", "b", "d"], 120)
     words = arguments(letters, tmp_path / "other", **changes | {"data__classes": "[h,q]"})
-    code, _, err = call(train_command, *words)
-    assert code == 3 and "data.classes" in err and " q" in err
+    err = fails(3, train_command, *words)
+    assert "data.classes" in err and " q" in err

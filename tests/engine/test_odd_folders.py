@@ -6,11 +6,10 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import arguments, losses, newest, state_digest, train_here
+from helpers import arguments, call, fails, losses, newest, state_digest, succeeds, train_here
 from test_bad_input import contents
 
 from imagenet_cls.checkpoint.format import list_checkpoints
@@ -87,7 +86,7 @@ def test_restart_of_the_same_job_resumes(
 
 
 def test_new_folder_is_named_once_and_found_after_a_restart(
-    digits: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+    digits: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
@@ -98,7 +97,7 @@ def test_new_folder_is_named_once_and_found_after_a_restart(
     train_here(words)
     assert [*(tmp_path / "work_dirs" / "demo").iterdir()] == [folder]
     assert state_digest(folder) == state_digest(runs / "whole")
-    assert call(train_command, *words, "--resume")[0] == 2
+    fails(2, train_command, *words, "--resume")
 
 
 # ---- links and other disks
@@ -147,13 +146,13 @@ def test_rotation_of_a_linked_checkpoint_removes_only_the_link(
 
 
 def test_resume_with_a_checkpoint_behind_a_dangling_link_falls_back(
-    digits: Path, part: Path, runs: Path, tmp_path: Path, call: Callable
+    digits: Path, part: Path, runs: Path, tmp_path: Path
 ) -> None:
     last = newest(part)
     shutil.rmtree(last)
     last.symlink_to(tmp_path / "unmounted")
-    code, out, _ = call(train_command, *argv(digits, part, "--resume", "train.max_steps=17"))
-    assert code == 0 and str(last) in out
+    out = succeeds(train_command, *argv(digits, part, "--resume", "train.max_steps=17"))
+    assert str(last) in out
     # written again
     assert not last.is_symlink() and state_digest(part) == state_digest(runs / "part")
     for path in list_checkpoints(part / "checkpoints"):
@@ -168,19 +167,19 @@ def test_resume_with_a_checkpoint_behind_a_dangling_link_falls_back(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
 def test_resume_with_a_damaged_checkpoint_ends_in_the_same_bits(
-    digits: Path, part: Path, runs: Path, call: Callable, name: str
+    digits: Path, part: Path, runs: Path, name: str
 ) -> None:
     file = newest(part) / name
     file.write_bytes(file.read_bytes()[:-7])
-    code, out, _ = call(train_command, *argv(digits, part, "--resume"))
-    assert code == 0 and re.search(r"step-0000017: .*; using an older checkpoint\n", out)
+    out = succeeds(train_command, *argv(digits, part, "--resume"))
+    assert re.search(r"step-0000017: .*; using an older checkpoint\n", out)
     assert re.search(r"resumed from .*step-0000015 at step 15\n", out)
     assert state_digest(part) == state_digest(runs / "whole")
 
 
 @pytest.mark.parametrize("option", ["--resume", "--resume-from"])
 def test_all_checkpoints_damaged_exits_with_4_and_does_not_start_from_scratch(
-    digits: Path, part: Path, tmp_path: Path, call: Callable, option: str
+    digits: Path, part: Path, tmp_path: Path, option: str
 ) -> None:
     for checkpoint in (part / "checkpoints").glob("step-*"):
         (checkpoint / "state.json").write_bytes(b"")
@@ -190,8 +189,8 @@ def test_all_checkpoints_damaged_exits_with_4_and_does_not_start_from_scratch(
         if option == "--resume"
         else argv(digits, tmp_path / "new", option, str(part))
     )
-    code, _, err = call(train_command, *words)
-    assert code == 4 and "step-0000017" in err
+    err = fails(4, train_command, *words)
+    assert "step-0000017" in err
     assert contents(part) == before and not (tmp_path / "new" / "metrics.jsonl").exists()
 
 
@@ -219,7 +218,7 @@ def test_resume_with_malformed_metrics_raises(
 
 
 def test_resume_from_in_a_run_with_checkpoints_is_not_used(
-    digits: Path, part: Path, tmp_path: Path, call: Callable
+    digits: Path, part: Path, tmp_path: Path
 ) -> None:
     for last in (18, 19):
         more = ["--resume", "--resume-from", str(newest(part)), f"train.max_steps={last}"]

@@ -4,13 +4,21 @@ run ends in the same bits, reads only what is left of its epoch, and keeps its p
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, losses, newest, saved_bytes, state_digest, state_of, train_here
+from helpers import (
+    arguments,
+    losses,
+    newest,
+    saved_bytes,
+    state_digest,
+    state_of,
+    succeeds,
+    train_here,
+)
 from recording_dataset import read_until_now
 
 from imagenet_cls.checkpoint.format import read_checkpoint, write_checkpoint
@@ -49,7 +57,6 @@ def test_same_bits_for_any_number_of_workers_and_decoder(digits: Path, tmp_path:
 def test_evaluation_of_a_checkpoint_chooses_kernels_as_the_run_does(
     digits: Path,
     tmp_path: Path,
-    call: Callable,
     monkeypatch: pytest.MonkeyPatch,
     deterministic: bool,
 ) -> None:
@@ -59,10 +66,7 @@ def test_evaluation_of_a_checkpoint_chooses_kernels_as_the_run_does(
     chosen: list[tuple[bool, torch.device]] = []
     # has the same effect for both values on a CPU
     monkeypatch.setattr(precision, "set_deterministic", lambda *values: chosen.append(values))
-    assert (
-        call(evaluate_command, tmp_path / "run", "device=cpu", "--allow-import", "helpers:plain")[0]
-        == 0
-    )
+    succeeds(evaluate_command, tmp_path / "run", "device=cpu", "--allow-import", "helpers:plain")
     assert chosen == [(deterministic, torch.device("cpu"))]
 
 

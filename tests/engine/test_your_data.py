@@ -5,11 +5,10 @@ import io
 import re
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, call
 
 from imagenet_cls.commands.pack import pack_command
 from imagenet_cls.commands.predict import predict_command
@@ -45,7 +44,7 @@ def write_parquet(images: Path, file: Path) -> None:
 
 @pytest.mark.nightly
 def test_every_command_of_your_data_md_runs(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(REPOSITORY / "configs", "configs")

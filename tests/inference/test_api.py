@@ -7,13 +7,12 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import REPOSITORY, losses, train_here
+from helpers import REPOSITORY, call, losses, train_here
 from PIL import Image
 
 import imagenet_cls
@@ -58,7 +57,7 @@ def test_example_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert names["losses"] == losses(folder / "work_dirs/demo")
 
 
-def test_every_kind_of_image_has_the_numbers_of_predict(folder: Path, call: Callable) -> None:
+def test_every_kind_of_image_has_the_numbers_of_predict(folder: Path) -> None:
     file = next((folder / "data/digits/train/3").iterdir())
     _, out, _ = call(predict_command, folder / "work_dirs/demo", file, "--json", "--logits")
     expected = json.loads(out)

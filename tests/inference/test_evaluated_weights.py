@@ -5,7 +5,6 @@ and ReaL labels.
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,13 @@ from helpers import (
     REPOSITORY,
     arguments,
     before_classes,
+    call,
     evaluations,
+    fails,
     newest,
     plain,
     run,
+    succeeds,
     train_here,
 )
 from PIL import Image
@@ -51,7 +53,7 @@ def run_folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("trained", "average"), [("state_dict", "state_dict_ema"), ("model", "model_ema")]
 )
 def test_both_kinds_of_weights_in_a_file_can_be_evaluated(
-    run_folder: Path, tmp_path: Path, call: Callable, trained: str, average: str
+    run_folder: Path, tmp_path: Path, trained: str, average: str
 ) -> None:
     top1 = {
         record["weights"]: f"top-1 {record['top1_pct']:.3f} %" for record in evaluations(run_folder)
@@ -72,33 +74,29 @@ def test_both_kinds_of_weights_in_a_file_can_be_evaluated(
     assert result("raw.pth", "--weights", "ema") == result("ema.pth", "--weights", "raw") == (4, "")
 
 
-def test_both_kinds_of_weights_in_model_checkpoint_can_be_evaluated(
-    run_folder: Path, call: Callable
-) -> None:
+def test_both_kinds_of_weights_in_model_checkpoint_can_be_evaluated(run_folder: Path) -> None:
     words = [run_folder / "config.yaml", f"model.checkpoint={newest(run_folder)}"]
-    outs = {kind: call(evaluate_command, *words, "--weights", kind)[1] for kind in ("raw", "ema")}
+    outs = {kind: succeeds(evaluate_command, *words, "--weights", kind) for kind in ("raw", "ema")}
     for record in evaluations(run_folder):
         assert f"{record['weights']}: top-1 {record['top1_pct']:.3f} %" in outs[record["weights"]]
 
 
-def test_single_checkpoint_is_used_with_the_better_weights_of_its_run(
-    run_folder: Path, call: Callable
-) -> None:
+def test_single_checkpoint_is_used_with_the_better_weights_of_its_run(run_folder: Path) -> None:
     top1 = {record["weights"]: record["top1_pct"] for record in evaluations(run_folder)}
     assert top1["raw"] > top1["ema"]
     for path in (run_folder, run_folder / "checkpoints" / "best", newest(run_folder)):
         assert Predictor(path, allow_import=["helpers:plain"]).weights == "raw"
-        assert "class (raw)" in call(evaluate_command, path, *ALLOW)[1]
+        assert "class (raw)" in succeeds(evaluate_command, path, *ALLOW)
 
 
 def test_other_excluded_images_than_those_of_the_run_are_named(
-    run_folder: Path, digits: Path, tmp_path: Path, call: Callable
+    run_folder: Path, digits: Path, tmp_path: Path
 ) -> None:
     image = next(digits.rglob("*.jpg"))
     (tmp_path / "bad.txt").write_text(f"{image}\n")
     words = [run_folder / "config.yaml", run_folder]
-    assert "data.exclude" not in call(evaluate_command, *words)[1]
-    out = call(evaluate_command, *words, f"data.exclude={tmp_path}/bad.txt")[1]
+    assert "data.exclude" not in succeeds(evaluate_command, *words)
+    out = succeeds(evaluate_command, *words, f"data.exclude={tmp_path}/bad.txt")
     assert "data.exclude: " in out
 
 
@@ -111,7 +109,7 @@ def save_with_bias(state: dict[str, torch.Tensor], value: float, path: Path) -> 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_outputs_that_are_not_finite_are_an_error_with_their_number(
-    run_folder: Path, tmp_path: Path, call: Callable, value: float
+    run_folder: Path, tmp_path: Path, value: float
 ) -> None:
     raw = load_file(newest(run_folder) / "model.safetensors")
     words = [run_folder / "config.yaml", tmp_path / "weights.pth", "--out", tmp_path / "rows.csv"]
@@ -121,10 +119,10 @@ def test_outputs_that_are_not_finite_are_an_error_with_their_number(
     assert not (tmp_path / "rows.csv").exists()
     both = {"state_dict": torch.load(tmp_path / "weights.pth"), "state_dict_ema": raw}
     torch.save(both, tmp_path / "weights.pth")
-    assert call(evaluate_command, *words[:2], "--weights", "raw")[0] == 4
-    assert call(evaluate_command, *words[:2])[0] == 0
+    fails(4, evaluate_command, *words[:2], "--weights", "raw")
+    succeeds(evaluate_command, *words[:2])
     save_with_bias(raw, -torch.inf, tmp_path / "weights.pth")  # a class that is never predicted
-    assert call(evaluate_command, *words[:2])[0] == 0
+    succeeds(evaluate_command, *words[:2])
 
 
 # ---- weights with an output for each class of ImageNet
@@ -188,7 +186,7 @@ def evaluation_of(imagenet: Path, kind: str, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["ids", "categories"])
 def test_outputs_for_imagenet_are_matched_to_folders_of_some_classes(
-    imagenet: Path, tmp_path: Path, call: Callable, kind: str
+    imagenet: Path, tmp_path: Path, kind: str
 ) -> None:
     names = {"ids": IDS, "categories": CATEGORIES}[kind]
     logits, targets = classify_by_hand(
@@ -198,11 +196,11 @@ def test_outputs_for_imagenet_are_matched_to_folders_of_some_classes(
     loss = torch.nn.functional.cross_entropy(logits, targets)
     assert 0 < top1 < 100
     # The advice, and then the number that a plain loop gives.
-    code, _, err = call(evaluate_command, *evaluation_of(imagenet, kind))
-    assert code == 4 and "model.num_classes=1000" in err
+    err = fails(4, evaluate_command, *evaluation_of(imagenet, kind))
+    assert "model.num_classes=1000" in err
     words = evaluation_of(imagenet, kind, "model.num_classes=1000")
-    code, out, _ = call(evaluate_command, *words, "--out", tmp_path / "rows.jsonl")
-    assert code == 0 and f"top-1 {top1:.3f} %" in out and f"loss {loss:.4f}" in out
+    out = succeeds(evaluate_command, *words, "--out", tmp_path / "rows.jsonl")
+    assert f"top-1 {top1:.3f} %" in out and f"loss {loss:.4f}" in out
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["top"][0][0] for row in rows] == [
         names[output] for output in logits.argmax(1).tolist()
@@ -212,16 +210,14 @@ def test_outputs_for_imagenet_are_matched_to_folders_of_some_classes(
     present[:, PRESENT] = logits[:, PRESENT]
     top1 = 100 * (present.argmax(1) == targets).float().mean()
     loss = torch.nn.functional.cross_entropy(present, targets)
-    code, out, _ = call(evaluate_command, *evaluation_of(imagenet, kind, "eval.classes=present"))
-    assert code == 0 and f"top-1 {top1:.3f} %" in out and f"loss {loss:.4f}" in out
+    out = succeeds(evaluate_command, *evaluation_of(imagenet, kind, "eval.classes=present"))
+    assert f"top-1 {top1:.3f} %" in out and f"loss {loss:.4f}" in out
     assert "5 of 1000" in out
 
 
-def test_outputs_for_imagenet_of_other_folders_are_an_error(
-    imagenet: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_outputs_for_imagenet_of_other_folders_are_an_error(imagenet: Path, tmp_path: Path) -> None:
     for more in ([], ["eval.classes=present"]):
-        assert call(evaluate_command, *evaluation_of(imagenet, "others", *more))[0] == 4
+        fails(4, evaluate_command, *evaluation_of(imagenet, "others", *more))
         words = evaluation_of(imagenet, "others", "model.num_classes=1000", *more)
         code, out, err = call(evaluate_command, *words)
         assert (code, out) == (3, "") and "data.classes" in err
@@ -233,8 +229,8 @@ def test_outputs_for_imagenet_of_other_folders_are_an_error(
     logits, targets = classify_by_hand(
         imagenet / "others", {f"k{4 - output}": output for output in range(5)}
     )
-    code, out, _ = call(evaluate_command, *words)
-    assert code == 0 and f"loss {torch.nn.functional.cross_entropy(logits, targets):.4f}" in out
+    out = succeeds(evaluate_command, *words)
+    assert f"loss {torch.nn.functional.cross_entropy(logits, targets):.4f}" in out
 
 
 def test_outputs_of_all_classes_are_in_the_order_of_the_ids_or_of_data_classes() -> None:
@@ -252,7 +248,7 @@ def test_outputs_of_all_classes_are_in_the_order_of_the_ids_or_of_data_classes()
 
 
 def test_weights_of_a_run_keep_their_classes(
-    run_folder: Path, digits: Path, tmp_path: Path, call: Callable
+    run_folder: Path, digits: Path, tmp_path: Path
 ) -> None:
     """In `model.checkpoint`, too: other folders, of the same number, would give the accuracy of
     other classes.
@@ -293,9 +289,7 @@ def with_real_labels(imagenet: Path, file: Path) -> list[str]:
     return evaluation_of(imagenet, "ids", "model.num_classes=1000", f"eval.real_labels={file}")
 
 
-def test_real_labels_count_any_of_them(
-    imagenet: Path, real_labels: tuple[Path, str], call: Callable
-) -> None:
+def test_real_labels_count_any_of_them(imagenet: Path, real_labels: tuple[Path, str]) -> None:
     file, expected = real_labels
     code, out, err = call(evaluate_command, *with_real_labels(imagenet, file))
     assert code == 0 and expected in out, err
@@ -319,18 +313,16 @@ def test_real_labels_on_two_ranks(imagenet: Path, real_labels: tuple[Path, str])
         *(f"[{first}{', [0]' * 49}]" for first in ("1", "[1000]", "[true]")),
     ],
 )
-def test_bad_real_labels_are_an_error(
-    imagenet: Path, tmp_path: Path, call: Callable, content: str | None
-) -> None:
+def test_bad_real_labels_are_an_error(imagenet: Path, tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "real.json"
     if content is not None:
         file.write_text(content)
-    code, _, err = call(evaluate_command, *with_real_labels(imagenet, file))
-    assert code == 3 and "eval.real_labels" in err
+    err = fails(3, evaluate_command, *with_real_labels(imagenet, file))
+    assert "eval.real_labels" in err
 
 
 def test_real_labels_for_other_classes_are_an_error(
-    run_folder: Path, real_labels: tuple[Path, str], call: Callable
+    run_folder: Path, real_labels: tuple[Path, str]
 ) -> None:
-    code, _, err = call(evaluate_command, run_folder, *ALLOW, f"eval.real_labels={real_labels[0]}")
-    assert code == 3 and "eval.real_labels" in err and "ImageNet-1k" in err
+    err = fails(3, evaluate_command, run_folder, *ALLOW, f"eval.real_labels={real_labels[0]}")
+    assert "eval.real_labels" in err and "ImageNet-1k" in err

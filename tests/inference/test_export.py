@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import REPOSITORY, arguments, train_here
+from helpers import REPOSITORY, arguments, call, fails, succeeds, train_here
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import nn
@@ -35,22 +35,18 @@ def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work_dir
 
 
-def held_out(
-    call: Callable, digits: Path, run: Path, *options: str
-) -> tuple[list[Path], list[str]]:
+def held_out(digits: Path, run: Path, *options: str) -> tuple[list[Path], list[str]]:
     """The held-out images, and their top-1 classes of tools/test.py."""
     out = run.parent / f"{run.name}.jsonl"
     out.unlink(missing_ok=True)
-    assert call(evaluate_command, run, "--out", out, *options)[0] == 0
+    succeeds(evaluate_command, run, "--out", out, *options)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     return [digits / "train" / row["image"] for row in rows], [row["top"][0][0] for row in rows]
 
 
-def check_same_top1(
-    call: Callable, digits: Path, run: Path, modes: Sequence[str], *trust: str
-) -> None:
+def check_same_top1(digits: Path, run: Path, modes: Sequence[str], *trust: str) -> None:
     """For both formats. modes: values of --preprocess."""
-    files, expected = held_out(call, digits, run, *trust)
+    files, expected = held_out(digits, run, *trust)
     assert len(files) == 359 and len(set(expected)) > 5
     predictor = Predictor(run, "cpu", allow_import=trust[1:])
     pixels = torch.stack([predictor.transform(read_image(file)) for file in files])
@@ -69,15 +65,15 @@ def check_same_top1(
         rows = list(onnx.predict(files))
         assert [row["top"][0][0] for row in rows] == expected
         archive = file.with_suffix(".pt2")
-        assert call(export_command, run, "--format", "torch", "--out", archive, *options)[0] == 0
+        succeeds(export_command, run, "--format", "torch", "--out", archive, *options)
         extra = {export.METADATA: ""}
         program = torch.export.load(archive, extra_files=extra).module()
         classes = json.loads(extra[export.METADATA])["classes"]
         assert [classes[index] for index in program(inputs[preprocess]).argmax(dim=1)] == expected
 
 
-def test_exported_model_has_the_top1_of_test(call: Callable, digits: Path, run: Path) -> None:
-    check_same_top1(call, digits, run, ("none", "normalize"), *TRUST)
+def test_exported_model_has_the_top1_of_test(digits: Path, run: Path) -> None:
+    check_same_top1(digits, run, ("none", "normalize"), *TRUST)
 
 
 @pytest.mark.nightly
@@ -89,15 +85,14 @@ def test_exported_model_has_the_top1_of_test(call: Callable, digits: Path, run: 
     ],
 )
 def test_timm_model_has_the_top1_of_test(
-    model: dict[str, Any], mode: str, call: Callable, digits: Path, tmp_path: Path
+    model: dict[str, Any], mode: str, digits: Path, tmp_path: Path
 ) -> None:
     sizes = {"augment__size_px": 32, "eval__crop_px": 32, "train__epochs": 4}
     train_here(arguments(digits, tmp_path / "run", **model, **sizes))
-    check_same_top1(call, digits, tmp_path / "run", [mode])
+    check_same_top1(digits, tmp_path / "run", [mode])
 
 
 def test_example_of_the_page(
-    call: Callable,
     digits: Path,
     run: Path,
     tmp_path: Path,
@@ -107,7 +102,7 @@ def test_example_of_the_page(
     """The one with onnxruntime alone, for files of several sizes."""
     monkeypatch.chdir(tmp_path)
     options = ("--preprocess", "normalize", *TRUST)
-    assert call(export_command, run, "--format", "onnx", "--out", "digits.onnx", *options)[0] == 0
+    succeeds(export_command, run, "--format", "onnx", "--out", "digits.onnx", *options)
     example = (
         (REPOSITORY / "docs" / "export.md")
         .read_text()
@@ -123,16 +118,12 @@ def test_example_of_the_page(
         assert capsys.readouterr().out == f"{row['top'][0][0]}\n"
 
 
-def test_predict_prints_the_same_for_an_onnx_file(
-    call: Callable, digits: Path, run: Path, tmp_path: Path
-) -> None:
+def test_predict_prints_the_same_for_an_onnx_file(digits: Path, run: Path, tmp_path: Path) -> None:
     images = sorted((digits / "train/3").iterdir())[:40]  # two batches
     file = tmp_path / "model.onnx"
     for options in ((), ("--preprocess", "--opset", 18)):
         file.unlink(missing_ok=True)
-        assert (
-            call(export_command, run, "--format", "onnx", "--out", file, *options, *TRUST)[0] == 0
-        )
+        succeeds(export_command, run, "--format", "onnx", "--out", file, *options, *TRUST)
         assert (
             call(predict_command, file, *images)[:2]
             == call(predict_command, run, *images, *TRUST)[:2]
@@ -157,8 +148,8 @@ def test_predict_prints_the_same_for_an_onnx_file(
     )
     assert "set of weights" in call(predict_command, file, images[0], "--weights", "ema")[2]
     file.write_bytes(b"no model")
-    code, _, err = call(predict_command, file, images[0])
-    assert code == 4 and "export.py" in err
+    err = fails(4, predict_command, file, images[0])
+    assert "export.py" in err
 
 
 def test_file_with_a_resize_in_the_graph_is_an_error(
@@ -181,7 +172,7 @@ def test_file_with_a_resize_in_the_graph_is_an_error(
 
 
 def test_predict_prepares_gray_images_and_mirror_images_for_the_graph(
-    call: Callable, digits: Path, tmp_path: Path
+    digits: Path, tmp_path: Path
 ) -> None:
     """Of an odd width: the mirror image is that of the crop."""
     changes = {
@@ -202,12 +193,7 @@ def test_predict_prepares_gray_images_and_mirror_images_for_the_graph(
         Image.fromarray(pixels).resize(size).save(tmp_path / f"{number}.png")
     file = tmp_path / "model.onnx"
     options = ("--preprocess", "normalize", "--opset", 18)
-    assert (
-        call(export_command, tmp_path / "run", "--format", "onnx", "--out", file, *options, *trust)[
-            0
-        ]
-        == 0
-    )
+    succeeds(export_command, tmp_path / "run", "--format", "onnx", "--out", file, *options, *trust)
     rows = [
         [
             json.loads(line)["logits"]
@@ -255,39 +241,39 @@ def eigenvalues(num_classes: int) -> nn.Module:
     ],
 )
 def test_model_that_can_not_be_exported_is_explained(
-    model: str, form: str, reasons: list[str], call: Callable, digits: Path, tmp_path: Path
+    model: str, form: str, reasons: list[str], digits: Path, tmp_path: Path
 ) -> None:
     name = f"{__name__}:{model}"
     train_here(arguments(digits, tmp_path / "run", train__max_steps=1, model__name=name))
     file = tmp_path / ("model.onnx" if form == "onnx" else "model.pt2")
-    code, _, err = call(
-        export_command, tmp_path / "run", "--format", form, "--out", file, "--allow-import", name
+    err = fails(
+        4, export_command, tmp_path / "run", "--format", form, "--out", file, "--allow-import", name
     )
-    assert code == 4 and all(reason in err for reason in reasons) and not file.exists(), err
+    assert all(reason in err for reason in reasons) and not file.exists(), err
 
 
 def test_other_logits_are_an_error_and_leave_no_file(
-    call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = OnnxModel.forward
     monkeypatch.setattr(OnnxModel, "forward", lambda self, images: -forward(self, images))
     file = tmp_path / "model.onnx"
-    code, _, err = call(export_command, run, "--format", "onnx", "--out", file, *TRUST)
-    assert code == 4 and "tolerance" in err and "below the largest" in err
+    err = fails(4, export_command, run, "--format", "onnx", "--out", file, *TRUST)
+    assert "tolerance" in err and "below the largest" in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_opset_that_is_not_exported_is_an_error(call: Callable, run: Path, tmp_path: Path) -> None:
+def test_opset_that_is_not_exported_is_an_error(run: Path, tmp_path: Path) -> None:
     for form, opset, expected in (
         ("onnx", 7, "--opset 18"),
         ("onnx", 99, "--opset 18"),
         ("torch", 18, "--format onnx"),
     ):
         out = tmp_path / ("model.onnx" if form == "onnx" else "model.pt2")
-        code, _, err = call(
-            export_command, run, "--format", form, "--opset", opset, "--out", out, *TRUST
+        err = fails(
+            2, export_command, run, "--format", form, "--opset", opset, "--out", out, *TRUST
         )
-        assert code == 2 and f"--opset {opset}" in err and expected in err and not out.exists()
+        assert f"--opset {opset}" in err and expected in err and not out.exists()
 
 
 def test_export_of_a_run_is_written_into_its_folder(call: Callable, run: Path) -> None:
@@ -299,15 +285,15 @@ def test_export_of_a_run_is_written_into_its_folder(call: Callable, run: Path) -
 
 
 def test_missing_package_is_named(
-    call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         predictors, "find_spec", lambda name: None if name == "onnxscript" else name
     )
-    code, _, err = call(
-        export_command, run, "--format", "onnx", "--out", tmp_path / "model.onnx", *TRUST
+    err = fails(
+        2, export_command, run, "--format", "onnx", "--out", tmp_path / "model.onnx", *TRUST
     )
-    assert code == 2 and "pip install onnxscript" in err
+    assert "pip install onnxscript" in err
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])

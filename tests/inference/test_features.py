@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import timm
 import torch
 import torchvision
 from forked_ranks import RankServer, destroy_group, join_group
-from helpers import arguments, plain, train_here
+from helpers import arguments, call, fails, plain, succeeds, train_here
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
@@ -118,7 +117,7 @@ def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_predict_writes_features_of_the_good_images(
-    run: Path, digits: Path, tmp_path: Path, call: Callable
+    run: Path, digits: Path, tmp_path: Path
 ) -> None:
     images = tmp_path / "images"
     images.mkdir()
@@ -146,7 +145,7 @@ def test_predict_writes_features_of_the_good_images(
 
 
 def test_predict_writes_no_features_that_are_not_finite(
-    run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable
+    run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = sorted((digits / "train/3").iterdir())[:2]
 
@@ -158,25 +157,22 @@ def test_predict_writes_no_features_that_are_not_finite(
     assert (code, out) == (4, "") and str(images[1]) in err and not list(tmp_path.iterdir())
 
 
-def test_predict_keeps_existing_files(
-    run: Path, digits: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_predict_keeps_existing_files(run: Path, digits: Path, tmp_path: Path) -> None:
     image = next((digits / "train/3").iterdir())
     (tmp_path / "out.npz").write_text("mine")
-    code, _, err = call(predict_command, run, image, "--features", tmp_path / "out.npz")
+    err = fails(2, predict_command, run, image, "--features", tmp_path / "out.npz")
     assert (
-        code == 2
-        and "already exists" in err
+        "already exists" in err
         and "--features" in err
         and (tmp_path / "out.npz").read_text() == "mine"
     )
-    code, _, err = call(predict_command, run, image, "--features", tmp_path / "none/out.npz")
-    assert code == 2 and "--features" in err
+    err = fails(2, predict_command, run, image, "--features", tmp_path / "none/out.npz")
+    assert "--features" in err
     (tmp_path / "model.onnx").write_text("")
-    code, _, err = call(
-        predict_command, tmp_path / "model.onnx", image, "--features", tmp_path / "new.npz"
+    err = fails(
+        2, predict_command, tmp_path / "model.onnx", image, "--features", tmp_path / "new.npz"
     )
-    assert code == 2 and "no features" in err and not (tmp_path / "new.npz").exists()
+    assert "no features" in err and not (tmp_path / "new.npz").exists()
 
 
 @pytest.mark.parametrize("command", ["predict", "test"])
@@ -185,7 +181,6 @@ def test_full_disk_leaves_no_output(
     run: Path,
     digits: Path,
     tmp_path: Path,
-    call: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(file: int) -> None:
@@ -270,45 +265,43 @@ def test_result_does_not_depend_on_the_ranks(
     assert all("over 359 images" in line for line in lines[2:])
 
 
-def test_command_evaluates_raw_and_ema_weights(run: Path, call: Callable, tmp_path: Path) -> None:
-    code, out, _ = call(evaluate_command, run, "--linear-probe", "1", "--knn", 20)
-    assert code == 0 and [line.partition(" top-1")[0] for line in out.splitlines()[2:]] == [
+def test_command_evaluates_raw_and_ema_weights(run: Path, tmp_path: Path) -> None:
+    out = succeeds(evaluate_command, run, "--linear-probe", "1", "--knn", 20)
+    assert [line.partition(" top-1")[0] for line in out.splitlines()[2:]] == [
         "raw: k-NN",
         "raw: linear probe",
         "ema: k-NN",
         "ema: linear probe",
     ]
-    code, out, _ = call(evaluate_command, run, "data.fraction=0.02", "--linear-probe")
-    assert code == 0 and "C=0.316" in out and "k-NN" not in out
+    out = succeeds(evaluate_command, run, "data.fraction=0.02", "--linear-probe")
+    assert "C=0.316" in out and "k-NN" not in out
     for words, message in {
         ("--knn", 1439): "there are 1438 training images",
         ("--knn", 0): "0",
         ("--linear-probe", "-1"): "number, more than 0",
         ("--knn", 2, "--out", tmp_path / "rows.csv"): "no --out",
     }.items():
-        code, _, err = call(evaluate_command, run, *words)
-        assert code == 2 and message in err
+        err = fails(2, evaluate_command, run, *words)
+        assert message in err
 
 
-def test_command_needs_training_images(digits: Path, call: Callable, tmp_path: Path) -> None:
+def test_command_needs_training_images(digits: Path, tmp_path: Path) -> None:
     (tmp_path / "val").symlink_to(digits / "train")
     save_file(plain(10).state_dict(), tmp_path / "weights.safetensors")
     words = arguments(
         tmp_path, tmp_path, data__name="folder", data__val="val", data__val_fraction="null"
     )[:-2]
-    code, _, err = call(evaluate_command, *words, tmp_path / "weights.safetensors", "--knn", 5)
-    assert code == 3 and "need training images" in err and str(tmp_path / "train") in err
+    err = fails(3, evaluate_command, *words, tmp_path / "weights.safetensors", "--knn", 5)
+    assert "need training images" in err and str(tmp_path / "train") in err
 
 
-def test_features_that_are_not_finite_are_an_error(
-    digits: Path, call: Callable, tmp_path: Path
-) -> None:
+def test_features_that_are_not_finite_are_an_error(digits: Path, tmp_path: Path) -> None:
     weights = plain(10).state_dict()
     weights["0.weight"][:] = torch.nan
     save_file(weights, tmp_path / "weights.safetensors")
     words = arguments(digits, tmp_path, data__fraction=0.02)[:-2]
-    code, _, err = call(evaluate_command, *words, tmp_path / "weights.safetensors", "--knn", 5)
-    assert code == 4 and "NaN" in err
+    err = fails(4, evaluate_command, *words, tmp_path / "weights.safetensors", "--knn", 5)
+    assert "NaN" in err
 
 
 def test_archive_is_a_training_part(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import call
 from onnx import TensorProto, helper
 
 from imagenet_cls.commands.predict import predict_command
@@ -71,7 +72,7 @@ def write_onnx(file: Path, nodes: list[Any], eval_values: dict[str, Any], **chan
     ],
 )
 def test_output_of_another_shape_exits_with_4(
-    nodes: list[Any], shape: str, call: Callable, digits: Path, tmp_path: Path
+    nodes: list[Any], shape: str, digits: Path, tmp_path: Path
 ) -> None:
     images = sorted((digits / "train" / "3").iterdir())[:2]
     write_onnx(tmp_path / "odd.onnx", nodes, {})
@@ -95,7 +96,7 @@ def test_sizes_out_of_range_exit_with_4(
 
 
 def test_nan_exits_with_4_and_more_outputs_than_names_are_numbered(
-    call: Callable, digits: Path, tmp_path: Path
+    digits: Path, tmp_path: Path
 ) -> None:
     image = next((digits / "train" / "3").iterdir())
     write_onnx(tmp_path / "model.onnx", [first("m"), last("Mul", "m", "nan")], {})

@@ -2,14 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
-from helpers import arguments, train_here
+from helpers import arguments, fails, succeeds, train_here
 from PIL import Image
 from safetensors import SafetensorError
 
@@ -48,12 +47,9 @@ def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_vit(digits, tmp_path_factory.mktemp("publish") / "run")
 
 
-def test_folder_loads_in_timm_with_equal_logits(
-    call: Callable, run: Path, digits: Path, tmp_path: Path
-) -> None:
+def test_folder_loads_in_timm_with_equal_logits(run: Path, digits: Path, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "vit-digits"
-    code, _, err = call(publish_command, run, folder, "--license", "mit")
-    assert code == 0, err
+    succeeds(publish_command, run, folder, "--license", "mit")
     assert {path.name for path in folder.iterdir()} == {
         "model.safetensors",
         "config.json",
@@ -98,10 +94,10 @@ def test_folder_loads_in_timm_with_equal_logits(
 
 @pytest.mark.nightly
 def test_folder_loads_in_transformers_with_equal_logits_and_pixels(
-    call: Callable, run: Path, digits: Path, tmp_path: Path
+    run: Path, digits: Path, tmp_path: Path
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    assert call(publish_command, run, tmp_path)[0] == 0
+    succeeds(publish_command, run, tmp_path)
     model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
     assert model.config.id2label == {i: str(i) for i in range(10)}
     of_timm = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
@@ -118,31 +114,29 @@ def test_folder_loads_in_transformers_with_equal_logits_and_pixels(
 
 
 def test_card_names_initial_weights_and_what_timm_lacks(
-    call: Callable, run: Path, digits: Path, tmp_path: Path
+    run: Path, digits: Path, tmp_path: Path
 ) -> None:
     train_vit(
         digits, tmp_path / "tuned", model__checkpoint=run, eval__flip_tta="true", data__exif="apply"
     )
-    assert call(publish_command, tmp_path / "tuned", tmp_path / "out")[0] == 0
+    succeeds(publish_command, tmp_path / "tuned", tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "**Initial weights:** run; see their license" in card and str(run) not in card
     assert "but in the result:** eval.flip_tta, data.exif" in card
 
 
-def test_folder_is_not_overwritten_without_the_option(
-    call: Callable, run: Path, tmp_path: Path
-) -> None:
+def test_folder_is_not_overwritten_without_the_option(run: Path, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
-    code, _, err = call(publish_command, run, tmp_path)
-    assert code == 2 and "--overwrite" in err and (tmp_path / "README.md").read_text() == "mine"
-    assert call(publish_command, run, tmp_path, "--overwrite")[0] == 0
+    err = fails(2, publish_command, run, tmp_path)
+    assert "--overwrite" in err and (tmp_path / "README.md").read_text() == "mine"
+    succeeds(publish_command, run, tmp_path, "--overwrite")
     assert "license: unknown" in (tmp_path / "README.md").read_text()
 
 
 def test_interrupted_overwrite_leaves_no_card_of_another_model(
-    call: Callable, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert call(publish_command, run, tmp_path)[0] == 0
+    succeeds(publish_command, run, tmp_path)
     modes = {(tmp_path / name).stat().st_mode for name in publish.FILES}
     assert len(modes) == 1
 
@@ -152,15 +146,13 @@ def test_interrupted_overwrite_leaves_no_card_of_another_model(
         )
 
     monkeypatch.setattr(publish.timm.models, "save_for_hf", lambda *_, **__: full())
-    code, _, err = call(publish_command, run, tmp_path, "--overwrite")
-    assert code == 5 and "No space" in err and not list(tmp_path.iterdir())
-    assert call(publish_command, run, tmp_path / "new", "--license", "mit\nevil: 1")[0] == 2
+    err = fails(5, publish_command, run, tmp_path, "--overwrite")
+    assert "No space" in err and not list(tmp_path.iterdir())
+    fails(2, publish_command, run, tmp_path / "new", "--license", "mit\nevil: 1")
 
 
 @pytest.mark.parametrize("model", ["helpers:noisy", "torchvision:squeezenet1_1", "resnet18_cifar"])
-def test_model_of_another_library_is_exit_code_2(
-    model: str, call: Callable, digits: Path, tmp_path: Path
-) -> None:
+def test_model_of_another_library_is_exit_code_2(model: str, digits: Path, tmp_path: Path) -> None:
     sizes = {
         "augment__size_px": 32,
         "eval__crop_px": 32,
@@ -168,10 +160,8 @@ def test_model_of_another_library_is_exit_code_2(
         "train__global_batch_size": 8,
     }
     train_here(arguments(digits, tmp_path / "run", train__max_steps=1, model__name=model, **sizes))
-    code, _, err = call(
-        publish_command, tmp_path / "run", tmp_path / "out", "--allow-import", model
-    )
-    assert code == 2 and "not a model of timm" in err and not (tmp_path / "out").exists()
+    err = fails(2, publish_command, tmp_path / "run", tmp_path / "out", "--allow-import", model)
+    assert "not a model of timm" in err and not (tmp_path / "out").exists()
 
 
 def test_crop_pct_gives_the_resized_size_of_the_run() -> None:

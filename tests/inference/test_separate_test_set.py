@@ -6,11 +6,10 @@ import gzip
 import io
 import shutil
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import arguments, before_classes, evaluations, train_here
+from helpers import arguments, before_classes, call, evaluations, fails, succeeds, train_here
 
 from imagenet_cls.commands.test import evaluate_command
 
@@ -90,115 +89,109 @@ def accuracy(out: str) -> str:
         "shards/test-{0000..0001}.tar",
     ],
 )
-def test_whole_test_set_is_evaluated(run_folder: Path, call: Callable, path: str) -> None:
+def test_whole_test_set_is_evaluated(run_folder: Path, path: str) -> None:
     code, out, _ = call(evaluate_command, run_folder, *ALLOW, "--data", path)
-    expected = call(evaluate_command, run_folder, *ALLOW, "data.root=both", "data.val=val")[1]
+    expected = succeeds(evaluate_command, run_folder, *ALLOW, "data.root=both", "data.val=val")
     assert code == 0 and out.startswith("35 images of 10 classes, in ") and "over 35 images" in out
     assert accuracy(out) == accuracy(expected) and "warning" not in out
     assert "data.val" not in out and "config.yaml" not in out  # the run has no other settings
     assert 20 < float(accuracy(out).split()[2]) < 100
 
 
-def test_test_set_gets_the_classes_of_the_checkpoint(
-    run_folder: Path, tmp_path: Path, call: Callable
-) -> None:
+def test_test_set_gets_the_classes_of_the_checkpoint(run_folder: Path, tmp_path: Path) -> None:
     for name in "bj":
         shutil.copytree(f"testset/{name}", tmp_path / "some" / name)
     rows = [line for line in Path("test.csv").read_text().splitlines() if line[-2:] in (",b", ",j")]
     (tmp_path / "some.csv").write_text("\n".join(rows))
     words = [run_folder, *ALLOW, "--data"]
-    code, _, err = call(evaluate_command, *words, tmp_path / "some")
-    assert code == 3 and "eval.classes=present" in err and "data.val" not in err
-    code, folders, _ = call(evaluate_command, *words, tmp_path / "some", "eval.classes=present")
-    assert code == 0 and folders.startswith("8 images of 2 classes") and "2 of 10" in folders
+    err = fails(3, evaluate_command, *words, tmp_path / "some")
+    assert "eval.classes=present" in err and "data.val" not in err
+    folders = succeeds(evaluate_command, *words, tmp_path / "some", "eval.classes=present")
+    assert folders.startswith("8 images of 2 classes") and "2 of 10" in folders
     # The same for a list. Its paths are relative to data.root, if that is given.
     some = [tmp_path / "some.csv", "data.root=."]
-    code, out, _ = call(evaluate_command, *words, *some, "eval.classes=present")
-    assert code == 0 and accuracy(out) == accuracy(folders)
-    code, _, err = call(evaluate_command, *words, *some)
-    assert code == 3 and "eval.classes=present" in err and "data.val" not in err
-    code, _, err = call(evaluate_command, *words, tmp_path / "some.csv", "eval.classes=present")
-    assert code == 3 and "data.root" in err
+    out = succeeds(evaluate_command, *words, *some, "eval.classes=present")
+    assert accuracy(out) == accuracy(folders)
+    err = fails(3, evaluate_command, *words, *some)
+    assert "eval.classes=present" in err and "data.val" not in err
+    err = fails(3, evaluate_command, *words, tmp_path / "some.csv", "eval.classes=present")
+    assert "data.root" in err
     (tmp_path / "some" / "b").rename(tmp_path / "some" / "unknown")
-    assert call(evaluate_command, *words, tmp_path / "some", "eval.classes=present")[0] == 3
+    fails(3, evaluate_command, *words, tmp_path / "some", "eval.classes=present")
 
 
 def test_training_images_as_test_set_are_a_warning(
-    run_folder: Path, data: Path, tmp_path: Path, call: Callable
+    run_folder: Path, data: Path, tmp_path: Path
 ) -> None:
     for path in ("photos", "both/train", "both.zip/train"):
-        code, out, _ = call(evaluate_command, run_folder, *ALLOW, "--data", path)
-        assert code == 0 and "200 images" in out and "warning: " in out
+        out = succeeds(evaluate_command, run_folder, *ALLOW, "--data", path)
+        assert "200 images" in out and "warning: " in out
     words = arguments(
         data / "both", tmp_path / "run", **FOLDER | {"data__train": "train", "data__val": "val"}
     )
     train_here([word for word in words if "val_fraction" not in word] + ["data.val_fraction=null"])
     for option in (["--data", "photos"], ["data.val=train"]):
-        assert "warning: " in call(evaluate_command, tmp_path / "run", *ALLOW, *option)[1]
+        assert "warning: " in succeeds(evaluate_command, tmp_path / "run", *ALLOW, *option)
     for option in (["--data", "testset"], []):
-        assert "warning: " not in call(evaluate_command, tmp_path / "run", *ALLOW, *option)[1]
+        assert "warning: " not in succeeds(evaluate_command, tmp_path / "run", *ALLOW, *option)
 
 
 def test_split_stays_if_the_data_were_moved_and_is_an_error_for_others(
-    run_folder: Path, data: Path, tmp_path: Path, call: Callable
+    run_folder: Path, data: Path, tmp_path: Path
 ) -> None:
     best = max(record["top1_pct"] for record in evaluations(run_folder))
     shutil.copytree("photos", tmp_path / "moved")
-    code, out, _ = call(evaluate_command, run_folder, *ALLOW, f"data.root={tmp_path}/moved")
-    assert code == 0 and out.startswith("40 images of 10 classes, held out of ")
+    out = succeeds(evaluate_command, run_folder, *ALLOW, f"data.root={tmp_path}/moved")
+    assert out.startswith("40 images of 10 classes, held out of ")
     assert f"top-1 {best:.3f} %" in out and "warning" not in out
     for word in ("data.root=testset", "data.train=../testset"):
         code, out, err = call(evaluate_command, run_folder, *ALLOW, word)
         assert (code, out) == (3, "") and "--data" in err and "data.val=" in err
     # The ways out in the error.
-    whole = call(evaluate_command, run_folder, *ALLOW, "--data", "testset")[1]
+    whole = succeeds(evaluate_command, run_folder, *ALLOW, "--data", "testset")
     for words in (["data.root=testset", "data.val=."], ["data.root=both", "data.val=val"]):
-        code, out, _ = call(evaluate_command, run_folder, *ALLOW, *words)
-        assert code == 0 and accuracy(out) == accuracy(whole)
+        out = succeeds(evaluate_command, run_folder, *ALLOW, *words)
+        assert accuracy(out) == accuracy(whole)
     # The split of the run was changed, or images were added in the same place.
-    code, out, _ = call(evaluate_command, run_folder, *ALLOW, "data.val_fraction=0.5")
-    assert code == 0 and out.startswith("100 images") and "warning: " in out
+    out = succeeds(evaluate_command, run_folder, *ALLOW, "data.val_fraction=0.5")
+    assert out.startswith("100 images") and "warning: " in out
     shutil.copy("testset/a/" + next(Path("testset/a").iterdir()).name, "photos/b")
     try:
-        code, out, _ = call(evaluate_command, run_folder, *ALLOW)
-        assert code == 0 and "warning: " in out
+        out = succeeds(evaluate_command, run_folder, *ALLOW)
+        assert "warning: " in out
     finally:
         (data / "photos" / "b" / next(Path("testset/a").iterdir()).name).unlink()
 
 
 def test_mistakes_in_the_place_are_errors_that_name_the_option(
-    run_folder: Path, tmp_path: Path, call: Callable
+    run_folder: Path, tmp_path: Path
 ) -> None:
     words = [run_folder, *ALLOW]
     for more in (["data.val=testset"], ["data.val=testset", "data.val_fraction=null"]):
-        code, _, err = call(evaluate_command, *words, *more)
-        assert code == 2 and "--data testset" in err
-    assert call(evaluate_command, *words, "data.val=testset", "--data", "testset")[0] == 2
-    assert call(evaluate_command, *words, "--data", "nowhere")[0] == 3
+        err = fails(2, evaluate_command, *words, *more)
+        assert "--data testset" in err
+    fails(2, evaluate_command, *words, "data.val=testset", "--data", "testset")
+    fails(3, evaluate_command, *words, "--data", "nowhere")
     for name, content in (
         ("photo.png", b"\x89PNG\r\n\x1a\n\0\0\0"),
         ("all.tar.gz", gzip.compress(b"x")),
     ):
         (tmp_path / name).write_bytes(content)
-        code, _, err = call(evaluate_command, *words, "--data", tmp_path / name)
-        assert code == 3 and name in err and ".zip" in err
-    code, _, err = call(evaluate_command, *words, "--data", "both.zip")
-    assert code == 3 and err.startswith("both.zip: ")
+        err = fails(3, evaluate_command, *words, "--data", tmp_path / name)
+        assert name in err and ".zip" in err
+    err = fails(3, evaluate_command, *words, "--data", "both.zip")
+    assert err.startswith("both.zip: ")
     shutil.move("both/val", "both/test")
     try:
-        code, _, err = call(evaluate_command, *words, "--data", "both")
-        assert code == 3 and err.startswith("both: ")
+        err = fails(3, evaluate_command, *words, "--data", "both")
+        assert err.startswith("both: ")
     finally:
         shutil.move("both/test", "both/val")
 
 
-def test_features_of_the_run_classify_the_test_set(run_folder: Path, call: Callable) -> None:
-    code, out, _ = call(evaluate_command, run_folder, *ALLOW, "--data", "testset", "--knn", 5)
-    assert (
-        code == 0
-        and out.startswith("35 images of 10 classes, in testset")
-        and "over 35 images" in out
-    )
-    assert (
-        "warning: " in call(evaluate_command, run_folder, *ALLOW, "--data", "photos", "--knn", 5)[1]
+def test_features_of_the_run_classify_the_test_set(run_folder: Path) -> None:
+    out = succeeds(evaluate_command, run_folder, *ALLOW, "--data", "testset", "--knn", 5)
+    assert out.startswith("35 images of 10 classes, in testset") and "over 35 images" in out
+    assert "warning: " in succeeds(
+        evaluate_command, run_folder, *ALLOW, "--data", "photos", "--knn", 5
     )
