@@ -243,12 +243,9 @@ def test_no_model_of_a_checkpoint_is_downloaded(
 ) -> None:
     asked = []
     monkeypatch.setattr("socket.getaddrinfo", lambda *address, **_: asked.append(address) or [])
-    kwargs = {"weights_backbone": "DEFAULT"}
-    for number, model in enumerate(("deeplabv3_resnet50", "quantized_resnet18", "resnet18")):
-        weights = {"weights": "DEFAULT", "pretrained_backbone": True} if number else kwargs
-        folder = changed(
-            trained, tmp_path / str(number), name=f"torchvision:{model}", kwargs=weights
-        )
+    for model, key in (("deeplabv3_resnet50", "weights_backbone"), ("resnet18", "weights")):
+        name = f"torchvision:{model}"
+        folder = changed(trained, tmp_path / model, name=name, kwargs={key: "DEFAULT"})
         fails(4, *commands(folder)["predict"])
     assert asked == []
 
