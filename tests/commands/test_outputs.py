@@ -420,13 +420,6 @@ def test_dry_run_beside_a_run_says_what_resume_would_compare(digits: Path, tmp_p
     assert contents(tmp_path) == before
 
 
-def test_dry_run_creates_no_run_folder(digits: Path, tmp_path: Path) -> None:
-    before = contents(digits)
-    out = succeeds(train_command, *arguments(digits, tmp_path / "run", "noisy"), "--dry-run")
-    assert "dry run: step 1 has loss " in out and "22 (11" in out
-    assert list(tmp_path.iterdir()) == [] and contents(digits) == before
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -178,6 +178,7 @@ def test_run_that_cannot_begin_leaves_its_folder_unchanged(
 @pytest.mark.parametrize(
     ("code", "place", "options", "named"),
     [
+        (0, "new", [], "dry run: step 1 has loss "),
         (4, "new", ["--resume-from", "{digits}"], "{digits}"),
         (4, "damaged", ["--resume"], "damaged"),
         (0, "damaged", [], "already holds a run"),
