@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -76,10 +76,10 @@ class TrainBatch(NamedTuple):
 class WorkerOptions:
     """Options of a loader's worker processes, which don't change its batches.
 
-    num_workers: if 0, samples are made in this process, whose default generators keep their states.
-    prefetch_batches: batches that each worker prepares ahead. pin_memory: copy batches into
-    page-locked memory, for asynchronous transfers to a GPU. timeout_sec: the longest wait for a
-    batch.
+    num_workers: if 0, samples are made in this process; the states of its default generators are
+    restored afterwards. prefetch_batches: batches that each worker prepares ahead. pin_memory: copy
+    batches into page-locked memory, for asynchronous transfers to a GPU. timeout_sec: the longest
+    wait for a batch.
     """
 
     num_workers: int = 0
@@ -278,10 +278,9 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
         return
     iterator, workers = _start_workers(loader)
     executor = ThreadPoolExecutor(max_workers=1)
-    has_failed = False
+    future = Future[Any]()  # the fetch of a batch
     try:
         for number in itertools.count():
-            has_failed = True  # unless the batch arrives
             future = executor.submit(next, iterator, None)
             wait([future], timeout_sec)
             if not future.done():
@@ -295,7 +294,6 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
             if error is not None:
                 _check_alive(workers)
                 raise error
-            has_failed = False
             batch = future.result()
             if batch is None:
                 return
@@ -304,8 +302,9 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
             yield batch
     finally:
         # Wait for the thread unless it may hang: it may still refer to the iterator.
-        executor.shutdown(wait=not has_failed)
-        if has_failed or any(worker.exitcode for worker in workers):
+        has_arrived = future.done() and future.exception() is None
+        executor.shutdown(wait=has_arrived)
+        if not has_arrived or any(worker.exitcode for worker in workers):
             _failed_iterators.append(iterator)
         # Else torch ends the workers here, when the last reference to their iterator goes. It waits
         # five seconds for each one that hangs.
