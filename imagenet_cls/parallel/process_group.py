@@ -38,7 +38,10 @@ _NCCL_EXTRA = timedelta(seconds=10)
 
 
 class Heartbeat(Protocol):
-    """The part of `guards.heartbeat.Heartbeat` that is used through a group."""
+    """The part of `guards.heartbeat.Heartbeat` that is used through a group.
+
+    aborts: whether it ends this process after another rank has failed or was silent.
+    """
 
     aborts: bool
 
@@ -122,7 +125,8 @@ def init_group(
     `mode` is `ddp`.
 
     backend: `auto` (nccl on GPUs, gloo on CPUs), `nccl`, `gloo` or `mpi`. timeout_sec: longest wait
-    for another rank, here and in collectives. Raises UsageError for a wrong MASTER_ADDR,
+    for another rank, here and in collectives. Sets variables in `os.environ` that are not set: see
+    `complete_master_address` and `choose_interface`. Raises UsageError for a wrong MASTER_ADDR,
     MASTER_PORT or backend, ResourceError if the rendezvous fails.
     """
     if rank_info.world_size > 1 or mode == "ddp":
@@ -133,6 +137,7 @@ def init_group(
     full_names = {"auto": "nccl" if device.type == "cuda" else "gloo", "mpi": "cpu:mpi,cuda:mpi"}
     backend = full_names.get(backend, backend)
     if rank_info.world_size == 1:
+        # `imagenet_cls.train` may be called again, and a group of one rank is not destroyed.
         if mode == "ddp" and not dist.is_initialized():
             bound_to = bound_device(backend, device)
             dist.init_process_group(
@@ -239,8 +244,10 @@ def wait_until_reachable(rendezvous: Rendezvous, timeout_sec: float, is_server: 
 
     is_server: this process will listen there, so a refused connection is enough.
     """
+    if rendezvous.file is not None:
+        return
     end = time.monotonic() + timeout_sec
-    while rendezvous.file is None:
+    while True:
         try:
             left = max(_RETRY_SEC, end - time.monotonic())
             socket.create_connection((rendezvous.host, rendezvous.port), timeout=left).close()
