@@ -62,6 +62,12 @@ class ImageSource(Protocol):
     def digest(self) -> str:
         """A hex digest of names and targets; not of pixels."""
 
+    def collection(self) -> tuple[str, np.ndarray]:
+        """A text that identifies the collection of images, and their names or numbers in it,
+        (N,).
+        """
+        return self.digest(), np.arange(len(self))
+
 
 @dataclass(eq=False)
 class FolderSource(ImageSource):
@@ -132,6 +138,9 @@ class FolderSource(ImageSource):
 
     def digest(self) -> str:
         return self.index.digest
+
+    def collection(self) -> tuple[str, np.ndarray]:
+        return str(self.index.root), self.index.names
 
 
 def reason_of(error: OSError | DataError) -> str:
@@ -299,6 +308,9 @@ class SubsetSource(ImageSource):
                 "\0".join(self.classes).encode() + self.target_map.astype("<i8").tobytes()
             )
         return digest.hexdigest()
+
+    def collection(self) -> tuple[str, np.ndarray]:
+        return self.source.digest(), self.rows
 
 
 def with_classes(

@@ -13,9 +13,7 @@ from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.sources import (
-    FolderSource,
     ImageSource,
-    SubsetSource,
     size_fingerprint,
     targets_of,
 )
@@ -112,17 +110,8 @@ def _can_open_part(before: DataConfig, data: DataConfig) -> bool:
 
 def _images_in_common(first: ImageSource, second: ImageSource) -> int:
     """The number of images of `second` that `first` has, too."""
-    collection, names = _collection_and_names(first)
-    other_collection, other_names = _collection_and_names(second)
+    collection, names = first.collection()
+    other_collection, other_names = second.collection()
     if collection != other_collection:
         return 0
     return int(np.isin(other_names, names).sum())
-
-
-def _collection_and_names(source: ImageSource) -> tuple[str, np.ndarray]:
-    """A text that identifies the collection of images, and their names or numbers in it, (N,)."""
-    if isinstance(source, FolderSource):
-        return str(source.index.root), source.index.names
-    if isinstance(source, SubsetSource):
-        return source.source.digest(), source.rows
-    return source.digest(), np.arange(len(source))
