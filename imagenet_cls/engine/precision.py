@@ -13,7 +13,7 @@ def choose_precision(train: TrainConfig, device: torch.device) -> torch.dtype | 
     ResNet-50. Raises UsageError for fp16 on a CPU.
     """
     if train.precision == "auto":
-        return fastest_dtype(train, device) if device.type == "cuda" else None
+        return auto_dtype(train, device) if device.type == "cuda" else None
     if train.precision == "fp16" and device.type == "cpu":
         raise UsageError(
             "train.precision=fp16 needs a GPU.",
@@ -22,7 +22,7 @@ def choose_precision(train: TrainConfig, device: torch.device) -> torch.dtype | 
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[train.precision]
 
 
-def fastest_dtype(train: TrainConfig, device: torch.device) -> torch.dtype | None:
+def auto_dtype(train: TrainConfig, device: torch.device) -> torch.dtype | None:
     """The dtype that `train.precision=auto` stands for on a GPU.
 
     GPUs before Ampere (compute capability 8.0) only emulate bf16, and cuDNN has no convolutions for
