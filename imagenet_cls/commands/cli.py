@@ -165,7 +165,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_allow_import(parser: argparse.ArgumentParser) -> None:
     """Add --allow-import: code that the config in a checkpoint may name, see
-    `models.build.check_trusted`.
+    `inference.load_weights.check_trusted`.
     """
     parser.add_argument(
         "--allow-import",

@@ -30,7 +30,12 @@ from imagenet_cls.models.adapt import (
     size_remedy,
     split_batch_norm,
 )
-from imagenet_cls.models.build import build_model, model_mean_std, published_weights, weights_source
+from imagenet_cls.models.build import (
+    build_model,
+    describe_initial_weights,
+    model_mean_std,
+    published_weights,
+)
 from imagenet_cls.models.head import permute_outputs
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
 from imagenet_cls.models.weight_files import download_weights, read_all_weights
@@ -68,8 +73,8 @@ def build_training_model(
     if not load_initial_weights:
         messages = []
     model = split_batch_norm(model, config.model, config.augment.splits)
-    if frozen := freeze(model, config.model, num_classes):
-        messages.append(frozen)
+    if message := freeze(model, config.model, num_classes):
+        messages.append(message)
     model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
     check_model_outputs(model, config, num_classes, smallest_norm_batch)
     if config.distill.kind != "none":
@@ -104,7 +109,7 @@ def build_initial_model(
         trained_mean_std = stored.mean_std
         known_classes = stored.classes
     else:
-        messages = [weights_source(config.model, model, num_classes)]
+        messages = [describe_initial_weights(config.model, model, num_classes)]
         if config.model.pretrained:
             trained_mean_std = model_mean_std(model, config.data.channels)
             _, published_classes = published_weights(config.model, model)

@@ -20,7 +20,7 @@ from imagenet_cls.checkpoint.format import (
     stored_mean_std,
 )
 from imagenet_cls.checkpoint.select import load_best
-from imagenet_cls.config.schema import Config, format_size
+from imagenet_cls.config.schema import Config, ModelConfig, format_size
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
 from imagenet_cls.engine.build import choose_num_classes
 from imagenet_cls.engine.initial_weights import (
@@ -32,7 +32,7 @@ from imagenet_cls.engine.initial_weights import (
 from imagenet_cls.errors import CheckpointError, ConfigError, UsageError
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.adapt import resize_model, size_remedy
-from imagenet_cls.models.build import build_model, check_trusted, published_weights
+from imagenet_cls.models.build import RESERVED, TORCHVISION, build_model, published_weights
 from imagenet_cls.models.head import permute_outputs
 from imagenet_cls.models.weights import (
     load_weights,
@@ -217,6 +217,37 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
         best=best,
         data_digest=snapshot.state.get("data_digest"),
     )
+
+
+def check_trusted(
+    model: ModelConfig, imports: Sequence[str], trusted: Collection[str], where: str
+) -> None:
+    """Raise CheckpointError where building a checkpoint's model would run code that the user has
+    not named.
+
+    Nothing is imported. model, imports: the values of the checkpoint's own config. trusted: the
+    names that the user has given, compared whole, since `my_module:os.system` is not code of a
+    trusted module. where: the checkpoint.
+    """
+    # timm takes a name with a colon for a place to download a model from; without one it is a key
+    # of its registry.
+    names = list(imports)
+    if ":" in model.name.removeprefix(TORCHVISION):
+        names.append(model.name)
+    for name in names:
+        if name not in trusted:
+            raise CheckpointError(
+                f"{where}: its config names code to run or a model to download, {name!r}; nothing "
+                "was run.",
+                f"If you know and trust it: --allow-import {name}",
+            )
+    for name in RESERVED:
+        if name in model.kwargs:
+            raise CheckpointError(
+                f"{where}: its config sets model.kwargs.{name}, which is not allowed in a "
+                "checkpoint; nothing was run.",
+                "Use another checkpoint.",
+            )
 
 
 def build_untrained_model(config: Config, num_classes: int) -> nn.Module:

@@ -9,7 +9,7 @@ Random numbers are drawn only to initialize weights, so the same seed gives the 
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -58,6 +58,7 @@ def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.M
     malformed name on the Hub, UserError where the user's factory does not return a module.
     """
     if model.pretrained:
+        # Printed at once: without a network, the library tries again for most of a minute.
         print(
             f"Loading the published weights of {model.name!r}, from the network if they are not "
             "cached.",
@@ -146,7 +147,7 @@ def replace_head(model: nn.Module, num_classes: int) -> None:
     setattr(model.get_submodule(parent), leaf, new)
 
 
-def weights_source(model: ModelConfig, built: nn.Module, num_classes: int) -> str:
+def describe_initial_weights(model: ModelConfig, built: nn.Module, num_classes: int) -> str:
     """One sentence: where the weights of a model built by `build_model` come from, and whether its
     head is new.
     """
@@ -246,37 +247,6 @@ def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], li
     if channels == 3:
         return mean, std
     return [fmean(mean)], [fmean(std)]
-
-
-def check_trusted(
-    model: ModelConfig, imports: Sequence[str], trusted: Collection[str], where: str
-) -> None:
-    """Raise CheckpointError where building a checkpoint's model would run code that the user has
-    not named.
-
-    Nothing is imported. model, imports: the values of the checkpoint's own config. trusted: the
-    names that the user has given, compared whole, since `my_module:os.system` is not code of a
-    trusted module. where: the checkpoint.
-    """
-    # timm takes a name with a colon for a place to download a model from; without one it is a key
-    # of its registry.
-    names = list(imports)
-    if ":" in model.name.removeprefix(TORCHVISION):
-        names.append(model.name)
-    for name in names:
-        if name not in trusted:
-            raise CheckpointError(
-                f"{where}: its config names code to run or a model to download, {name!r}; nothing "
-                "was run.",
-                f"If you know and trust it: --allow-import {name}",
-            )
-    for name in RESERVED:
-        if name in model.kwargs:
-            raise CheckpointError(
-                f"{where}: its config sets model.kwargs.{name}, which is not allowed in a "
-                "checkpoint; nothing was run.",
-                "Use another checkpoint.",
-            )
 
 
 def model_problems(

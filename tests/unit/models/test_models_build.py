@@ -14,10 +14,10 @@ from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import ResourceError, UserError
 from imagenet_cls.models.build import (
     build_model,
+    describe_initial_weights,
     model_mean_std,
     model_problems,
     replace_head,
-    weights_source,
 )
 from imagenet_cls.models.head import head_names
 
@@ -171,11 +171,11 @@ def test_one_channel_needs_a_model_that_takes_it() -> None:
         ),
     ],
 )
-def test_weights_source_names_the_weights(model: ModelConfig, outputs: int, source: str) -> None:
+def test_description_names_the_weights(model: ModelConfig, outputs: int, source: str) -> None:
     # nothing is downloaded here
     without = ModelConfig("resnet18" if ":" in model.name else model.name)
     with torch.device("meta"):
-        found = weights_source(model, build_model(without, outputs), outputs)
+        found = describe_initial_weights(model, build_model(without, outputs), outputs)
     assert source in found and ("head" in found) == ("head" in source)
 
 

@@ -17,7 +17,7 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import CheckpointError, ConfigError, ResourceError
-from imagenet_cls.models.build import build_model, model_problems, weights_source
+from imagenet_cls.models.build import build_model, describe_initial_weights, model_problems
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def test_model_of_a_source_is_checked_built_and_loaded(
     assert all(
         torch.equal(value, saved.state_dict()[key]) for key, value in built.state_dict().items()
     )
-    assert weights_source(model, built, 7) == f"starts from published weights ({name})"
+    assert describe_initial_weights(model, built, 7) == f"starts from published weights ({name})"
     other = build_model(model, 3)
-    assert "it had 7 outputs, the model has 3" in weights_source(model, other, 3)
+    assert "it had 7 outputs, the model has 3" in describe_initial_weights(model, other, 3)
     assert torch.equal(other.blocks[1].attn.qkv.weight, saved.blocks[1].attn.qkv.weight)
     # from scratch
     assert not torch.equal(build_model(ModelConfig(name), 7).cls_token, saved.cls_token)
