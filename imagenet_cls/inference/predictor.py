@@ -113,14 +113,14 @@ class Predictor:
         self.transform = EvalTransform(self.config.eval, self.mean)
         self.normalize = Normalize(self.mean, self.std, device, self.config.train.channels_last)
 
-    def transform_images(self, images: Sequence[AnyImage]) -> Tensor:
+    def crop_images(self, images: Sequence[AnyImage]) -> Tensor:
         """Images of any sizes as uint8 (B, C, *crop_px) on the CPU."""
         exif = self.config.data.exif
         return torch.stack([self.transform(read_image(image, exif)) for image in images])
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
         """Images of any sizes as float32 (B, C, *crop_px) on the device of the model."""
-        return self.normalize(self.transform_images(images))
+        return self.normalize(self.crop_images(images))
 
     @torch.no_grad()
     def logits(self, images: Sequence[AnyImage]) -> Tensor:
@@ -168,9 +168,7 @@ class Predictor:
     def __call__(
         self, images: AnyImage | Sequence[AnyImage], top: int = 5
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """`predict` as a list for a list, a folder or a pattern of images; for a single image its
-        row.
-        """
+        """A list of the rows of `predict`; for a single image its row."""
         if isinstance(images, str | Path):
             rows = list(self.predict(find_images([str(images)]), top))
             return rows[0] if Path(images).is_file() else rows
@@ -323,7 +321,7 @@ class OnnxPredictor(Predictor):
         `Predictor`.
         """
         if self.graph_preprocess == "normalize":
-            return self.transform_images(images)
+            return self.crop_images(images)
         return super().prepare(images)
 
 
