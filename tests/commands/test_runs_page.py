@@ -178,6 +178,19 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(
     assert found[first : first + len(versions)] == list(versions.values())
 
 
+def test_median_of_two_runs_is_their_mean(tmp_path: Path, call: Callable) -> None:
+    for top1_pct in (60.0, 61.5):
+        folder = tmp_path / str(top1_pct)
+        folder.mkdir()
+        shared = {"step": 1, "epoch": 0, "loss": 1.0, "top1_pct": top1_pct}
+        train = {"kind": "train", "lr": 0.1, "data_wait_pct": 0.0} | shared
+        result = {"kind": "eval", "weights": "raw", "seconds": 1.0} | shared
+        (folder / "metrics.jsonl").write_text(f"{json.dumps(train)}\n{json.dumps(result)}\n")
+    runs = [tmp_path / "60.0", tmp_path / "61.5"]
+    assert call(report_command, *runs, "--out", tmp_path / "page.html")[0] == 0
+    assert "<strong>60.75</strong>" in (tmp_path / "page.html").read_text()
+
+
 def test_run_that_continues_another_and_has_a_metric_named_like_a_column(
     tmp_path: Path, call: Callable
 ) -> None:
