@@ -23,6 +23,7 @@ from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.files import is_url
 from imagenet_cls.lookup import did_you_mean
+from imagenet_cls.text import command_line
 
 
 def train_command(argv: Sequence[str]) -> int:
@@ -120,6 +121,13 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
     if arguments.device is not None:
         overrides.append(f"device={arguments.device}")
     if not sources:
+        for override in overrides:
+            key, _, path = override.partition("=")
+            if key == "data":
+                raise UsageError(
+                    f"{override}: a dataset is given by its path alone.",
+                    f"Write: {command_line('train')} {path}",
+                )
         if arguments.resume_from is not None and not overrides:
             # else the embedded demo, which does not fit
             raise UsageError(
