@@ -14,7 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO, TypeVar
 
-from imagenet_cls.commands.own_data import is_config, load_config_or_data
+from imagenet_cls.commands.own_data import (
+    SHORT_KEYS,
+    is_config,
+    is_data,
+    load_config_or_data,
+)
 from imagenet_cls.config import keys
 from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
@@ -251,6 +256,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
             words.append("auto")
     arguments, unknown = parser.parse_known_intermixed_args(words)
     following_words = dict(zip(words, [*words, ""][1:], strict=True))
+    short_keys = {}
+    if any(map(is_data, vars(arguments).get("arguments", []))):
+        short_keys = {of_config[0]: short for short, of_config in SHORT_KEYS.items()}
     errors = []
     for word in unknown:
         if not word.startswith("-"):
@@ -259,7 +267,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         following = following_words[word]
         if not value and not _NOT_A_VALUE.fullmatch(following):
             value = following
-        if text := keys.instead_of_option(option, value or None):
+        if text := keys.instead_of_option(option, value or None, short_keys):
             shown = f"{option} {value}".rstrip()
             errors.append(f"{shown}: {text}")
     if errors:

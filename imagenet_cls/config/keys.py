@@ -2,7 +2,7 @@
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from itertools import accumulate
@@ -189,9 +189,11 @@ def describe_type(hint: Any) -> str:
     return " or ".join(names)
 
 
-def instead_of_option(option: str, value: str | None) -> str | None:
+def instead_of_option(option: str, value: str | None, short_keys: Mapping[str, str]) -> str | None:
     """What to write instead of an unknown command-line option: `write optimizer.lr=0.1` for `--lr
     0.1`, or None.
+
+    short_keys: the short keys that are allowed, by the key of the config.
     """
     name = option.lstrip("-").replace("-", "_")
     same_name = [key for key in value_types() if name in (key, key.rpartition(".")[2])]
@@ -199,6 +201,8 @@ def instead_of_option(option: str, value: str | None) -> str | None:
     if setting is None:
         return ADVICE.get(name)
     key, equals, _ = setting.partition("=")
+    if key in short_keys:
+        return f"write {short_keys[key]}={value or 'VALUE'}"
     if not equals:
         is_switch = value is None and value_types()[key] is bool
         setting += "=true" if is_switch else f"={value or 'VALUE'}"

@@ -150,6 +150,18 @@ def test_error_for_an_unknown_key_names_the_short_keys(photos: Path) -> None:
     assert set(SHORT_KEYS) <= set(re.findall(r"\w+", str(raised.value)))
 
 
+def test_option_of_another_project_beside_a_dataset_names_the_short_key(
+    call: Callable[..., tuple[int, str, str]], photos: Path
+) -> None:
+    options = ["--epochs", "3", "--imgsz", "64", "--batch", "16"]
+    code, _, err = call(train_command, "photos", *options)
+    assert code == 2
+    assert " epochs=3\n" in err and " size=64\n" in err and "train.global_batch_size=16" in err
+    code, _, err = call(train_command, "demo", *options)
+    assert code == 2
+    assert "train.epochs=3" in err and "augment.size_px=64" in err
+
+
 def test_dataset_as_a_key_names_the_argument(
     call: Callable[..., tuple[int, str, str]], photos: Path
 ) -> None:
