@@ -57,7 +57,7 @@ def load_newest(path: Path) -> tuple[Snapshot, list[str]]:
 
 def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     """Returns the best intact checkpoint of a run folder (or the given checkpoint), which of its
-    weights are best, and messages about damaged ones.
+    weights are best, and messages about damaged ones and about a run without an evaluation.
 
     The weights are `raw` or `ema`. Those of a given checkpoint are the kind with the best result of
     its run so far. None without an evaluation, for a given checkpoint without an EMA, and if the
@@ -74,7 +74,8 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     newest, damage = load_newest(path)
     best = newest.state["progress"]["best"]  # was checked when it was read
     if not best:
-        return newest, None, damage
+        note = f"{newest.path}: the newest checkpoint, since the run has no evaluation yet"
+        return newest, None, [*damage, note]
     weights = best_weights(best)
     wanted = [path for path in candidates if step_of(path) == best[weights]["step"]]
     if not wanted:

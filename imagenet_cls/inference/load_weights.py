@@ -90,8 +90,8 @@ class TrainedModels:
 
     models: by the name of their weights, `raw` or `ema`. classes: None if unknown. origin: where
     the weights are from, for messages. path: the checkpoint, or the file of an `OnnxPredictor`.
-    warnings: about damaged checkpoints that were skipped. best: the
-    weights that evaluated best in their run, if known. data_digest: the digest of the training
+    warnings: about damaged checkpoints that were skipped, and a run without an evaluation. best:
+    the weights that evaluated best in their run, if known. data_digest: the digest of the training
     images of their run, if known.
     """
 

@@ -198,6 +198,12 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [9, 7]
 
 
+def test_load_best_says_that_a_run_has_no_evaluation(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoints", snapshot(1))
+    chosen, kind, (message,) = load_best(tmp_path)
+    assert (chosen.state["step"], kind) == (1, None) and "step-0000001" in message
+
+
 def test_load_best_and_load_newest_of_a_run_folder(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     best = {"raw": {"top1_pct": 70.0, "step": 1}, "ema": {"top1_pct": 80.0, "step": 2}}
