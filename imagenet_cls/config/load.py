@@ -35,7 +35,8 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 @dataclass(frozen=True)
 class LoadedConfig:
     """A config. origins: where a layer sets a key or section, by dotted key: `x.yaml:12`. name: the
-    file's stem. notes: lines to print at the start, besides warnings.
+    file's stem, or the name of the run whose config it is. notes: lines to print at the start,
+    besides warnings.
     """
 
     config: Config
@@ -66,7 +67,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     warnings: list[str] = []
     for found in (layers.removed_value_warnings(), unused_values(config)):
         warnings += format_problems(found, origins)
-    return LoadedConfig(config, origins, file.stem, warnings, layers.replaced)
+    is_of_run = file.name == "config.yaml" and (file.parent / "env.json").exists()
+    name = file.parent.resolve().name if is_of_run else file.stem
+    return LoadedConfig(config, origins, name, warnings, layers.replaced)
 
 
 def take_removed_keys(tree: Tree) -> list[Problem]:

@@ -402,3 +402,12 @@ def test_delete_replaces_a_section_of_the_base() -> None:
         "_base_: base.yaml\nmodel: {kwargs: {_delete_: true, y: 2}}\naugment: {_delete_: false}\n"
     )
     assert loaded.config.model.kwargs == {"y": 2} and loaded.config.augment.hflip_prob == 0.1
+
+
+def test_config_of_a_run_has_the_name_of_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("optimizer: {lr: 0.1}\n")
+    assert load_config(folder / "config.yaml").name == "config"
+    (folder / "env.json").write_text("{}")
+    assert load_config(folder / "config.yaml").name == "photos"
