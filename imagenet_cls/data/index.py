@@ -274,8 +274,8 @@ def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
     classes = sorted(map(os.fsdecode, content.folders))
     if not classes:
         remedy = (
-            "Put the images of each class into a folder of its name, or correct data.root, "
-            "data.train and data.val."
+            "Put the images of each class into a folder of its name, or correct the path (in a "
+            "config data.root, data.train and data.val)."
         )
         if content.images:
             remedy = (
