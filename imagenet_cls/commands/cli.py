@@ -257,7 +257,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     arguments, unknown = parser.parse_known_intermixed_args(words)
     following_words = dict(zip(words, [*words, ""][1:], strict=True))
     short_keys = {}
-    if any(map(is_data, vars(arguments).get("arguments", []))):
+    given = vars(arguments).get("arguments", [])
+    if unknown and any(is_data(word) for word in given if not is_override(word)):
         short_keys = {of_config[0]: short for short, of_config in SHORT_KEYS.items()}
     errors = []
     for word in unknown:
