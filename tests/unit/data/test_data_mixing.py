@@ -19,11 +19,17 @@ def batch(size: int = 6) -> TrainBatch:
 
 
 def mixed(
-    step: int, epoch: int = 0, rank: int = 0, off_epoch: int | None = None, size: int = 6, **options
+    step: int,
+    epoch: int = 0,
+    rank: int = 0,
+    micro_step: int = 0,
+    off_epoch: int | None = None,
+    size: int = 6,
+    **options,
 ) -> tuple[Tensor, Tensor]:
     mixing = build_mixing(MixConfig(**options), 5)
     return TrainPreprocess(PREPROCESS, ErasingConfig(), mixing, 1, rank, off_epoch)(
-        batch(size), epoch, step, 0
+        batch(size), epoch, step, micro_step
     )
 
 
@@ -34,12 +40,13 @@ def test_build_mixing_is_none_without_alphas(options: dict) -> None:
 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
-def test_mixing_is_a_function_of_step_and_rank(mode: str) -> None:
+def test_mixing_is_a_function_of_step_rank_and_micro_batch(mode: str) -> None:
     images, targets = mixed(7, mode=mode, **BOTH)
     again_images, again_targets = mixed(7, mode=mode, **BOTH)
     assert torch.equal(images, again_images) and torch.equal(targets, again_targets)
     assert not torch.equal(images, mixed(8, mode=mode, **BOTH)[0])
     assert not torch.equal(images, mixed(7, rank=1, mode=mode, **BOTH)[0])
+    assert not torch.equal(images, mixed(7, micro_step=1, mode=mode, **BOTH)[0])
     assert targets.shape == (6, 5) and targets.dtype == torch.float32
     torch.testing.assert_close(targets.sum(1), torch.ones(6))
 
