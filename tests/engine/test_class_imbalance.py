@@ -3,12 +3,17 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers import arguments, assert_resumes, fails
+from helpers import arguments, assert_resumes, datasets_in, fails, single_rank
 from PIL import Image
 
 from imagenet_cls.commands.train import train_command
+from imagenet_cls.config.load import load_config
 from imagenet_cls.data.builtin import write_digits
+from imagenet_cls.data.sources import required_targets
+from imagenet_cls.engine.loaders import build_train_loader
+from imagenet_cls.engine.plan import plan_run
 
 RARE = "8"
 
@@ -36,6 +41,17 @@ def test_balanced_run_resumes_and_starts_with_the_class_sizes(
     changes = data | {"data__balance": 1, "data__repeats": 2, "loss__class_weights": "effective"}
     assert_resumes(imbalanced, tmp_path, 13, "noisy", **changes)
     assert "7 (8) to 146 (3) per class" in capsys.readouterr().out
+
+
+def test_balanced_epoch_has_about_as_many_images_of_each_class(imbalanced: Path) -> None:
+    words = ["data.balance=1", "train.global_batch_size=32", "data.num_workers=0"]
+    config = load_config(None, words).config
+    source = datasets_in(imbalanced).train
+    plan = plan_run(config.train, len(source), 1, 1)
+    loader = build_train_loader(config, source, plan, single_rank(), [0.5] * 3)
+    targets = required_targets(source, "data.balance")
+    counts = np.bincount([targets[index] for _, index, _ in loader.sampler], minlength=10)
+    assert counts.min() > counts.max() / 2
 
 
 class WithoutTargets:
