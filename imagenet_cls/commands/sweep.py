@@ -32,7 +32,7 @@ from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.signals import handle_stop_signals, set_parent_death_signal
 from imagenet_cls.text import command_line, join_names
 
-# Between two looks at the runs. A search reads the metrics of a run each time.
+# Between two checks of the runs. A search reads the metrics of a run at each check.
 _POLL_SEC = 1.0
 
 

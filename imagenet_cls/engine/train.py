@@ -94,7 +94,7 @@ def forward_backward(
     scale.
 
     Returns the loss and the top-1 accuracy (0 to 1): (2,), detached, on the device. Averaged over
-    ranks they are the values of the global batch.
+    ranks they are the values of the global batch. Raises StopIteration if the batches end early.
     """
     plan = parts.plan
     group = parts.group

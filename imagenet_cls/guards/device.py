@@ -12,7 +12,7 @@ _NO_DETERMINISTIC_KERNEL = " does not have a deterministic implementation"
 def explain_device_errors(sizes: str = "") -> Iterator[None]:
     """Raise ResourceError where memory ran out, and UsageError for `train.deterministic`.
 
-    sizes: the batch sizes in words, for the message. A failed assertion in a CUDA kernel gets a
+    sizes: the batch sizes as text, for the message. A failed assertion in a CUDA kernel gets a
     note.
     """
     try:
