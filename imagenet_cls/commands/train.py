@@ -132,7 +132,7 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
             # else the embedded demo, which does not fit
             raise UsageError(
                 f"The checkpoint {arguments.resume_from} is given without a config or dataset.",
-                "Give that of its run, too.",
+                "Give the config or dataset of its run, too.",
             )
         return load_config(None, overrides)
     return load_config_or_data(sources[0], overrides)
