@@ -24,7 +24,7 @@ from benchmarks.step import ReferenceLoop, TrainingLoop, seconds_in_turn
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.loaders import build_val_batches
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 
 SIZE_PX, PAD_PX, MEAN = 28, 2, 73  # MEAN: of the images, 0 to 255
 ERASING_PROB = 0.25
@@ -93,7 +93,7 @@ def training_rows(
         "loss.label_smoothing=0",
         "device=cpu",
     ]
-    group = Group(RankInfo(), torch.device("cpu"))
+    context = RankContext(RankInfo(), torch.device("cpu"))
     epochs = iter(range(10**6, 10**7))
 
     def take(batches: Iterator[Any], count: int) -> None:
@@ -101,7 +101,7 @@ def training_rows(
 
     with tempfile.TemporaryDirectory() as folder:
         config = str(ROOT / "configs" / "fashion_mnist" / "fast.yaml")
-        ours = TrainingLoop(overrides, group, Path(folder), config)
+        ours = TrainingLoop(overrides, context, Path(folder), config)
         parts = ours.parts
         plain = ReferenceLoop(parts)
         dataset = parts.data.train.dataset
@@ -112,7 +112,7 @@ def training_rows(
             "our batches alone": lambda count: take(parts.train_loader.epoch(next(epochs)), count),
             "plain batches alone": lambda count: take(plain.batches, count),
             "our evaluation batches alone": lambda count: take(
-                build_val_batches(parts.config, parts.data.val, group, 1, parts.mean), count
+                build_val_batches(parts.config, parts.data.val, context, 1, parts.mean), count
             ),
         }
         seconds_in_turn(list(loops.values()), 1, 1)

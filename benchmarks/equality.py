@@ -27,10 +27,10 @@ from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.engine.train import train
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.seeding import hash_key, seed_generators
 
-CPU = Group(RankInfo(), torch.device("cpu"))
+CPU = RankContext(RankInfo(), torch.device("cpu"))
 
 
 def decode_options() -> list[str]:

@@ -64,10 +64,10 @@ def group_of(sizes: Sizes, mode: str = "auto") -> Any:
     import torch
 
     from imagenet_cls.parallel.environment import RankInfo
-    from imagenet_cls.parallel.process_group import init_group
+    from imagenet_cls.parallel.process_group import init_process_groups
 
     device = torch.device("cuda", 0) if sizes.device == "cuda" else torch.device("cpu")
-    return init_group(RankInfo(), device, mode, "auto", "env://", 60.0)
+    return init_process_groups(RankInfo(), device, mode, "auto", "env://", 60.0)
 
 
 def training(
@@ -105,11 +105,11 @@ def files(sizes: Sizes, rounds: int, batch: int) -> list[Row]:
             "data.kwargs={}",
             "model.num_classes=1000",
         ]
-        group = group_of(sizes)
+        context = group_of(sizes)
         together = TrainingLoop(
-            [*sizes.overrides, *options, *from_files], group, Path(folder, "files")
+            [*sizes.overrides, *options, *from_files], context, Path(folder, "files")
         )
-        step = TrainingLoop([*sizes.synthetic, *options], group, Path(folder, "synthetic"))
+        step = TrainingLoop([*sizes.synthetic, *options], context, Path(folder, "synthetic"))
         epochs = iter(range(10**6, 10**7))
 
         def load(wanted: int) -> None:

@@ -71,7 +71,7 @@ def ours(
     from imagenet_cls.engine.loaders import build_train_loader, build_val_batches
     from imagenet_cls.engine.plan import plan_run
     from imagenet_cls.parallel.environment import RankInfo
-    from imagenet_cls.parallel.process_group import Group
+    from imagenet_cls.parallel.process_group import RankContext
 
     options = [
         f"data.root={folder}",
@@ -86,20 +86,22 @@ def ours(
         RESIZE_PX,
         SIZE_PX,
     )
-    group, data = Group(RankInfo(), torch.device("cpu")), open_datasets(config.data)
+    context, data = RankContext(RankInfo(), torch.device("cpu")), open_datasets(config.data)
     assert data.train is not None and data.val is not None
     preprocess = (
-        Normalize(MEAN, STD, group.device, channels_last=True) if floats else lambda images: images
+        Normalize(MEAN, STD, context.device, channels_last=True)
+        if floats
+        else lambda images: images
     )
     if evaluate:
         # The package of an older checkout (`--baseline`) has no argument `mean`.
         mean = [MEAN] if "mean" in inspect.signature(build_val_batches).parameters else []
         val = data.val
         return lambda: sum(
-            len(preprocess(batch[0])) for batch in build_val_batches(config, val, group, 1, *mean)
+            len(preprocess(batch[0])) for batch in build_val_batches(config, val, context, 1, *mean)
         )
     plan = plan_run(config.train, len(data.train), 1)
-    loader = build_train_loader(config, data.train, plan, group, MEAN)
+    loader = build_train_loader(config, data.train, plan, context, MEAN)
     epochs = iter(range(10**9))
     return lambda: sum(len(preprocess(batch.images)) for batch in loader.epoch(next(epochs)))
 

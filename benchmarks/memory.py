@@ -55,7 +55,7 @@ def our_batches(root: str) -> Iterable[Any]:
     from imagenet_cls.engine.loaders import build_train_loader
     from imagenet_cls.engine.plan import plan_run
     from imagenet_cls.parallel.environment import RankInfo
-    from imagenet_cls.parallel.process_group import Group
+    from imagenet_cls.parallel.process_group import RankContext
 
     options = [
         f"data.root={root}",
@@ -65,8 +65,11 @@ def our_batches(root: str) -> Iterable[Any]:
     config = load_config("resnet50", [*options, "augment.size_px=32", "eval.crop_px=32"]).config
     source = open_datasets(config.data, ("train",)).train
     assert source is not None
-    group, plan = Group(RankInfo(), torch.device("cpu")), plan_run(config.train, len(source), 1)
-    return build_train_loader(config, source, plan, group, (0.5, 0.5, 0.5)).epoch(0)
+    context, plan = (
+        RankContext(RankInfo(), torch.device("cpu")),
+        plan_run(config.train, len(source), 1),
+    )
+    return build_train_loader(config, source, plan, context, (0.5, 0.5, 0.5)).epoch(0)
 
 
 def torchvision_batches(root: str) -> Iterable[Any]:

@@ -43,7 +43,7 @@ from imagenet_cls.engine.train import train
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group, init_group
+from imagenet_cls.parallel.process_group import RankContext, init_process_groups
 from imagenet_cls.parallel.stop_requests import StopSignalHandler
 from imagenet_cls.report.reporter import Reporter
 
@@ -90,20 +90,24 @@ class TrainingLoop:
     """`train()` of a config, some steps at a time. Its synthetic batches are made once."""
 
     def __init__(
-        self, overrides: Sequence[str], group: Group, folder: Path, config_name: str = "resnet50"
+        self,
+        overrides: Sequence[str],
+        context: RankContext,
+        folder: Path,
+        config_name: str = "resnet50",
     ):
         config = load_config(config_name, [*SETTINGS, *overrides]).config
-        self.parts, self.progress = build(config, group), Progress()
+        self.parts, self.progress = build(config, context), Progress()
         if config.data.name == "synthetic":
             batches = list(islice(self.parts.train_loader.epoch(0), BATCHES))
             self.parts.train_loader.epoch = lambda *_: cycle(batches)  # type: ignore[method-assign,assignment]
         plan = self.parts.plan
         with contextlib.redirect_stdout(io.StringIO()):
             self.reporter = Reporter(
-                folder, 0, config, group.is_main, plan.total_steps, plan.epochs
+                folder, 0, config, context.is_main, plan.total_steps, plan.epochs
             )
         saver = open_saver(self.parts, self.progress, RunFolder(folder), self.reporter)
-        self.stop_signals = StopSignalHandler(group)
+        self.stop_signals = StopSignalHandler(context)
         self.run = PartialRun(self.parts, self.progress, self.reporter, saver, self.stop_signals)
 
     def __call__(self, steps: int) -> None:
@@ -141,7 +145,7 @@ class ReferenceLoop:
             None if config.ema.decay is None else [tensor.clone() for tensor in self.averaged]
         )
         self.normalize = parts.preprocess.normalize
-        self.device = parts.group.device
+        self.device = parts.context.device
         self.dtype = parts.autocast_dtype
         self.batches = cycle(list(islice(parts.train_loader.epoch(0), BATCHES)))
 
@@ -191,7 +195,7 @@ def seconds_in_turn(
 def throughput_rows(
     name: str,
     overrides: Sequence[str],
-    group: Group,
+    context: RankContext,
     batch_size: int,
     steps: int,
     rounds: int,
@@ -202,10 +206,10 @@ def throughput_rows(
 
     goal: of the images per second.
     """
-    on_gpu = group.device.type == "cuda"
+    on_gpu = context.device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         ours = TrainingLoop(
-            [f"train.global_batch_size={batch_size}", *overrides], group, Path(folder)
+            [f"train.global_batch_size={batch_size}", *overrides], context, Path(folder)
         )
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -234,19 +238,19 @@ def throughput_rows(
 
 
 def overhead_rows(
-    model: str, ema_and_clip: bool, group: Group, steps: int, rounds: int
+    model: str, ema_and_clip: bool, context: RankContext, steps: int, rounds: int
 ) -> list[Row]:
     """Rows of a tiny model: microseconds of a step of `train()`, and those that it adds to the
     reference loops.
     """
     overrides = [*synthetic(16), f"model.name=benchmarks.step:{model}"]
     overrides += [
-        f"train.global_batch_size={OVERHEAD_BATCH * group.world_size}",
+        f"train.global_batch_size={OVERHEAD_BATCH * context.world_size}",
         f"log.every_steps={steps}",
     ]
     overrides += ["ema.decay=0.999", "train.clip_norm=1.0"] * ema_and_clip
     with tempfile.TemporaryDirectory() as folder:
-        ours = TrainingLoop(overrides, group, Path(folder))
+        ours = TrainingLoop(overrides, context, Path(folder))
         loops = [ours, ReferenceLoop(ours.parts), ReferenceLoop(ours.parts, same_arithmetic=True)]
         seconds_in_turn(loops, steps, 1)
         seconds = seconds_in_turn(loops, steps, rounds)
@@ -255,8 +259,8 @@ def overhead_rows(
         [[1e6 * each[clock] / steps for each in found] for found in seconds] for clock in (0, 1)
     )
     name = (
-        f"{model}{', EMA and clipping' * ema_and_clip}, {group.world_size} "
-        f"rank{'s' * (group.world_size > 1)}"
+        f"{model}{', EMA and clipping' * ema_and_clip}, {context.world_size} "
+        f"rank{'s' * (context.world_size > 1)}"
     )
     rows = [measured(f"{name}: train()", wall[0], "us", note=f"CPU time {median(cpu[0]):.0f} us")]
     for number, what in ((1, "reference loop"), (2, "the same arithmetic")):
@@ -264,7 +268,7 @@ def overhead_rows(
             [mine - theirs for mine, theirs in zip(found[0], found[number], strict=True)]
             for found in (wall, cpu)
         )
-        goal = OVERHEAD_GOALS.get((model, group.world_size), "") if number == 2 else ""
+        goal = OVERHEAD_GOALS.get((model, context.world_size), "") if number == 2 else ""
         fastest = min(wall[0]) - min(wall[number])
         note = f"CPU time {median(cpu_added):.0f} us; between the fastest rounds {fastest:.0f} us"
         rows.append(measured(f"{name}: train() - {what}", added, "us", goal, note))
@@ -300,7 +304,7 @@ def run_rank(rank: int, world_size: int, folder: str, rounds: int, tiny: bool) -
     """All models on one rank; rank 0 writes the rows into `folder`."""
     torch.set_num_threads(1)
     rank_info = RankInfo(rank, rank, world_size, world_size)
-    group = init_group(
+    context = init_process_groups(
         rank_info, torch.device("cpu"), "auto", "gloo", f"file://{folder}/store", 60.0
     )
     rows: list[Row] = []
@@ -308,12 +312,12 @@ def run_rank(rank: int, world_size: int, folder: str, rounds: int, tiny: bool) -
         size_px, batch_size, steps = (32, 4, 2) if tiny else (64, 32, 4)
         overrides = [*synthetic(size_px), "model.name=resnet18"]
         name = f"ResNet-18, {size_px} px, batch {batch_size}"
-        rows += throughput_rows(name, overrides, group, batch_size, steps, rounds)
+        rows += throughput_rows(name, overrides, context, batch_size, steps, rounds)
     for ema_and_clip in (False, True):
         for model in ("tiny", "many_tensors"):
-            rows += overhead_rows(model, ema_and_clip, group, 2 if tiny else 20, rounds)
-            if group.is_main:
+            rows += overhead_rows(model, ema_and_clip, context, 2 if tiny else 20, rounds)
+            if context.is_main:
                 progress(rows[-1]["row"])
-    if group.is_main:
+    if context.is_main:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     os._exit(0)  # threads of gloo may abort a normal exit

@@ -169,22 +169,22 @@ def train(arguments: list[str], kills: Sequence[KillPoint], env: dict[str, str])
     return main(train_command, arguments)
 
 
-def join_group(rank: int, world_size: int, store: Path, timeout_sec: float = 240.0) -> Any:
+def join_ranks(rank: int, world_size: int, store: Path, timeout_sec: float = 240.0) -> Any:
     """Returns the Group of `world_size` ranks that rendezvous over the file `store`."""
     import torch
 
     from imagenet_cls.parallel.environment import RankInfo
-    from imagenet_cls.parallel.process_group import init_group
+    from imagenet_cls.parallel.process_group import init_process_groups
 
     rank_info = RankInfo(rank, rank, world_size, world_size)
-    return init_group(
+    return init_process_groups(
         rank_info, torch.device("cpu"), "auto", "gloo", f"file://{store}", timeout_sec
     )
 
 
-def destroy_group(group) -> None:
+def destroy_process_groups(context) -> None:
     """Destroy the process groups once all ranks are done."""
     import torch.distributed as dist
 
-    dist.barrier(group=group.cpu_group)
+    dist.barrier(group=context.cpu_group)
     dist.destroy_process_group()

@@ -251,9 +251,9 @@ def single_rank() -> Any:
     import torch
 
     from imagenet_cls.parallel.environment import RankInfo
-    from imagenet_cls.parallel.process_group import Group
+    from imagenet_cls.parallel.process_group import RankContext
 
-    return Group(RankInfo(), torch.device("cpu"))
+    return RankContext(RankInfo(), torch.device("cpu"))
 
 
 def call(command: Callable[[list[str]], int], *arguments: Any) -> tuple[int, str, str]:

@@ -25,7 +25,7 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.collectives import gather_on_all, mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
-from imagenet_cls.parallel.process_group import Group, bound_device, check_backend
+from imagenet_cls.parallel.process_group import RankContext, bound_device, check_backend
 
 # The gradients of a ResNet-18 in float32.
 _ELEMENTS = 12_000_000
@@ -86,7 +86,7 @@ class RankReport:
     gb_per_sec: str = "-"
 
 
-def check_ranks(config: Config, group: Group) -> None:
+def check_ranks(config: Config, context: RankContext) -> None:
     """Compare all ranks, all-reduce, and print a table on rank 0. A collective over gloo.
 
     The configured backend is initialized only if the ranks have no problem: nccl's message for two
@@ -94,51 +94,51 @@ def check_ranks(config: Config, group: Group) -> None:
     for a missing backend.
     """
     backend: str = config.parallel.backend
-    check_backend(backend, group.rank_info.launcher)
+    check_backend(backend, context.rank_info.launcher)
     if backend == "auto":
-        backend = "nccl" if group.device.type == "cuda" else "gloo"
-    report = describe_rank(group)
-    raise_problems(group, report)
-    if group.world_size == 1:
+        backend = "nccl" if context.device.type == "cuda" else "gloo"
+    report = describe_rank(context)
+    raise_problems(context, report)
+    if context.world_size == 1:
         print("One rank: there is no all-reduce to check. All checks passed.")
         return
-    device_id = bound_device(backend, group.device)
+    device_id = bound_device(backend, context.device)
     process_group = None  # the default one
     if backend != "gloo":
         timeout = timedelta(seconds=min(config.parallel.timeout_sec, _MAX_TIMEOUT_SEC))
         process_group = dist.new_group(backend=backend, timeout=timeout, device_id=device_id)
-    is_right, bandwidth = measure_all_reduce(group, process_group)
+    is_right, bandwidth = measure_all_reduce(context, process_group)
     report = replace(report, sum="right" if is_right else "WRONG", gb_per_sec=f"{bandwidth:.2f}")
-    raise_problems(group, report, show_always=True)
-    if group.is_main:
+    raise_problems(context, report, show_always=True)
+    if context.is_main:
         print(
-            f"{group.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: "
+            f"{context.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: "
             "all checks passed"
         )
 
 
-def raise_problems(group: Group, own: RankReport, show_always: bool = False) -> None:
+def raise_problems(context: RankContext, own: RankReport, show_always: bool = False) -> None:
     """Gather the reports, print them on rank 0, and raise ResourceError with their problems on
     every rank.
     """
-    reports = gather_on_all(own, group)
+    reports = gather_on_all(own, context)
     problems = rank_problems(reports)
-    if group.is_main and (problems or show_always or group.world_size == 1):
+    if context.is_main and (problems or show_always or context.world_size == 1):
         print(table(reports))
     if problems:
         more = f" There are {len(problems) - 2} more problems." if len(problems) > 2 else ""
         error = ResourceError("\n".join(problems[:2]) + more, "Fix this before starting a run.")
-        raise mark_printed_by_main(error, group)
+        raise mark_printed_by_main(error, context)
 
 
-def describe_rank(group: Group) -> RankReport:
+def describe_rank(context: RankContext) -> RankReport:
     device, gpu = "cpu", "-"
-    if group.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(group.device)
-        device, gpu = f"{group.device} {properties.name}", str(properties.uuid)
+    if context.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(context.device)
+        device, gpu = f"{context.device} {properties.name}", str(properties.uuid)
     return RankReport(
-        rank=group.rank,
-        local_rank=group.rank_info.local_rank,
+        rank=context.rank,
+        local_rank=context.rank_info.local_rank,
         host=socket.gethostname(),
         device=device,
         gpu=gpu,
@@ -149,22 +149,22 @@ def describe_rank(group: Group) -> RankReport:
     )
 
 
-def measure_all_reduce(group: Group, process_group: Any) -> tuple[bool, float]:
+def measure_all_reduce(context: RankContext, process_group: Any) -> tuple[bool, float]:
     """Whether all-reduces over `process_group` (None: the default one) are right in every element,
     and their bus bandwidth in GB/s.
     """
-    tensor = torch.empty(_ELEMENTS, device=group.device)
+    tensor = torch.empty(_ELEMENTS, device=context.device)
     synchronize = torch.cuda.synchronize if tensor.is_cuda else lambda: None
     seconds = []
     for _ in range(1 + _REPEATS):  # the first one opens connections
-        tensor.fill_(group.rank + 1)
+        tensor.fill_(context.rank + 1)
         synchronize()
         begin = time.perf_counter()
         dist.all_reduce(tensor, group=process_group)
         synchronize()
         seconds.append(time.perf_counter() - begin)
-    expected = group.world_size * (group.world_size + 1) / 2
-    moved_bytes = 2 * (group.world_size - 1) / group.world_size * tensor.nbytes
+    expected = context.world_size * (context.world_size + 1) / 2
+    moved_bytes = 2 * (context.world_size - 1) / context.world_size * tensor.nbytes
     return bool((tensor == expected).all()), moved_bytes / min(seconds[1:]) / 1e9
 
 

@@ -41,7 +41,7 @@ from imagenet_cls.parallel.signals import (
 from imagenet_cls.text import first_line
 
 if TYPE_CHECKING:
-    from imagenet_cls.parallel.process_group import Group
+    from imagenet_cls.parallel.process_group import RankContext
 
 # A rank whose collective failed waits this long before it reports: the launcher may end it first
 # and report the rank that caused it.
@@ -61,14 +61,14 @@ def check_components(loaded: LoadedConfig, world_size: int | None, training: boo
     raise_problems(config_problems(loaded.config, world_size, training), loaded)
 
 
-def join_group(loaded: LoadedConfig, rank_info: RankInfo) -> "Group":
+def join_ranks(loaded: LoadedConfig, rank_info: RankInfo) -> "RankContext":
     """Rendezvous with the other ranks and start the heartbeat. Raises UsageError or ResourceError
     if it fails.
     """
     from imagenet_cls.engine.build import data_parallel_devices
     from imagenet_cls.guards.heartbeat import start_heartbeat
     from imagenet_cls.parallel.devices import choose_device
-    from imagenet_cls.parallel.process_group import init_group
+    from imagenet_cls.parallel.process_group import init_process_groups
 
     logging.captureWarnings(True)  # warnings of libraries go to the log files
     parallel = loaded.config.parallel
@@ -77,7 +77,7 @@ def join_group(loaded: LoadedConfig, rank_info: RankInfo) -> "Group":
     )
     if parallel.mode == "dp" and device.type == "cuda" and rank_info.world_size == 1:
         device = data_parallel_devices(loaded.config).all[0]
-    group = init_group(
+    context = init_process_groups(
         rank_info,
         device,
         parallel.mode,
@@ -85,7 +85,7 @@ def join_group(loaded: LoadedConfig, rank_info: RankInfo) -> "Group":
         parallel.init_method,
         parallel.timeout_sec,
     )
-    return replace(group, heartbeat=start_heartbeat(group, parallel.timeout_sec))
+    return replace(context, heartbeat=start_heartbeat(context, parallel.timeout_sec))
 
 
 def check_is_no_rank() -> None:
@@ -97,8 +97,8 @@ def check_is_no_rank() -> None:
         )
 
 
-def join_alone(loaded: LoadedConfig) -> tuple[Config, "Group"]:
-    """The config with `parallel.mode` none, and the group of a command that runs in one process.
+def join_alone(loaded: LoadedConfig) -> tuple[Config, "RankContext"]:
+    """The config with `parallel.mode` none, and the context of a command that runs in one process.
 
     Raises UsageError if a launcher has started several processes. Checks the components of the
     config, too.
@@ -114,7 +114,7 @@ def join_alone(loaded: LoadedConfig) -> tuple[Config, "Group"]:
     )
     prepare_process(loaded, RankInfo())
     check_components(loaded, None)
-    return loaded.config, join_group(loaded, RankInfo())
+    return loaded.config, join_ranks(loaded, RankInfo())
 
 
 def parse_rank_arguments(
@@ -213,18 +213,18 @@ class RankProcess:
     def __init__(self, rank_info: RankInfo, show_traceback: bool):
         self.rank_info = rank_info
         self.show_traceback = show_traceback
-        self.group: Group | None = None
+        self.context: RankContext | None = None
 
     def __enter__(self) -> Self:
         if not self.rank_info.is_single_process:
             terminate_with_launching_process()  # before torch is imported, which takes seconds
         return self
 
-    def join(self, loaded: LoadedConfig) -> "Group":
+    def join(self, loaded: LoadedConfig) -> "RankContext":
         """Prepare this process and join the other ranks. Raises UsageError or ResourceError."""
         prepare_process(loaded, self.rank_info)
-        self.group = join_group(loaded, self.rank_info)
-        return self.group
+        self.context = join_ranks(loaded, self.rank_info)
+        return self.context
 
     def __exit__(
         self,
@@ -236,12 +236,12 @@ class RankProcess:
             if isinstance(error, Stopped):
                 raise requeue_if_slurm(error, os.environ) from None
             return
-        from imagenet_cls.parallel.process_group import destroy_group
+        from imagenet_cls.parallel.process_group import destroy_process_groups
 
         code = 0 if error is None else self.report(error)
-        if self.group is not None:
+        if self.context is not None:
             failed = error is not None and not isinstance(error, Stopped)
-            destroy_group(self.group, failed)
+            destroy_process_groups(self.context, failed)
         if code != 0:
             hard_exit(code)
 
@@ -257,7 +257,7 @@ class RankProcess:
         if isinstance(error, KeyboardInterrupt):  # came before the handler of signals was installed
             return 130
         if is_communication_error(error):
-            error = lost_rank_error(error, self.rank_info.rank, self.group)
+            error = lost_rank_error(error, self.rank_info.rank, self.context)
         error = explain_path_error(error)
         code = error.exit_code if isinstance(error, UserError) else 1
         text = str(error)
@@ -268,21 +268,23 @@ class RankProcess:
         return code
 
 
-def lost_rank_error(error: BaseException, rank: int, group: "Group | None") -> ResourceError:
+def lost_rank_error(
+    error: BaseException, rank: int, context: "RankContext | None"
+) -> ResourceError:
     """The error of a rank whose collective failed. It names the lost ranks if the heartbeat knows
     them.
     """
     from imagenet_cls.parallel.process_group import nccl_error
 
     lost = None
-    if group is not None and group.heartbeat is not None:
-        lost = group.heartbeat.wait_for_lost_rank(_LOST_RANK_WAIT_SEC)
+    if context is not None and context.heartbeat is not None:
+        lost = context.heartbeat.wait_for_lost_rank(_LOST_RANK_WAIT_SEC)
     lost = lost or nccl_error(error, rank)
     if lost is not None:
         return lost
     remedy = "See the errors and logs of the other ranks for the cause."
     if re.search("timed? ?out", str(error), re.IGNORECASE):
-        is_pair = group is not None and group.world_size == 2
+        is_pair = context is not None and context.world_size == 2
         logs = f"logs/rank{1 - rank}.log" if is_pair else "logs/rank*.log"
         remedy = (
             f"In a training, see the stacks in {logs}, which show where another rank hangs; "

@@ -35,18 +35,18 @@ def find_batch_command(argv: Sequence[str]) -> None:
     )
     arguments = cli.parse(parser, argv)
     loaded = cli.load_one_config(arguments, parser)
-    config, group = join_alone(loaded)
+    config, context = join_alone(loaded)
     from imagenet_cls.commands.finders import micro_batch_trials
     from imagenet_cls.engine.plan import ceil_div
 
     most = arguments.max or int(BATCH.high)
-    if arguments.max is None and group.device.type == "cpu":
+    if arguments.max is None and context.device.type == "cpu":
         # The system would kill this process where memory runs out.
         most = ceil_div(config.train.global_batch_size, arguments.gpus)
-    reserved = "  reserved GiB" if group.device.type == "cuda" else ""
+    reserved = "  reserved GiB" if context.device.type == "cuda" else ""
     print(f"{'images':>9}  {'images/s':>9}  peak GiB{reserved}")
     fitting = []
-    for trial in micro_batch_trials(config, group, arguments.gpus, most):
+    for trial in micro_batch_trials(config, context, arguments.gpus, most):
         if trial.problem:
             print(f"{trial.images:9,}  {'-':>9}  {'-':>8}  {trial.problem}", flush=True)
             continue

@@ -62,7 +62,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
         raise UsageError(
             f"{path} exists, and is not replaced.", "Name another file with --out FILE.png."
         )
-    config, group = join_alone(loaded)
+    config, context = join_alone(loaded)
     from imagenet_cls.commands.finders import lr_range
     from imagenet_cls.engine.build import num_devices
     from imagenet_cls.engine.plan import describe_batch_sizes
@@ -81,7 +81,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
 
     print(f"{'step':>6}  {'lr':>9}  {'loss':>9}  {'smoothed':>9}")
     with explain_device_errors(describe_batch_sizes(config, num_devices(config, 1))):
-        found = lr_range(config, group, arguments.low, arguments.high, arguments.steps, report)
+        found = lr_range(config, context, arguments.low, arguments.high, arguments.steps, report)
     print(f"ended {found.end}")
     lr = found.steepest()
     if lr is None:

@@ -30,7 +30,7 @@ from imagenet_cls.errors import out_of_memory_line
 from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.optim.schedule import Horizon, Schedule
 from imagenet_cls.parallel.memory import peak_memory_bytes, reset_peak_memory
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 
 _MANY_EPOCHS = 10**6  # so that any ema.every_steps is less than the steps of the run
 _NO_UPDATE_LR = 1e-12  # the weights stay as they are; some optimizers reject 0
@@ -72,8 +72,8 @@ class _TimedRun:
 
     def time(self) -> float:
         """The time at which the device has done its work."""
-        if self.parts.group.device.type != "cpu":
-            torch.accelerator.synchronize(self.parts.group.device)
+        if self.parts.context.device.type != "cpu":
+            torch.accelerator.synchronize(self.parts.context.device)
         return time.perf_counter()
 
 
@@ -104,7 +104,7 @@ def trial_config(config: Config) -> Config:
 
 
 def micro_batch_trials(
-    config: Config, group: Group, num_devices: int, most: int
+    config: Config, context: RankContext, num_devices: int, most: int
 ) -> Iterator[Trial]:
     """Try sizes of micro-batches, at most `most`: doubled until one does not fit, then between the
     last two. The largest size without a problem is within an eighth, or 8 images, of the largest
@@ -116,14 +116,14 @@ def micro_batch_trials(
     share = ceil_div(config.train.global_batch_size, num_devices)
     config = trial_config(config)
     low, high = 0, most + 1
-    first = 2 if group.device.type == "cpu" else 8
+    first = 2 if context.device.type == "cpu" else 8
     while high - low > (1 if low < 8 else max(8, low // 8)):
         size = (low + high) // 2
         if high > most:  # every size so far fits
             size = min(2 * low or first, most)
         accumulation = 1 if num_devices == 1 and size >= share else 2
         with explain_device_errors():
-            trial = try_micro_batch(config, group, size, accumulation)
+            trial = try_micro_batch(config, context, size, accumulation)
         if trial.problem:
             high = size
         else:
@@ -131,14 +131,14 @@ def micro_batch_trials(
         yield trial
 
 
-def try_micro_batch(config: Config, group: Group, images: int, accumulation: int) -> Trial:
+def try_micro_batch(config: Config, context: RankContext, images: int, accumulation: int) -> Trial:
     """Build a run and make some steps. config: of `trial_config`."""
     gc.collect()  # what the last trial has built
-    if group.device.type == "cuda":
+    if context.device.type == "cuda":
         torch.cuda.empty_cache()
     if config.train.compile:
         torch.compiler.reset()  # there is a limit to how often a model is compiled again
-    is_cpu = group.device.type == "cpu"
+    is_cpu = context.device.type == "cpu"
     warmup = 1 if is_cpu else 3
     steps = 2 if is_cpu else 10
     if config.train.sam_rho is not None:
@@ -159,14 +159,14 @@ def try_micro_batch(config: Config, group: Group, images: int, accumulation: int
     )
     reset_peak_memory()
     try:
-        run = _TimedRun(build(trial, group, load_initial_weights=False), warmup)
+        run = _TimedRun(build(trial, context, load_initial_weights=False), warmup)
         train(run)
         seconds = run.time() - run.started
     except RuntimeError as error:
         if not out_of_memory_line(error):
             raise
         return Trial(images, problem="out of memory")
-    reserved = torch.cuda.max_memory_reserved() if group.device.type == "cuda" else 0
+    reserved = torch.cuda.max_memory_reserved() if context.device.type == "cuda" else 0
     return Trial(images, steps * batch / seconds, peak_memory_bytes(), reserved)
 
 
@@ -223,7 +223,7 @@ class _LrRangeRun:
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         batches = self.parts.train_loader.epoch(epoch, first_step)
-        return prefetch_to_device(batches, self.parts.group.device)
+        return prefetch_to_device(batches, self.parts.context.device)
 
     def after_epoch(self) -> None:
         pass
@@ -250,7 +250,7 @@ class _LrRangeRun:
 
 def lr_range(
     config: Config,
-    group: Group,
+    context: RankContext,
     low: float,
     high: float,
     steps: int,
@@ -264,7 +264,7 @@ def lr_range(
     train_config = replace(config.train, epochs=epochs, max_steps=steps)
     schedule = ScheduleConfig(name="constant")
     config = replace(config, train=train_config, schedule=schedule, ema=EmaConfig())
-    parts = build(config, group)
+    parts = build(config, context)
     per_epoch = parts.plan.steps_per_epoch
 
     def rate(t: float, _: Horizon) -> float:

@@ -46,11 +46,11 @@ def show_batch_command(argv: Sequence[str]) -> None:
 
     from imagenet_cls.engine.build import build
     from imagenet_cls.parallel.environment import RankInfo
-    from imagenet_cls.parallel.process_group import Group
+    from imagenet_cls.parallel.process_group import RankContext
     from imagenet_cls.report.plots import plot_images
 
-    group = Group(RankInfo(), torch.device("cpu"))
-    parts = build(config, group, load_initial_weights=False)
+    context = RankContext(RankInfo(), torch.device("cpu"))
+    parts = build(config, context, load_initial_weights=False)
     batch = next(parts.train_loader.epoch(arguments.epoch))
     first_step = arguments.epoch * parts.plan.steps_per_epoch
     images, targets = parts.preprocess(batch, arguments.epoch, first_step, 0)

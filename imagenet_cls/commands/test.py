@@ -28,7 +28,7 @@ from imagenet_cls.lookup import did_you_mean, is_factory_name, is_model_source
 from imagenet_cls.text import command_line, printable
 
 if TYPE_CHECKING:
-    from imagenet_cls.parallel.process_group import Group
+    from imagenet_cls.parallel.process_group import RankContext
 
 
 def evaluate_command(argv: Sequence[str]) -> int:
@@ -240,7 +240,9 @@ def check_report_folder(folder: Path | None) -> None:
             page.unlink()
 
 
-def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group: "Group") -> None:
+def evaluate_on_rank(
+    arguments: argparse.Namespace, loaded: LoadedConfig, context: "RankContext"
+) -> None:
     """One rank's part of an evaluation."""
     from imagenet_cls.data.test_set import locate_test_set
     from imagenet_cls.engine.check import check_on_all_ranks
@@ -256,10 +258,10 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
     from imagenet_cls.parallel.collectives import run_on_main
     from imagenet_cls.report.jsonl import describe_result
 
-    check_on_all_ranks(loaded, group, training=False)
-    run_on_main(group, lambda: check_files(arguments, loaded))  # not all launchers have done it
+    check_on_all_ranks(loaded, context, training=False)
+    run_on_main(context, lambda: check_files(arguments, loaded))  # not all launchers have done it
     # Use the kernels that the run used for its own evaluations.
-    set_deterministic(loaded.config.train.deterministic, group.device)
+    set_deterministic(loaded.config.train.deterministic, context.device)
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None
@@ -275,16 +277,16 @@ def evaluate_on_rank(arguments: argparse.Namespace, loaded: LoadedConfig, group:
         from imagenet_cls.inference.features import evaluate_features
 
         with explain_device_errors():
-            lines = evaluate_features(loaded.config, weights, group, test_set, knn, probe)
-        if group.is_main:
+            lines = evaluate_features(loaded.config, weights, context, test_set, knn, probe)
+        if context.is_main:
             print("\n".join(map(printable, lines)))
         return
     out = arguments.out
     report = arguments.report
     with explain_device_errors():
         record = out is not None or report is not None
-        evaluation = evaluate_weights(loaded.config, weights, group, test_set, record)
-    if not group.is_main:
+        evaluation = evaluate_weights(loaded.config, weights, context, test_set, record)
+    if not context.is_main:
         return
     print("\n".join(map(printable, evaluation.messages)))
     for name, metrics in evaluation.metrics.items():

@@ -40,12 +40,12 @@ def train_command(argv: Sequence[str]) -> int:
         # checked the files, or rank 0 reports in `run_training` what is missing.
         if rank_info.is_single_process:
             check_files(arguments, loaded)
-        group = process.join(loaded)
+        context = process.join(loaded)
         from imagenet_cls.engine.check import check_on_all_ranks
         from imagenet_cls.engine.run_training import run_training
 
-        check_on_all_ranks(loaded, group, training=True)
-        run_training(loaded, run_options(arguments, loaded), group)
+        check_on_all_ranks(loaded, context, training=True)
+        run_training(loaded, run_options(arguments, loaded), context)
     return 0
 
 

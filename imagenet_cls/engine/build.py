@@ -47,7 +47,7 @@ from imagenet_cls.optim.losses import Criterion, build_criterion, build_loss
 from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
 from imagenet_cls.parallel.collectives import run_on_main_first
 from imagenet_cls.parallel.devices import Devices, choose_devices
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.wrap import (
     BatchNormStatistics,
     rebuild_ddp_buckets,
@@ -79,7 +79,7 @@ class TrainingParts:
     """
 
     config: Config
-    group: Group
+    context: RankContext
     devices: Devices
     plan: Plan
     data: RunData
@@ -107,7 +107,7 @@ class TrainingParts:
 
     def autocast(self) -> AbstractContextManager:
         """The context of the forward pass and the loss."""
-        return autocast(self.group.device, self.autocast_dtype)
+        return autocast(self.context.device, self.autocast_dtype)
 
 
 def data_parallel_devices(config: Config) -> Devices:
@@ -127,14 +127,14 @@ def num_devices(config: Config, world_size: int) -> int:
     return world_size
 
 
-def rank_devices(config: Config, group: Group) -> Devices:
+def rank_devices(config: Config, context: RankContext) -> Devices:
     """The devices of this rank."""
     if config.parallel.mode == "dp":
         return data_parallel_devices(config)
-    return Devices((group.device,), group.device)
+    return Devices((context.device,), context.device)
 
 
-def build(config: Config, group: Group, load_initial_weights: bool = True) -> TrainingParts:
+def build(config: Config, context: RankContext, load_initial_weights: bool = True) -> TrainingParts:
     """Build everything that a training run uses, in its state at step 0. A collective: every rank
     calls it.
 
@@ -144,7 +144,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     # The order matters. DDP gives all ranks the weights of rank 0, which the EMA then copies. The
     # EMA copies a model that is not compiled. The passes that rebuild DDP's buckets compile the
     # model and clear the gradients, which `Updater` may allocate.
-    device = group.device
+    device = context.device
     train = config.train
     augment = config.augment
     # The checks before training imported these modules only in the launching process or on rank 0.
@@ -155,25 +155,25 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     autocast_dtype = choose_precision(train, device)
 
     allow_missing = config.eval.classes == "present"
-    data = open_same_data(config.data, group, allow_missing)
+    data = open_same_data(config.data, context, allow_missing)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
-    devices = rank_devices(config, group)
+    devices = rank_devices(config, context)
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
-    plan = plan_run(train, samples, group.world_size, len(devices.all))
+    plan = plan_run(train, samples, context.world_size, len(devices.all))
     check_ema_updates(config.ema, plan)
-    memory_use = shared_memory_use(config, len(data.val), plan, group)
-    check_shared_memory(memory_use, group.rank_info.local_world_size)
+    memory_use = shared_memory_use(config, len(data.val), plan, context)
+    check_shared_memory(memory_use, context.rank_info.local_world_size)
 
     smallest_norm_batch = min(batch_norm_images(config, plan))
     model, model_messages = build_training_model(
-        config, num_classes, data.classes, group, load_initial_weights, smallest_norm_batch
+        config, num_classes, data.classes, context, load_initial_weights, smallest_norm_batch
     )
     mean, std = choose_mean_std(config.data, model)
     labels = evaluation_labels(config.eval, data.val, data.classes)
-    evaluation = Evaluation(config, data.val, group, devices, mean, std, labels)
-    teacher = build_distillation_teacher(config, num_classes, data.classes, group, (mean, std))
-    wrapped = wrap_data_parallel(wrap_model(model, group, config.parallel.mode), devices)
-    check_same_weights(model, group)
+    evaluation = Evaluation(config, data.val, context, devices, mean, std, labels)
+    teacher = build_distillation_teacher(config, num_classes, data.classes, context, (mean, std))
+    wrapped = wrap_data_parallel(wrap_model(model, context, config.parallel.mode), devices)
+    check_same_weights(model, context)
     ema = build_ema(model, config.ema, train.global_batch_size)
     compile_model(model, train, augment)
 
@@ -186,7 +186,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer, head))
     lr, scaling_message = scaled_lr(config.optimizer, train.global_batch_size)
     scaler = torch.amp.GradScaler(device.type, enabled=autocast_dtype == torch.float16)
-    train_loader = build_train_loader(config, data.train, plan, group, mean)
+    train_loader = build_train_loader(config, data.train, plan, context, mean)
     normalize = Normalize(mean, std, device, train.channels_last)
 
     # With another batch size than in training, torch.compile would compile a second time.
@@ -204,13 +204,13 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
     keep_gradients = overwrites_gradients(train) and plan.accumulation > 1
     weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
     messages = [devices.note, data.note, scaling_message]
-    if group.is_main:
+    if context.is_main:
         messages.append(exif_warning(data.train))
     if train.precision == "auto" and device.type == "cuda" and autocast_dtype != torch.bfloat16:
         messages.append("train.precision=auto does not use bf16, which this GPU only emulates")
     return TrainingParts(
         config=config,
-        group=group,
+        context=context,
         devices=devices,
         plan=plan,
         data=data,
@@ -226,7 +226,7 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
             augment.erasing,
             build_mixing(config.mix, num_classes),
             config.seed,
-            group.rank,
+            context.rank,
             config.mix.off_epoch,
         ),
         autocast_dtype=autocast_dtype,
@@ -238,24 +238,24 @@ def build(config: Config, group: Group, load_initial_weights: bool = True) -> Tr
         sam=Sam(model, optimizer, train.sam_rho, train.sam_every_steps, keep_gradients),
         scaler=scaler,
         updater=Updater(model, optimizer, train, scaler, head, keep_gradients),
-        batch_norm_statistics=BatchNormStatistics(model, group),
+        batch_norm_statistics=BatchNormStatistics(model, context),
         train_loader=train_loader,
         evaluation=evaluation,
-        metrics=build_metrics(config.eval.metrics, num_classes, weight_kinds, group),
+        metrics=build_metrics(config.eval.metrics, num_classes, weight_kinds, context),
     )
 
 
-def open_same_data(data: DataConfig, group: Group, allow_missing: bool) -> RunData:
+def open_same_data(data: DataConfig, context: RankContext, allow_missing: bool) -> RunData:
     """The training and the validation images, after a check that all ranks have the same.
     allow_missing: whether validation images may lack classes.
     """
-    opened = run_on_main_first(group, lambda: open_datasets(data, allow_missing=allow_missing))
+    opened = run_on_main_first(context, lambda: open_datasets(data, allow_missing=allow_missing))
     assert opened.train is not None and opened.val is not None
     sources = {"training images": opened.train, "validation images": opened.val}
     digests = {
         name: f"{source.digest()} {size_fingerprint(source)}" for name, source in sources.items()
     }
-    check_same_data(digests, group)
+    check_same_data(digests, context)
     return RunData(opened.train, opened.val, opened.classes, opened.note)
 
 

@@ -19,25 +19,25 @@ from imagenet_cls.optim.build import initial_momentum, optimizer_problems
 from imagenet_cls.optim.losses import loss_problems
 from imagenet_cls.optim.schedule import scaled_lr, schedule_problems
 from imagenet_cls.parallel.collectives import run_on_main
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.writers import writer_problems
 
 
-def check_on_all_ranks(loaded: LoadedConfig, group: Group, training: bool) -> None:
+def check_on_all_ranks(loaded: LoadedConfig, context: RankContext, training: bool) -> None:
     """Raise a UserError on every rank unless all have the same code and config, and stage 2 of the
     checks passes.
 
     If a launching process has made the other checks, only the number of ranks is left to check,
     which the launching process does not know in an elastic job.
     """
-    check_same_code(loaded.config, group)
-    check_same_config(loaded.config, group)
-    find_problems = rank_problems if group.rank_info.launched else config_problems
+    check_same_code(loaded.config, context)
+    check_same_config(loaded.config, context)
+    find_problems = rank_problems if context.rank_info.launched else config_problems
 
     def check() -> None:
-        raise_problems(find_problems(loaded.config, group.world_size, training), loaded)
+        raise_problems(find_problems(loaded.config, context.world_size, training), loaded)
 
-    run_on_main(group, check)
+    run_on_main(context, check)
 
 
 def raise_problems(problems: list[Problem], loaded: LoadedConfig) -> None:

@@ -25,7 +25,7 @@ from imagenet_cls.engine.precision import autocast, choose_precision
 from imagenet_cls.engine.user_metrics import Metrics, compute_metrics
 from imagenet_cls.parallel.collectives import all_reduce_sum
 from imagenet_cls.parallel.devices import Devices
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.wrap import wrap_data_parallel
 
 EvalOutputs = tuple[dict[str, Tensor], Tensor, Tensor]
@@ -43,7 +43,7 @@ class Evaluation:
         self,
         config: Config,
         source: ImageSource,
-        group: Group,
+        context: RankContext,
         devices: Devices,
         mean: list[float],
         std: list[float],
@@ -51,9 +51,9 @@ class Evaluation:
     ):
         self.labels = labels
         self.num_images = len(source)
-        self.normalize = Normalize(mean, std, group.device, config.train.channels_last)
-        self.autocast_dtype = choose_precision(config.train, group.device)
-        self.batches = partial(build_val_batches, config, source, group, len(devices.all), mean)
+        self.normalize = Normalize(mean, std, context.device, config.train.channels_last)
+        self.autocast_dtype = choose_precision(config.train, context.device)
+        self.batches = partial(build_val_batches, config, source, context, len(devices.all), mean)
         self.devices = devices
         self.flip = config.eval.flip_tta
 
@@ -150,7 +150,7 @@ class Sums:
 def evaluate(
     outputs: Iterable[EvalOutputs],
     names: Sequence[str],
-    group: Group,
+    context: RankContext,
     num_classes: int,
     labels: EvaluationLabels = EvaluationLabels(),  # noqa: B008 (immutable)
     metrics: Mapping[str, Metrics] | None = None,
@@ -178,9 +178,9 @@ def evaluate(
     for metric in all_metrics:
         metric.reset()
     # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24.
-    dtype = torch.float32 if group.device.type == "mps" else torch.float64
+    dtype = torch.float32 if context.device.type == "mps" else torch.float64
     # One tensor with a row for each model, so that one collective reduces all sums.
-    rows = torch.zeros(len(names), 6 + 2 * num_classes, dtype=dtype, device=group.device)
+    rows = torch.zeros(len(names), 6 + 2 * num_classes, dtype=dtype, device=context.device)
     sums = {name: Sums.of_row(row) for name, row in zip(names, rows, strict=True)}
     is_empty = True
     for logits, targets, indices in outputs:
@@ -194,12 +194,12 @@ def evaluate(
     if is_empty:
         # A rank with an empty shard passes an empty batch, so that torchmetrics that gather lists
         # know the dtype and shape. Others may reject it.
-        no_logits = torch.zeros(0, num_classes, device=group.device)
+        no_logits = torch.zeros(0, num_classes, device=context.device)
         no_targets = no_logits.new_zeros(0, dtype=torch.int64)
         for metric in all_metrics:
             with suppress(Exception):
                 metric.update(no_logits, no_targets)
-    all_reduce_sum(rows, group)
+    all_reduce_sum(rows, context)
     rows = rows.cpu().double()
     seconds = time.perf_counter() - started  # the device has done its work
     results = {}
@@ -220,7 +220,7 @@ def evaluate(
             real_images = total.real_images.item()
             result["real_pct"] = 100 * total.real_hits.item() / real_images
             result["real_images"] = int(real_images)
-        result |= compute_metrics(metrics[name], group)
+        result |= compute_metrics(metrics[name], context)
         if labels.present is not None:
             result["classes"] = f"{len(labels.present)} of {num_classes}"
         if labels.left_out:

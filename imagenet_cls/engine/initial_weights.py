@@ -41,7 +41,7 @@ from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_
 from imagenet_cls.models.weight_files import download_weights, read_all_weights
 from imagenet_cls.models.weights import load_weights, prefix_errors
 from imagenet_cls.parallel.collectives import run_on_main, run_on_main_first
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import preserve_values
 from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
@@ -52,7 +52,7 @@ def build_training_model(
     config: Config,
     num_classes: int,
     classes: Sequence[str],
-    group: Group,
+    context: RankContext,
     load_initial_weights: bool,
     smallest_norm_batch: int,
 ) -> tuple[nn.Module, list[str]]:
@@ -65,23 +65,23 @@ def build_training_model(
     # Only rank 0 reads weights from disk or network; the others get them by broadcast when DDP
     # wraps the model.
     to_build = config
-    if not (group.is_main and load_initial_weights):
+    if not (context.is_main and load_initial_weights):
         to_build = replace(config, model=replace(config.model, pretrained=False, checkpoint=None))
     model, messages = run_on_main_first(
-        group, lambda: build_initial_model(to_build, num_classes, classes)
+        context, lambda: build_initial_model(to_build, num_classes, classes)
     )
     if not load_initial_weights:
         messages = []
     model = split_batch_norm(model, config.model, config.augment.splits)
     if message := freeze(model, config.model, num_classes):
         messages.append(message)
-    model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
+    model.to(context.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
     check_model_outputs(model, config, num_classes, smallest_norm_batch)
     if config.distill.kind != "none":
         enable_distillation_token(model)
     if config.parallel.sync_bn:
-        model = synchronize_batch_norm(model, group)
-    if config.train.deterministic and group.device.type == "cuda":
+        model = synchronize_batch_norm(model, context)
+    if config.train.deterministic and context.device.type == "cuda":
         pad_deterministically(model)
     if config.train.grad_checkpointing:
         checkpoint_activations(model)
@@ -133,7 +133,11 @@ def build_initial_model(
 
 
 def build_distillation_teacher(
-    config: Config, num_classes: int, classes: Sequence[str], group: Group, mean_std: MeanStd
+    config: Config,
+    num_classes: int,
+    classes: Sequence[str],
+    context: RankContext,
+    mean_std: MeanStd,
 ) -> Teacher | None:
     """The teacher that the config names, if any. Raises ConfigError if its classes are not the
     classes of the data. A collective.
@@ -158,11 +162,11 @@ def build_distillation_teacher(
     teacher = config.distill.teacher
     order: list[int] = []
     if teacher.pretrained and num_classes == IMAGENET_CLASSES:
-        order = run_on_main(group, lambda: imagenet_order(classes))
+        order = run_on_main(context, lambda: imagenet_order(classes))
     return build_teacher(
         teacher,
         num_classes,
-        group,
+        context,
         read,
         mean_std,
         sizes_px(config.augment),

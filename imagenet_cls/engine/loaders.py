@@ -15,7 +15,7 @@ from imagenet_cls.data.sources import ImageSource, required_targets
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.engine.plan import Plan, ceil_div
 from imagenet_cls.parallel.cpus import cpus_per_rank
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 
 EvalBatch = tuple[Tensor, Tensor, Tensor]
 """uint8 images (B, C, H, W), targets (B,), indices of the images (B,)."""
@@ -30,7 +30,7 @@ _WARNING_INTERVALS = 5
 
 
 def build_train_loader(
-    config: Config, source: ImageSource, plan: Plan, group: Group, mean: Sequence[float]
+    config: Config, source: ImageSource, plan: Plan, context: RankContext, mean: Sequence[float]
 ) -> BatchLoader:
     """The training loader of this rank. mean: fill color (0 to 1) of policies that move pixels out
     of the image.
@@ -39,8 +39,8 @@ def build_train_loader(
     sampler = EpochSampler(
         len(source),
         plan.global_batch,
-        group.rank,
-        group.world_size,
+        context.rank,
+        context.world_size,
         config.seed,
         data.repeats,
         data.repeats_multiple,
@@ -51,21 +51,25 @@ def build_train_loader(
     )
     if config.data.name == "synthetic":
         return SyntheticLoader(
-            len(source.classes), sampler, config.augment, config.seed, group.device, data.channels
+            len(source.classes), sampler, config.augment, config.seed, context.device, data.channels
         )
     transform = TrainTransform(config.augment, mean)
-    options = train_worker_options(data, plan, group)
+    options = train_worker_options(data, plan, context)
     return TrainLoader(source, transform, sampler, config.seed, options, plan.epochs)
 
 
 def build_val_batches(
-    config: Config, source: ImageSource, group: Group, num_devices: int, mean: Sequence[float]
+    config: Config,
+    source: ImageSource,
+    context: RankContext,
+    num_devices: int,
+    mean: Sequence[float],
 ) -> Iterable[EvalBatch]:
     """This rank's shard, unpadded, in batches for all of its devices together. mean: fill color of
     `eval.mode: pad`.
     """
     data, evaluation = config.data, config.eval
-    shard = shard_for_eval(len(source), group.rank, group.world_size)
+    shard = shard_for_eval(len(source), context.rank, context.world_size)
     batch_size = evaluation.batch_size * num_devices
     if data.name == "synthetic":
         return synthetic_eval_batches(
@@ -74,44 +78,44 @@ def build_val_batches(
             batch_size,
             evaluation.crop_px,
             config.seed,
-            group.device,
+            context.device,
             data.channels,
         )
-    options = worker_options(data, group, ceil_div(len(shard), batch_size))
+    options = worker_options(data, context, ceil_div(len(shard), batch_size))
     return eval_batches(source, EvalTransform(evaluation, mean), shard, batch_size, options)
 
 
 def shared_memory_use(
-    config: Config, num_val_images: int, plan: Plan, group: Group
+    config: Config, num_val_images: int, plan: Plan, context: RankContext
 ) -> list[tuple[int, int]]:
     """The most images that this rank's workers hold in shared memory, and the bytes of one image: a
     pair for training and a pair for evaluation.
     """
     if config.data.name == "synthetic":
         return []
-    options = train_worker_options(config.data, plan, group)
+    options = train_worker_options(config.data, plan, context)
     batch = plan.micro_batch * plan.devices_per_rank * config.augment.splits
     batches_of_run = plan.epochs * plan.steps_per_epoch * plan.accumulation
     train_images = min(options.num_workers * options.prefetch_batches, batches_of_run) * batch
-    val_shard = ceil_div(num_val_images, group.world_size)
+    val_shard = ceil_div(num_val_images, context.world_size)
     val_batch = config.eval.batch_size * plan.devices_per_rank
-    val_options = worker_options(config.data, group, ceil_div(val_shard, val_batch))
+    val_options = worker_options(config.data, context, ceil_div(val_shard, val_batch))
     val_images = min(val_options.num_workers * val_options.prefetch_batches * val_batch, val_shard)
     train_bytes = config.data.channels * prod(height_width(config.augment.size_px))
     val_bytes = config.data.channels * prod(height_width(config.eval.crop_px))
     return [(train_images, train_bytes), (val_images, val_bytes)]
 
 
-def train_worker_options(data: DataConfig, plan: Plan, group: Group) -> WorkerOptions:
-    return worker_options(data, group, plan.steps_per_epoch * plan.accumulation)
+def train_worker_options(data: DataConfig, plan: Plan, context: RankContext) -> WorkerOptions:
+    return worker_options(data, context, plan.steps_per_epoch * plan.accumulation)
 
 
-def worker_options(data: DataConfig, group: Group, num_batches: int) -> WorkerOptions:
+def worker_options(data: DataConfig, context: RankContext, num_batches: int) -> WorkerOptions:
     """Options of a loader of this rank with `num_batches` in an epoch."""
     num_workers = data.num_workers
     if not isinstance(num_workers, int):
-        num_workers = auto_workers(cpus_per_rank(group.rank_info), num_batches)
-    pin_memory = group.device.type == "cuda"
+        num_workers = auto_workers(cpus_per_rank(context.rank_info), num_batches)
+    pin_memory = context.device.type == "cuda"
     return WorkerOptions(num_workers, data.prefetch_batches, pin_memory, data.timeout_sec)
 
 
@@ -125,14 +129,14 @@ def auto_workers(cpus: float, num_batches: int) -> int:
     return min(workers, _MAX_WORKERS, num_batches)
 
 
-def describe_workers(data: DataConfig, plan: Plan, group: Group) -> str:
+def describe_workers(data: DataConfig, plan: Plan, context: RankContext) -> str:
     """The number of workers for the start-up table; "" for data without workers."""
     if data.name == "synthetic":
         return ""
-    workers = f"{train_worker_options(data, plan, group).num_workers} per rank"
+    workers = f"{train_worker_options(data, plan, context).num_workers} per rank"
     if isinstance(data.num_workers, int):
         return workers
-    return f"{workers} (data.num_workers=auto: {cpus_per_rank(group.rank_info):g} CPUs per rank)"
+    return f"{workers} (data.num_workers=auto: {cpus_per_rank(context.rank_info):g} CPUs per rank)"
 
 
 class DataWaitCheck:
@@ -142,9 +146,9 @@ class DataWaitCheck:
     has only one.
     """
 
-    def __init__(self, data: DataConfig, plan: Plan, group: Group):
-        self.num_workers = train_worker_options(data, plan, group).num_workers
-        self.cpus = cpus_per_rank(group.rank_info)
+    def __init__(self, data: DataConfig, plan: Plan, context: RankContext):
+        self.num_workers = train_worker_options(data, plan, context).num_workers
+        self.cpus = cpus_per_rank(context.rank_info)
         self.is_done = data.name == "synthetic"  # whose batches are made on the device
         self.epoch: int | None = None
         self.waits_pct: list[float] = []  # of the last intervals, all above the limit

@@ -10,7 +10,7 @@ from torch import Tensor
 from imagenet_cls.optim.losses import Outputs
 from imagenet_cls.parallel.collectives import all_reduce_mean
 from imagenet_cls.parallel.memory import peak_memory_bytes
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.text import count_of
 
 
@@ -35,8 +35,8 @@ class Meter:
     until `flush`.
     """
 
-    def __init__(self, group: Group, global_batch: int):
-        self.group = group
+    def __init__(self, context: RankContext, global_batch: int):
+        self.context = context
         self.global_batch = global_batch
         # This rank's losses in the steps of the last `flush`: (steps,)
         self.own_losses: Tensor | None = None
@@ -75,7 +75,7 @@ class Meter:
         norms = [result.grad_norm for result in results]
         skips = [result.skipped for result in results]
         columns = torch.column_stack([own, torch.stack(norms), torch.stack(skips)])
-        means = all_reduce_mean(columns, self.group).tolist()
+        means = all_reduce_mean(columns, self.context).tolist()
         records = []
         for result, (loss, top1, norm, skipped) in zip(results, means, strict=True):
             record: dict[str, Any] = {

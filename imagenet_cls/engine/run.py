@@ -61,16 +61,16 @@ class Run:
         self.overwrite = overwrite
         # recomputed: `train.early_stop` may have changed since the checkpoint
         progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
-        self.meter = Meter(parts.group, parts.plan.global_batch)
+        self.meter = Meter(parts.context, parts.plan.global_batch)
         self.nonfinite_guard = NonFiniteGuard(
-            parts.group,
+            parts.context,
             parts.config.train.max_nonfinite_steps,
             fp16=parts.scaler.is_enabled(),
             samples_of=self.sample_names,
         )
-        self.data_wait_check = DataWaitCheck(parts.config.data, parts.plan, parts.group)
+        self.data_wait_check = DataWaitCheck(parts.config.data, parts.plan, parts.context)
         self.replica_check = ReplicaCheck(
-            parts.group,
+            parts.context,
             parts.config.parallel.check_every_steps,
             progress.step,
             lambda: replicated_tensors(
@@ -86,7 +86,7 @@ class Run:
         except StopRequested as request:
             self.log_steps()
             self.save()
-            run_on_main(self.parts.group, self.saver.wait)
+            run_on_main(self.parts.context, self.saver.wait)
             step = self.progress.step
             name = signal.Signals(request.signal_number).name
             instead = " in place of --overwrite" if self.overwrite else ""
@@ -108,7 +108,7 @@ class Run:
         """
         parts = self.parts
         batches = parts.train_loader.epoch(epoch, first_step)
-        batches = prefetch_to_device(batches, parts.group.device)
+        batches = prefetch_to_device(batches, parts.context.device)
         is_first = self.progress.step == 0
         self.meter.restart_clock()
         while True:
@@ -192,7 +192,7 @@ class Run:
         not finite.
         """
         self.replica_check.check(self.progress.step)
-        check_finite_weights(self.parts.model, self.progress.step, self.parts.group)
+        check_finite_weights(self.parts.model, self.progress.step, self.parts.context)
         self.saver.save()
 
     def evaluate(self) -> bool:
@@ -210,7 +210,7 @@ class Run:
         results = evaluate(
             outputs,
             list(models),
-            parts.group,
+            parts.context,
             parts.num_classes,
             parts.evaluation.labels,
             parts.metrics,
@@ -257,7 +257,7 @@ class Run:
         """This rank's validation batches, with a progress bar. Raises StopRequested after a stop
         signal.
         """
-        evaluation, world_size = self.parts.evaluation, self.parts.group.world_size
+        evaluation, world_size = self.parts.evaluation, self.parts.context.world_size
         # `check` is a collective, so it is not called before a batch that another rank lacks.
         # Shards differ by at most one image.
         smallest_shard = evaluation.num_images // world_size

@@ -30,29 +30,29 @@ from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.guards.hang import HangLog
 from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.collectives import all_reduce_mean, gather_to_main, run_on_main
-from imagenet_cls.parallel.process_group import Group, name_flight_recorder_files
+from imagenet_cls.parallel.process_group import RankContext, name_flight_recorder_files
 from imagenet_cls.parallel.stop_requests import StopSignalHandler
 from imagenet_cls.report.console import log_file, open_log
 from imagenet_cls.report.reporter import Reporter
 from imagenet_cls.versions import library_versions
 
 
-def run_training(loaded: LoadedConfig, options: RunOptions, group: Group) -> None:
+def run_training(loaded: LoadedConfig, options: RunOptions, context: RankContext) -> None:
     """Make a training run, or a dry run, on this rank. Raises Stopped after a stop signal, or
     another UserError.
     """
-    devices = num_devices(loaded.config, group.world_size)
+    devices = num_devices(loaded.config, context.world_size)
     with explain_device_errors(describe_batch_sizes(loaded.config, devices)):
-        folder, options, resumes = open_run_folder(loaded.config, options, group)
+        folder, options, resumes = open_run_folder(loaded.config, options, context)
         if options.dry_run:
-            parts = build(loaded.config, group, load_initial_weights=not resumes)
+            parts = build(loaded.config, context, load_initial_weights=not resumes)
             dry_run(loaded, options, folder, parts)
             return
-        stop_signals = StopSignalHandler(group)
+        stop_signals = StopSignalHandler(context)
         # `folder` is open already, and is closed at the end of the block.
-        with closing(stop_signals), folder, log_error(folder, group):
+        with closing(stop_signals), folder, log_error(folder, context):
             stop_signals.install()
-            parts = build(loaded.config, group, load_initial_weights=not resumes)
+            parts = build(loaded.config, context, load_initial_weights=not resumes)
             with closing(parts.train_loader):
                 train_in_folder(loaded, options, parts, folder, stop_signals)
 
@@ -66,29 +66,29 @@ def train_in_folder(
 ) -> None:
     """Load the checkpoint to resume from, if any, open what the run writes, and train."""
     config = parts.config
-    group = parts.group
+    context = parts.context
     work_dir = options.work_dir
     progress, messages = restore(parts, folder, options)
-    open_log(work_dir, group.rank)
-    log_path = log_file(work_dir, group.rank)
+    open_log(work_dir, context.rank)
+    log_path = log_file(work_dir, context.rank)
     name_flight_recorder_files(os.environ, log_path.parent)
     folder.mark_started(progress, resumed=options.resume)
     # only now, so that a run that fails to start does not remove the existing one
     if options.overwrite:
-        run_on_main(group, folder.clear)
-    launchers = gather_to_main(list(options.launchers), group)
+        run_on_main(context, folder.clear)
+    launchers = gather_to_main(list(options.launchers), context)
     with (
         open_reporter(loaded, parts, work_dir, progress) as reporter,
         open_saver(parts, progress, folder, reporter) as saver,
     ):
-        if group.is_main:
+        if context.is_main:
             folder.write_metadata(launchers, dump_yaml(config), library_versions())
             if warning := disk_space_warning(parts, folder.checkpoints):
                 messages.append(warning)
         for message in messages:
             reporter.event(progress.step, message)
-        profiled = config.train.profile if group.is_main else None
-        profiler = StepProfiler(profiled, work_dir / "profile", group.device.type)
+        profiled = config.train.profile if context.is_main else None
+        profiler = StepProfiler(profiled, work_dir / "profile", context.device.type)
         # The stacks are logged before the collectives of the other ranks time out.
         with HangLog(log_path, 0.9 * config.parallel.timeout_sec) as hang_log:
             run = Run(
@@ -107,15 +107,15 @@ def train_in_folder(
                 run.after_epoch()
                 run.update_profiler()
                 train(run)
-        run_on_main(group, saver.wait)
+        run_on_main(context, saver.wait)
         if config.log.plots:
             reporter.plot()
-        if group.is_main:  # other ranks may not see the run folder
+        if context.is_main:  # other ranks may not see the run folder
             reporter.message(final_message(progress, parts.plan, work_dir, run.meter))
 
 
 def open_run_folder(
-    config: Config, options: RunOptions, group: Group
+    config: Config, options: RunOptions, context: RankContext
 ) -> tuple[RunFolder, RunOptions, bool]:
     """Choose and lock the run folder, on rank 0; for a dry run, only check it. Returns the folder,
     the options with the chosen folder, and whether the run resumes from a checkpoint.
@@ -124,16 +124,16 @@ def open_run_folder(
     --resume. After a restart rank 0 may be on another machine, so the restarts that all ranks
     report are considered.
     """
-    restarted_by = gather_to_main(list(options.restarted_by), group)
+    restarted_by = gather_to_main(list(options.restarted_by), context)
     work_dir = options.work_dir
     if options.new_folder:
-        work_dir /= run_on_main(group, partial(choose_folder_name, work_dir, restarted_by))
+        work_dir /= run_on_main(context, partial(choose_folder_name, work_dir, restarted_by))
     folder = RunFolder(work_dir)
     options = replace(options, work_dir=work_dir)
-    if run_on_main(group, partial(folder.was_started_by, restarted_by)):
+    if run_on_main(context, partial(folder.was_started_by, restarted_by)):
         options = replace(options, resume=True, overwrite=False)
-    run_on_main(group, partial(folder.open, config, options))
-    has_checkpoints = run_on_main(group, lambda: bool(list_checkpoints(folder.checkpoints)))
+    run_on_main(context, partial(folder.open, config, options))
+    has_checkpoints = run_on_main(context, lambda: bool(list_checkpoints(folder.checkpoints)))
     resumes = options.resume_from is not None or (options.resume and has_checkpoints)
     return folder, options, resumes
 
@@ -149,20 +149,24 @@ def choose_folder_name(parent: Path, restarted_by: Collection[str]) -> str:
 
 
 @contextmanager
-def log_error(folder: RunFolder, group: Group) -> Iterator[None]:
+def log_error(folder: RunFolder, context: RankContext) -> Iterator[None]:
     """Log the error that ends the run. A run that has not started keeps its log in memory, and
     writes it only for an error that is no UserError: the message of a UserError is enough.
     """
-    log = open_log(None, group.rank)
+    log = open_log(None, context.rank)
     log.info(
-        "rank %d of %d on %s, process %d", group.rank, group.world_size, group.device, os.getpid()
+        "rank %d of %d on %s, process %d",
+        context.rank,
+        context.world_size,
+        context.device,
+        os.getpid(),
     )
     try:
         yield
     except Exception as error:
         with suppress(UserError):  # the log can't be written
             if not folder.has_started and not isinstance(error, UserError):
-                open_log(folder.path, group.rank)
+                open_log(folder.path, context.rank)
             log.exception("the run ended early")
         raise
 
@@ -175,7 +179,7 @@ def dry_run(
     with closing(parts.train_loader):
         progress, messages = restore(parts, folder, options)
         with open_reporter(loaded, parts, None, progress) as reporter:
-            if parts.group.is_main and not options.resume and folder.holds_run():
+            if parts.context.is_main and not options.resume and folder.holds_run():
                 messages.append(compare_with_existing_run(parts, folder))
             for message in messages:
                 reporter.message(message)
@@ -185,7 +189,7 @@ def dry_run(
             epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
             batches = parts.train_loader.epoch(epoch, step_of_epoch)
             loss_and_top1 = compute_gradients(parts, batches, epoch, step)
-            loss = all_reduce_mean(loss_and_top1, parts.group)[0].item()
+            loss = all_reduce_mean(loss_and_top1, parts.context)[0].item()
             reporter.message(
                 f"dry run: step {step + 1} has loss {loss:.4f}; no run folder was written"
             )
@@ -202,7 +206,7 @@ def open_reporter(
         work_dir,
         resume_step=progress.step,
         config=parts.config,
-        is_main=parts.group.is_main,
+        is_main=parts.context.is_main,
         total_steps=parts.plan.total_steps,
         total_epochs=parts.plan.epochs,
         evaluated_step=progress.evaluated_step,

@@ -87,7 +87,7 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
         "teacher_digest": parts.teacher_digest,
         "preprocessing": {"mean": parts.mean, "std": parts.std},
         "config": asdict(parts.config),
-        "world_size": parts.group.world_size,
+        "world_size": parts.context.world_size,
         "cpu_threads": torch.get_num_threads(),
         "versions": library_versions(),
     }
@@ -123,7 +123,7 @@ def open_saver(
     parts: TrainingParts, progress: Progress, folder: RunFolder, reporter: Reporter
 ) -> CheckpointSaver:
     """The saver of the run's checkpoints. Before each of them, it writes the reporter's records."""
-    description = describe_run(parts) if parts.group.is_main else {}
+    description = describe_run(parts) if parts.context.is_main else {}
 
     def before_write() -> None:
         folder.check_present()
@@ -132,7 +132,7 @@ def open_saver(
     return CheckpointSaver(
         folder.checkpoints,
         parts.config.checkpoint,
-        parts.group.is_main,
+        parts.context.is_main,
         progress,
         take_snapshot=lambda: take_snapshot(parts, progress, description),
         before_write=before_write,
@@ -148,7 +148,7 @@ def restore(
     Rank 0 reads the checkpoint and broadcasts its tensors. Returns the progress and messages.
     Raises CheckpointError.
     """
-    group = parts.group
+    context = parts.context
     # `run_on_main` would pickle the tensors that `read` returns. The list keeps them on rank 0.
     snapshots: list[Snapshot] = []
 
@@ -162,19 +162,19 @@ def restore(
         ema: dict[str, Tensor] | None = None if snapshot.ema is None else {}
         return replace(snapshot, model={}, optimizer={}, ema=ema), messages
 
-    found = run_on_main(group, read)
+    found = run_on_main(context, read)
     if found is None:
         messages = []
         if options.resume:
             messages = [f"no checkpoint to resume from in {folder.path}: starting from scratch"]
         return Progress(), messages
     snapshot, messages = found
-    if group.is_main:
+    if context.is_main:
         snapshot = snapshots[0]
     # Outside of `invalid_content_errors`: a lost rank is no invalid content.
-    model = broadcast_tensors(snapshot.model, group)
-    optimizer = broadcast_tensors(snapshot.optimizer, group)
-    ema = None if snapshot.ema is None else broadcast_tensors(snapshot.ema, group)
+    model = broadcast_tensors(snapshot.model, context)
+    optimizer = broadcast_tensors(snapshot.optimizer, context)
+    ema = None if snapshot.ema is None else broadcast_tensors(snapshot.ema, context)
     with invalid_content_errors(snapshot.path):
         parts.model.load_state_dict(model)
         changed = changed_optimizer_kwargs(snapshot.state, parts.config.optimizer)
@@ -224,7 +224,7 @@ def check_checkpoint(
         check_same_model(parts.model, snapshot.model, snapshot.path)
     messages = check_resumable(snapshot.state, parts, allowed, snapshot.path)
     check_same_model(parts.model, snapshot.model, snapshot.path)
-    check_optimizer_state(snapshot, parts.config.optimizer, parts.group.device)
+    check_optimizer_state(snapshot, parts.config.optimizer, parts.context.device)
     return messages
 
 

@@ -39,14 +39,14 @@ def startup_table(
 ) -> list[tuple[str, str]]:
     """Rows (label, text) about the run that begins. work_dir: None for a dry run."""
     plan = parts.plan
-    group = parts.group
+    context = parts.context
     config = parts.config
     parameters = sum(parameter.numel() for parameter in parts.model.parameters()) / 1e6
     classes = parts.num_classes
     present = parts.evaluation.labels.present
     shown_results = "val top-1/top-5" if classes >= MIN_CLASSES_FOR_TOP5 else "val top-1"
-    if group.device.type == "cuda":
-        device_name = torch.cuda.get_device_name(group.device)
+    if context.device.type == "cuda":
+        device_name = torch.cuda.get_device_name(context.device)
     else:
         device_name = count_of(torch.get_num_threads(), "thread")
     precision = {
@@ -62,10 +62,10 @@ def startup_table(
         "validation": describe_images(parts.data.val),
         "files not read": describe_unread(_unread_files(parts)),
         "validation classes": "" if present is None else f"{len(present)} of {classes}",
-        "data workers": describe_workers(config.data, plan, group),
+        "data workers": describe_workers(config.data, plan, context),
         "decoder": describe_decoder(parts.data.train),
-        "device": f"{group.device} ({device_name}), {precision}",
-        "ranks": f"{group.world_size} (launcher: {group.rank_info.launcher})",
+        "device": f"{context.device} ({device_name}), {precision}",
+        "ranks": f"{context.world_size} (launcher: {context.rank_info.launcher})",
         "batch": _describe_batch(plan),
         "BatchNorm batch": _batch_norm_batch(parts),
         "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch, "
@@ -201,7 +201,7 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
         warnings.append(
             "frozen parameters have random values; set model.pretrained=true or model.checkpoint"
         )
-    if parts.group.is_main:
+    if parts.context.is_main:
         same_parts = same_parts_warning(config.data, parts.data)
         warnings += filter(None, [same_parts, initial_weights_warning(config, parts.data)])
     return warnings

@@ -97,13 +97,13 @@ def forward_backward(
     ranks they are the values of the global batch. Raises StopIteration if the batches end early.
     """
     plan = parts.plan
-    group = parts.group
-    loss_and_top1 = torch.zeros(2, device=group.device)
+    context = parts.context
+    loss_and_top1 = torch.zeros(2, device=context.device)
     for micro_step in range(plan.accumulation):
         # Normalizes, erases and mixes the images, on the device.
         images, targets = parts.preprocess(next(batches), epoch, step, micro_step)
         # Dropout and drop-path draw from these generators.
-        key = hash_key("batch", parts.config.seed, step, micro_step, group.rank)
+        key = hash_key("batch", parts.config.seed, step, micro_step, context.rank)
         seed_generators(key, *parts.devices.all)
         # Each image of the global batch has the same weight, also if micro-batches differ in size.
         # DDP averages the gradients over the ranks. If all micro-batches have the same size, the
@@ -117,5 +117,5 @@ def forward_backward(
             parts.scaler.scale(loss).backward()
         own = torch.stack([loss.detach(), top1_accuracy(logits, targets) / divisor])
         # With DataParallel, the loss may be on another device (`parallel.output_device`).
-        loss_and_top1 += own.to(group.device, non_blocking=True)
+        loss_and_top1 += own.to(context.device, non_blocking=True)
     return loss_and_top1

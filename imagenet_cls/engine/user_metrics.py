@@ -23,7 +23,7 @@ from imagenet_cls.parallel.collectives import (
     mark_printed_by_main,
     run_on_main,
 )
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.jsonl import EVAL_FIELDS
 from imagenet_cls.text import first_line, printable
 
@@ -47,7 +47,7 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
 
 
 def build_metrics(
-    names: Sequence[str], num_classes: int, weights: Sequence[str], group: Group
+    names: Sequence[str], num_classes: int, weights: Sequence[str], context: RankContext
 ) -> dict[str, Metrics]:
     """The metrics of each set of weights. Raises ConfigError for an object that can't be used. A
     collective.
@@ -56,10 +56,10 @@ def build_metrics(
     `compute` are ignored: the metric may need more images.
     """
     metrics = {
-        kind: {name: build_metric(name, num_classes, group) for name in names} for kind in weights
+        kind: {name: build_metric(name, num_classes, context) for name in names} for kind in weights
     }
-    targets = torch.arange(min(num_classes, _TRIAL_IMAGES), device=group.device)
-    logits = torch.eye(len(targets), num_classes, device=group.device)
+    targets = torch.arange(min(num_classes, _TRIAL_IMAGES), device=context.device)
+    logits = torch.eye(len(targets), num_classes, device=context.device)
     results = {}
     for name, metric in metrics[weights[0]].items():
         with warnings.catch_warnings(action="ignore"):
@@ -67,19 +67,19 @@ def build_metrics(
                 metric.update(logits, targets)
             except Exception as error:
                 problem = f"update(logits, targets) raised {first_line(error)}; see {_DOCS}"
-                raise metric_error(name, problem, group) from error
+                raise metric_error(name, problem, context) from error
             with suppress(Exception):
                 results[name] = metric.compute()
-    values_by_field(results, group)
+    values_by_field(results, context)
     return metrics
 
 
-def metric_error(name: str, problem: str, group: Group) -> UserError:
+def metric_error(name: str, problem: str, context: RankContext) -> UserError:
     """The error of a metric, which all ranks have, and which rank 0 prints."""
-    return mark_printed_by_main(ConfigError([f"eval.metrics: {name!r}: {problem}"]), group)
+    return mark_printed_by_main(ConfigError([f"eval.metrics: {name!r}: {problem}"]), context)
 
 
-def build_metric(name: str, num_classes: int, group: Group) -> Any:
+def build_metric(name: str, num_classes: int, context: RankContext) -> Any:
     """A `torch.nn.Module` with the methods of a metric. Raises ConfigError."""
     metric = import_factory(name)(num_classes=num_classes)
     fault = "" if isinstance(metric, nn.Module) else "is not a torch.nn.Module"
@@ -88,11 +88,11 @@ def build_metric(name: str, num_classes: int, group: Group) -> Any:
             fault = f"has no method {method!r}"
     if fault:
         problem = f"the factory returned a {type(metric).__name__}, which {fault}; see {_DOCS}"
-        raise metric_error(name, problem, group)
-    return metric.to(group.device)
+        raise metric_error(name, problem, context)
+    return metric.to(context.device)
 
 
-def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
+def compute_metrics(metrics: Metrics, context: RankContext) -> dict[str, float]:
     """The values over the images of all ranks, by field. A collective.
 
     The tensors in each `state_dict()` are summed over the ranks, but not the tensors of a
@@ -112,9 +112,9 @@ def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
                 prefixes.append(f"{name}." if name else "")
         for name, tensor in metric.state_dict().items():
             if not name.startswith(tuple(prefixes)):
-                all_reduce_sum(tensor, group)
-    values = values_by_field({name: metric.compute() for name, metric in metrics.items()}, group)
-    values_of_ranks = gather_to_main([values], group)
+                all_reduce_sum(tensor, context)
+    values = values_by_field({name: metric.compute() for name, metric in metrics.items()}, context)
+    values_of_ranks = gather_to_main([values], context)
 
     def check_equal() -> None:
         for field, value in values.items():
@@ -128,11 +128,11 @@ def compute_metrics(metrics: Metrics, group: Group) -> dict[str, float]:
                     ]
                 )
 
-    run_on_main(group, check_equal)
+    run_on_main(context, check_equal)
     return values
 
 
-def values_by_field(results: Mapping[str, Any], group: Group) -> dict[str, float]:
+def values_by_field(results: Mapping[str, Any], context: RankContext) -> dict[str, float]:
     """The fields of a record. results: what `compute` returned, by factory. Raises ConfigError."""
     values: dict[str, float] = {}
     for name, result in results.items():
@@ -142,7 +142,7 @@ def values_by_field(results: Mapping[str, Any], group: Group) -> dict[str, float
             is_name = isinstance(field, str) and printable(field) == field
             if not is_name or field in EVAL_FIELDS or field in values:
                 problem = f"the name {field!r} is already used or is not a printable string"
-                raise metric_error(name, f"{problem}; rename it", group)
+                raise metric_error(name, f"{problem}; rename it", context)
             number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
             try:
                 if not isinstance(number, Real) or isinstance(number, bool):
@@ -153,5 +153,5 @@ def values_by_field(results: Mapping[str, Any], group: Group) -> dict[str, float
                 if isinstance(value, Tensor):
                     kind += f" of shape {tuple(value.shape)}, {value.dtype}"
                 problem = f"{field!r} is a {kind}, not a number; return one from compute()"
-                raise metric_error(name, problem, group) from error
+                raise metric_error(name, problem, context) from error
     return values

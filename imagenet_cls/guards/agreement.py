@@ -19,32 +19,32 @@ from imagenet_cls.errors import ConfigError, DataError, UsageError
 from imagenet_cls.lookup import import_from_cwd, is_factory_name
 from imagenet_cls.parallel.collectives import find_differences, mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.versions import library_versions
 
 
-def check_same_code(config: Config, group: Group) -> None:
+def check_same_code(config: Config, context: RankContext) -> None:
     """Raise UsageError, on all ranks, unless they have the same libraries and the same code of this
     package and of the modules that the config names.
 
     A collective. Call it before `check_same_config`, since other versions may have other keys.
     """
-    if group.cpu_group is None:
+    if context.cpu_group is None:
         return
     own = {"Python": "{}.{}".format(*sys.version_info), **library_versions()}
     sources = {"imagenet_cls": Path(__file__).parents[1]} | user_modules(config)
     code = {f"the code of {name}": digest_of_sources(path) for name, path in sources.items()}
-    different = find_differences(own | code, group)
+    different = find_differences(own | code, context)
     if different:
         ranks = sorted({rank for listed in different.values() for rank in listed})
         names = [f"{name} {own[name]}" if name in own else name for name in different]
         raise mark_printed_by_main(
             UsageError(
-                f"{name_ranks(ranks)} of {group.world_size} and rank 0 differ in: "
+                f"{name_ranks(ranks)} of {context.world_size} and rank 0 differ in: "
                 f"{', '.join(names)}",
                 "Install the same code and the same libraries on every machine.",
             ),
-            group,
+            context,
         )
 
 
@@ -75,7 +75,7 @@ def digest_of_sources(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_same_config(config: Config, group: Group) -> None:
+def check_same_config(config: Config, context: RankContext) -> None:
     """Raise ConfigError, on all ranks, unless all have the same config, except for keys that may
     differ between machines. A collective.
     """
@@ -84,23 +84,23 @@ def check_same_config(config: Config, group: Group) -> None:
     lines = [
         f"{key}: {name_ranks(ranks)} and rank 0 differ; start all ranks with the same config and "
         "overrides"
-        for key, ranks in find_differences(own, group).items()
+        for key, ranks in find_differences(own, context).items()
     ]
     if lines:
-        raise mark_printed_by_main(ConfigError(lines), group)
+        raise mark_printed_by_main(ConfigError(lines), context)
 
 
-def check_same_data(digests: Mapping[str, str], group: Group) -> None:
+def check_same_data(digests: Mapping[str, str], context: RankContext) -> None:
     """Raise DataError, on all ranks, unless all have the same images.
 
     A collective. digests: by what they are digests of, such as `training images`.
     """
-    for name, ranks in find_differences(dict(digests), group).items():
+    for name, ranks in find_differences(dict(digests), context).items():
         raise mark_printed_by_main(
             DataError(
                 f"The {name} differ between {name_ranks(ranks)} and rank 0: other files, or other "
                 "classes.",
                 "Give every machine the same dataset; its location (data.root) may differ.",
             ),
-            group,
+            context,
         )

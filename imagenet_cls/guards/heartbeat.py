@@ -21,7 +21,7 @@ from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.collectives import gather_on_all
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.exit import RESTART_ADVICE, abort_rank
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.text import join_names
 
 _DATAGRAM = struct.Struct("!8sIB")  # id of the run, sender's rank, state
@@ -49,14 +49,14 @@ class Member:
     process: int
 
 
-def start_heartbeat(group: Group, timeout_sec: float) -> "Heartbeat | None":
+def start_heartbeat(context: RankContext, timeout_sec: float) -> "Heartbeat | None":
     """Start this rank's heartbeat; None for a single rank. A collective. timeout_sec: the timeout
     of the collectives.
     """
-    if group.cpu_group is None:
+    if context.cpu_group is None:
         return None
-    heartbeat = Heartbeat(group.rank, group.address, timeout_sec)
-    heartbeat.start(gather_on_all(heartbeat.me, group), partial(abort_rank, group.rank_info))
+    heartbeat = Heartbeat(context.rank, context.address, timeout_sec)
+    heartbeat.start(gather_on_all(heartbeat.me, context), partial(abort_rank, context.rank_info))
     return heartbeat
 
 
@@ -80,7 +80,7 @@ class Heartbeat:
         self._listened_sec = 0.0
         self._round_began = time.monotonic()
         self._interval_sec = min(_INTERVAL_SEC, timeout_sec / 8)
-        # to be set to False before this rank leaves the group together with the others
+        # to be set to False before this rank leaves the process groups together with the others
         self.aborts = True
         # whether this rank fails because another one was lost: then it is not the cause
         self._lost_another = False

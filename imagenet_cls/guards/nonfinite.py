@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from imagenet_cls.errors import NonFiniteError, UserError
 from imagenet_cls.parallel.collectives import gather_on_all, mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.text import join_names
 
 _SHOWN = 4  # samples of each rank; the error lists three, and the log all
@@ -31,7 +31,7 @@ class NonFiniteGuard:
     samples_of: returns the names of the images that this rank read in a step, counted from 1.
     """
 
-    group: Group
+    context: RankContext
     max_steps: int
     fp16: bool = False
     samples_of: Callable[[int], Sequence[str]] = lambda step: ()
@@ -82,10 +82,10 @@ class NonFiniteGuard:
         """
         step = record["step"]
         samples = self.samples_of(step)
-        seen = gather_on_all((math.isfinite(own_loss), list(samples[:_SHOWN])), self.group)
+        seen = gather_on_all((math.isfinite(own_loss), list(samples[:_SHOWN])), self.context)
         with_nan = [rank for rank, (is_finite, _) in enumerate(seen) if not is_finite]
-        suspects = with_nan or list(range(self.group.world_size))
-        if self.group.rank in suspects:
+        suspects = with_nan or list(range(self.context.world_size))
+        if self.context.rank in suspects:
             logging.getLogger("imagenet_cls").info(
                 "the samples of step %d on this rank: %s", step, ", ".join(samples)
             )
@@ -95,11 +95,11 @@ class NonFiniteGuard:
         )
         if shown := [name for rank in suspects for name in seen[rank][1]]:
             what = "the loss" if with_nan else "the gradient (the losses were finite)"
-            where = f"{name_ranks(suspects)} of {self.group.world_size}"
+            where = f"{name_ranks(suspects)} of {self.context.world_size}"
             log = f"logs/rank{suspects[0]}.log"
             problem += f"\nIt was {what} on {where}, from {join_names(shown)} ({log} has all)."
         remedy = "Lower optimizer.lr, warm up longer, or set train.clip_norm."
-        return mark_printed_by_main(NonFiniteError(problem, remedy), self.group)
+        return mark_printed_by_main(NonFiniteError(problem, remedy), self.context)
 
 
 def _is_applied(record: dict[str, Any]) -> bool:
@@ -107,7 +107,7 @@ def _is_applied(record: dict[str, Any]) -> bool:
     return math.isfinite(record["loss"]) and "skipped" not in record
 
 
-def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:
+def check_finite_weights(model: nn.Module, step: int, context: RankContext) -> None:
     """Raise NonFiniteError, on all ranks alike, where a trained weight is NaN or infinite: no step
     can repair that.
     """
@@ -124,4 +124,4 @@ def check_finite_weights(model: nn.Module, step: int, group: Group) -> None:
             "Lower optimizer.lr, warm up longer, or set train.clip_norm; older checkpoints are "
             "unchanged.",
         )
-        raise mark_printed_by_main(error, group)
+        raise mark_printed_by_main(error, context)

@@ -19,7 +19,7 @@ from imagenet_cls.parallel.collectives import (
     mark_printed_by_main,
 )
 from imagenet_cls.parallel.environment import name_ranks
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.private_names import BatchNormBase
 from imagenet_cls.text import join_names
 
@@ -42,13 +42,13 @@ class ReplicaCheck:
 
     def __init__(
         self,
-        group: Group,
+        context: RankContext,
         every_steps: int | None,
         start_step: int,
         get_tensors: Callable[[], Mapping[str, Tensor]],
     ):
-        self.group = group
-        self.every_steps = every_steps if group.world_size > 1 else None
+        self.context = context
+        self.every_steps = every_steps if context.world_size > 1 else None
         self.last_equal_step = start_step
         self.get_tensors = get_tensors
 
@@ -65,7 +65,7 @@ class ReplicaCheck:
             return
         check_equal_on_ranks(
             self.get_tensors(),
-            self.group,
+            self.context,
             f"after step {step}",
             "Possible causes: a faulty GPU or memory, mixed GPU models, or a forward "
             "pass that updates parameters or buffers from its input "
@@ -160,33 +160,33 @@ def _digest(rows: object) -> str:
     return hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
 
 
-def check_same_weights(model: nn.Module, group: Group) -> None:
+def check_same_weights(model: nn.Module, context: RankContext) -> None:
     """`check_equal_on_ranks` for the weights and buffers at the start of a run."""
     remedy = (
         "Check that all machines have the same code, config and versions; else suspect the "
         "network or memory."
     )
-    check_equal_on_ranks(weights_of(model), group, "at the start", remedy)
+    check_equal_on_ranks(weights_of(model), context, "at the start", remedy)
 
 
 def check_equal_on_ranks(
-    tensors: Mapping[str, Tensor], group: Group, when: str, remedy: str
+    tensors: Mapping[str, Tensor], context: RankContext, when: str, remedy: str
 ) -> None:
     """Raise ResourceError, on all ranks, unless the tensors have the same bits on all ranks. A
     collective.
     """
-    if group.cpu_group is None:
+    if context.cpu_group is None:
         return
     sums = tensor_hashes(tensors)
-    if len(set(gather_on_all(_digest(sums), group))) == 1:
+    if len(set(gather_on_all(_digest(sums), context))) == 1:
         return
-    different = find_differences({name: str(value) for name, value in sums.items()}, group)
+    different = find_differences({name: str(value) for name, value in sums.items()}, context)
     ranks = sorted({rank for listed in different.values() for rank in listed})
-    all_hosts = gather_on_all(socket.gethostname(), group)
+    all_hosts = gather_on_all(socket.gethostname(), context)
     hosts = list(dict.fromkeys(all_hosts[rank] for rank in ranks))
     error = ResourceError(
-        f"Diverged replicas: {name_ranks(ranks)} ({join_names(hosts)}) of {group.world_size} and "
+        f"Diverged replicas: {name_ranks(ranks)} ({join_names(hosts)}) of {context.world_size} and "
         f"rank 0 differ {when}, in {join_names(list(different))}.",
         remedy,
     )
-    raise mark_printed_by_main(error, group)
+    raise mark_printed_by_main(error, context)

@@ -44,7 +44,7 @@ from imagenet_cls.parallel.collectives import (
     mark_printed_by_main,
     run_on_main,
 )
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.evaluation import evaluation_page, evaluation_statistics
 from imagenet_cls.report.render import PLOTLY_FILE, plotly_script, to_jpeg
 from imagenet_cls.text import format_value, join_names, printable
@@ -78,7 +78,7 @@ class WeightsEvaluation:
 def evaluate_weights(
     config: Config,
     weights: WeightsSource,
-    group: Group,
+    context: RankContext,
     test_set: DataConfig | None = None,
     record: bool = False,
 ) -> WeightsEvaluation:
@@ -89,9 +89,9 @@ def evaluate_weights(
     `write_report` need; up to 50 outputs this is kept in any case, for `class_table`. Raises
     CheckpointError if outputs are NaN or infinite.
     """
-    trained, images = load_weights_and_images(config, weights, group, test_set)
+    trained, images = load_weights_and_images(config, weights, context, test_set)
     data_messages = run_on_main(
-        group, lambda: check_not_trained_on(config, trained, test_set, images)
+        context, lambda: check_not_trained_on(config, trained, test_set, images)
     )
     # Before a test set replaces the images, whose place differs from that of the run on purpose.
     weights_messages = describe_weights(config, trained)
@@ -101,20 +101,20 @@ def evaluate_weights(
         describe_images(config.data, images),
         *weights_messages,
         *data_messages,
-        *prepare_models(trained, config, group),
+        *prepare_models(trained, config, context),
     ]
     chosen = trained.select()
     names = list(trained.models)
     record |= trained.num_classes <= _MAX_CLASSES_IN_TABLE
     labels = evaluation_labels(config.eval, images, images.classes)
     evaluation = Evaluation(
-        config, images, group, rank_devices(config, group), trained.mean, trained.std, labels
+        config, images, context, rank_devices(config, context), trained.mean, trained.std, labels
     )
-    recorder = OutputRecorder(names, group.device, chosen if record else None)
+    recorder = OutputRecorder(names, context.device, chosen if record else None)
     outputs = recorder.watch(evaluation.outputs(trained.models))
-    user_metrics = build_metrics(config.eval.metrics, trained.num_classes, names, group)
-    metrics = evaluate(outputs, names, group, trained.num_classes, labels, user_metrics)
-    counts = all_reduce_sum(recorder.nonfinite, group).tolist()
+    user_metrics = build_metrics(config.eval.metrics, trained.num_classes, names, context)
+    metrics = evaluate(outputs, names, context, trained.num_classes, labels, user_metrics)
+    counts = all_reduce_sum(recorder.nonfinite, context).tolist()
     if any(counts):
         bad = " and ".join(
             f"{count} ({name})" for name, count in zip(names, counts, strict=True) if count
@@ -123,9 +123,9 @@ def evaluate_weights(
             f"The outputs are NaN or infinite for {bad} of {len(images)} images.",
             "Evaluate other weights, or with train.precision=fp32.",
         )
-        raise mark_printed_by_main(error, group)
+        raise mark_printed_by_main(error, context)
     rows = None
-    gathered = gather_to_main(recorder.rows, group)
+    gathered = gather_to_main(recorder.rows, context)
     if gathered:
         rows = np.concatenate(gathered)
         rows = rows[np.argsort(rows["index"])]
@@ -144,21 +144,21 @@ def evaluate_weights(
 
 
 def load_weights_and_images(
-    config: Config, weights: WeightsSource, group: Group, test_set: DataConfig | None
+    config: Config, weights: WeightsSource, context: RankContext, test_set: DataConfig | None
 ) -> tuple[TrainedModels, ImageSource]:
     """The weights, and the images to evaluate, whose targets are in the order of the weights'
     classes.
     """
     subset = config.eval.classes == "present"
-    if run_on_main(group, lambda: weights.path is not None and weights.path.is_dir()):
+    if run_on_main(context, lambda: weights.path is not None and weights.path.is_dir()):
         # A checkpoint names its classes, by which the images are matched.
-        trained = load_on_all_ranks(config, weights, (), group)
+        trained = load_on_all_ranks(config, weights, (), context)
         images = open_images(config, test_set, trained.classes)
     else:
         images = open_images(config, test_set, None)
         has_training = test_set is None and has_training_part(config.data)
         classes = classes_of_outputs(config, images.classes, has_training)
-        trained = load_on_all_ranks(config, weights, classes, group)
+        trained = load_on_all_ranks(config, weights, classes, context)
         images = with_classes(images, classes, "the images", allow_missing=True)
     known = trained.classes or images.classes
     if known != images.classes and not subset:

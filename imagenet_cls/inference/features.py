@@ -28,7 +28,7 @@ from imagenet_cls.inference.load_weights import (
 )
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.collectives import gather_shards, run_on_main
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.text import first_line
 
 _TEMPERATURE = 0.07
@@ -39,7 +39,7 @@ _PROBE_ITERATIONS = 1000
 def evaluate_features(
     config: Config,
     weights: WeightsSource,
-    group: Group,
+    context: RankContext,
     test_set: DataConfig | None = None,
     neighbors: int | None = None,
     probe_c: float | None = None,
@@ -70,24 +70,24 @@ def evaluate_features(
             f"--knn {neighbors}: there are {len(data.train)} training images.",
             f"Give a number up to {len(data.train)}.",
         )
-    trained = load_on_all_ranks(config, weights, data.classes, group, ignore_head=True)
+    trained = load_on_all_ranks(config, weights, data.classes, context, ignore_head=True)
     messages = [
         describe_images(test_set or config.data, images),
         *describe_weights(config, trained),
     ]
     if test_set is not None:
         messages += run_on_main(
-            group, lambda: check_not_trained_on(config, trained, test_set, images)
+            context, lambda: check_not_trained_on(config, trained, test_set, images)
         )
     if data.note is not None:
         messages.append(data.note)
-    messages += prepare_models(trained, config, group)
+    messages += prepare_models(trained, config, context)
     models = {
         name: FeatureModel(model, trained.num_classes) for name, model in trained.models.items()
     }
-    train, train_targets = compute_features(config, trained, models, data.train, group)
-    val, targets = compute_features(config, trained, models, images, group)
-    if not group.is_main:
+    train, train_targets = compute_features(config, trained, models, data.train, context)
+    val, targets = compute_features(config, trained, models, images, context)
+    if not context.is_main:
         return messages
     for name in models:
         if not (train[name].isfinite().all() and val[name].isfinite().all()):
@@ -96,7 +96,9 @@ def evaluate_features(
                 "Use another checkpoint.",
             )
         if neighbors is not None:
-            predicted = knn_classes(train[name], train_targets, val[name], neighbors, group.device)
+            predicted = knn_classes(
+                train[name], train_targets, val[name], neighbors, context.device
+            )
             messages.append(f"{name}: k-NN {format_accuracy(predicted, targets)}, k={neighbors}")
         if probe_c is not None:
             predicted, note = linear_probe(train[name], train_targets, val[name], probe_c)
@@ -115,14 +117,14 @@ def compute_features(
     trained: TrainedModels,
     models: Mapping[str, nn.Module],
     source: ImageSource,
-    group: Group,
+    context: RankContext,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The features of all images by each model, fp32 (N, D), and their targets, int64 (N,), in the
     order of `source`. Other ranks than 0 return their shards. A collective.
     """
     shard: dict[str, list[Tensor]] = {name: [] for name in (*models, "targets", "indices")}
     evaluation = Evaluation(
-        config, source, group, rank_devices(config, group), trained.mean, trained.std
+        config, source, context, rank_devices(config, context), trained.mean, trained.std
     )
     for features, targets, indices in evaluation.outputs(models):
         for name, rows in {**features, "targets": targets, "indices": indices}.items():
@@ -131,10 +133,10 @@ def compute_features(
     for name, parts in shard.items():
         rows = torch.cat(parts) if parts else torch.empty(0)  # a shard may be empty
         parts.clear()
-        gathered[name] = gather_shards(rows, len(source), group)
+        gathered[name] = gather_shards(rows, len(source), context)
     targets = gathered.pop("targets")
     indices = gathered.pop("indices")
-    assert not group.is_main or torch.equal(indices, torch.arange(len(source)))
+    assert not context.is_main or torch.equal(indices, torch.arange(len(source)))
     return gathered, targets
 
 

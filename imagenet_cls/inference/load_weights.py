@@ -41,7 +41,7 @@ from imagenet_cls.models.weights import (
     without_split_bn,
 )
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.text import command_line, format_value, join_names
 
 # Keys that decide which images are evaluated and how they are prepared. Keys of speed and batches
@@ -120,7 +120,7 @@ def load_on_all_ranks(
     config: Config,
     source: WeightsSource,
     classes: Sequence[str],
-    group: Group,
+    context: RankContext,
     ignore_head: bool = False,
 ) -> TrainedModels:
     """Read the weights on rank 0 and broadcast them: the other ranks need no file and no network. A
@@ -137,14 +137,14 @@ def load_on_all_ranks(
     def describe() -> tuple[list[str], TrainedModels]:
         return list(read().models), replace(read(), models={})
 
-    names, described = run_on_main(group, describe)
-    if group.is_main:
+    names, described = run_on_main(context, describe)
+    if context.is_main:
         trained = read()
     else:
         build = partial(build_untrained_model, described.config, described.num_classes)
         trained = replace(described, models={name: build() for name in names})
     for model in trained.models.values():
-        model.load_state_dict(broadcast_tensors(model.state_dict(), group))
+        model.load_state_dict(broadcast_tensors(model.state_dict(), context))
     return trained
 
 
@@ -350,7 +350,7 @@ def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:
     return lines
 
 
-def prepare_models(trained: TrainedModels, config: Config, group: Group) -> list[str]:
+def prepare_models(trained: TrainedModels, config: Config, context: RankContext) -> list[str]:
     """Fit the models to the image size `eval.crop_px` and move them to the device, in place.
     Returns messages. Raises ConfigError for a size that a model can't take.
     """
@@ -368,5 +368,5 @@ def prepare_models(trained: TrainedModels, config: Config, group: Group) -> list
             ) from error
         if message is not None and message not in messages:  # raw and EMA models have the same
             messages.append(message)
-        model.to(group.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
+        model.to(context.device, memory_format=memory_format(config.train))  # type: ignore[call-overload]
     return messages

@@ -19,7 +19,7 @@ from imagenet_cls.models.build import build_model, model_mean_std, model_problem
 from imagenet_cls.models.head import head_names, permute_outputs
 from imagenet_cls.models.weights import load_weights, prefix_errors
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main_first
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.seeding import hash_key, seed_generators
 from imagenet_cls.text import first_line
 
@@ -64,7 +64,7 @@ def _per_channel(numbers: Sequence[float]) -> Tensor:
 def build_teacher(
     config: TeacherConfig,
     num_classes: int,
-    group: Group,
+    context: RankContext,
     read: WeightsReader,
     mean_std: MeanStd,
     sizes_px: Collection[Size],
@@ -83,7 +83,7 @@ def build_teacher(
     """
 
     def build() -> Teacher:
-        if not group.is_main:
+        if not context.is_main:
             network = build_model(
                 ModelConfig(name=config.name or "", kwargs=config.kwargs), num_classes
             )
@@ -95,9 +95,9 @@ def build_teacher(
         _check_outputs(teacher, config, num_classes, sizes_px)
         return teacher
 
-    teacher = run_on_main_first(group, build)
-    teacher.load_state_dict(broadcast_tensors(teacher.state_dict(), group))
-    return teacher.to(group.device, memory_format=memory_format)  # type: ignore[call-overload]
+    teacher = run_on_main_first(context, build)
+    teacher.load_state_dict(broadcast_tensors(teacher.state_dict(), context))
+    return teacher.to(context.device, memory_format=memory_format)  # type: ignore[call-overload]
 
 
 def enable_distillation_token(model: nn.Module) -> bool:

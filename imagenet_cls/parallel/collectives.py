@@ -9,70 +9,74 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_cls.errors import UserError
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 
 T = TypeVar("T")
 
 
-def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
+def all_reduce_sum(tensor: Tensor, context: RankContext) -> Tensor:
     """Sum over all ranks, in place, on the main process group; the same bits on every rank."""
-    if group.world_size > 1:
+    if context.world_size > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-def all_reduce_mean(tensor: Tensor, group: Group) -> Tensor:
+def all_reduce_mean(tensor: Tensor, context: RankContext) -> Tensor:
     """Mean over all ranks, in place; floating-point tensors only."""
-    return all_reduce_sum(tensor, group).div_(group.world_size) if group.world_size > 1 else tensor
+    return (
+        all_reduce_sum(tensor, context).div_(context.world_size)
+        if context.world_size > 1
+        else tensor
+    )
 
 
-def gather_to_main(rows: list, group: Group) -> list:
+def gather_to_main(rows: list, context: RankContext) -> list:
     """Concatenate all ranks' lists on rank 0, in the order of ranks; an empty list elsewhere. For
     small host data.
     """
-    if group.cpu_group is None:
+    if context.cpu_group is None:
         return rows
-    parts: list | None = [None] * group.world_size if group.is_main else None
-    dist.gather_object(rows, parts, dst=0, group=group.cpu_group)
+    parts: list | None = [None] * context.world_size if context.is_main else None
+    dist.gather_object(rows, parts, dst=0, group=context.cpu_group)
     return [row for part in parts or [] for row in part]
 
 
-def gather_shards(shard: Tensor, num_rows: int, group: Group) -> Tensor:
+def gather_shards(shard: Tensor, num_rows: int, context: RankContext) -> Tensor:
     """Gather rows that were dealt out round-robin (row i to rank i % world_size). Rank 0 returns
     all rows in order, (num_rows, ...) on the CPU, other ranks their own.
 
     Rank 0 holds the result and one shard at a time.
     """
-    if group.cpu_group is None:
+    if context.cpu_group is None:
         return shard
-    if not group.is_main:
+    if not context.is_main:
         if len(shard):
-            dist.send(shard, 0, group=group.cpu_group)
+            dist.send(shard, 0, group=context.cpu_group)
         return shard
     gathered = shard.new_empty(num_rows, *shard.shape[1:])
-    gathered[:: group.world_size] = shard
-    for rank in range(1, min(group.world_size, num_rows)):
+    gathered[:: context.world_size] = shard
+    for rank in range(1, min(context.world_size, num_rows)):
         received = torch.empty_like(
-            gathered[rank :: group.world_size], memory_format=torch.contiguous_format
+            gathered[rank :: context.world_size], memory_format=torch.contiguous_format
         )
-        dist.recv(received, rank, group=group.cpu_group)
-        gathered[rank :: group.world_size] = received
+        dist.recv(received, rank, group=context.cpu_group)
+        gathered[rank :: context.world_size] = received
     return gathered
 
 
-def gather_on_all(value: T, group: Group) -> list[T]:
+def gather_on_all(value: T, context: RankContext) -> list[T]:
     """The values of all ranks, which are pickled, in the order of ranks, on every rank."""
-    values = [value] * group.world_size
-    if group.cpu_group is not None:
-        dist.all_gather_object(values, value, group=group.cpu_group)
+    values = [value] * context.world_size
+    if context.cpu_group is not None:
+        dist.all_gather_object(values, value, group=context.cpu_group)
     return values
 
 
-def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int]]:
+def find_differences(values: dict[str, str], context: RankContext) -> dict[str, list[int]]:
     """Names of values that differ from rank 0's, with the ranks where they do; the same result on
     every rank.
     """
-    gathered = gather_on_all(values, group)
+    gathered = gather_on_all(values, context)
     found = {}
     for name in dict.fromkeys(chain(*gathered)):
         ranks = [
@@ -83,21 +87,21 @@ def find_differences(values: dict[str, str], group: Group) -> dict[str, list[int
     return found
 
 
-def broadcast_tensors(tensors: dict[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
+def broadcast_tensors(tensors: dict[str, Tensor] | None, context: RankContext) -> dict[str, Tensor]:
     """Broadcast rank 0's named CPU tensors, of any shapes and dtypes, in their order, over the CPU
     group.
     """
-    if group.cpu_group is None:
+    if context.cpu_group is None:
         assert tensors is not None
         return tensors
     own = tensors or {}
     listing = run_on_main(
-        group, lambda: [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]
+        context, lambda: [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]
     )
     received = {}
     for name, dtype, shape in listing:
-        tensor = own[name].contiguous() if group.is_main else torch.empty(shape, dtype=dtype)
-        broadcast_as_bytes(tensor, group.cpu_group)
+        tensor = own[name].contiguous() if context.is_main else torch.empty(shape, dtype=dtype)
+        broadcast_as_bytes(tensor, context.cpu_group)
         received[name] = tensor
     return received
 
@@ -110,35 +114,35 @@ def broadcast_as_bytes(tensor: Tensor, process_group: Any = None) -> None:
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=process_group)
 
 
-def run_on_main(group: Group, action: Callable[[], T]) -> T:
+def run_on_main(context: RankContext, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 and return its result, which is pickled, or raise its UserError, on
     every rank.
     """
-    if group.cpu_group is None:
+    if context.cpu_group is None:
         return action()
     outcome: list[Any] = [None, None]
-    if group.is_main:
+    if context.is_main:
         try:
             outcome = [action(), None]
         except UserError as error:
             outcome = [None, error]
-    dist.broadcast_object_list(outcome, src=0, group=group.cpu_group)
+    dist.broadcast_object_list(outcome, src=0, group=context.cpu_group)
     if outcome[1] is not None:
-        raise mark_printed_by_main(outcome[1], group)
+        raise mark_printed_by_main(outcome[1], context)
     return outcome[0]
 
 
-def run_on_main_first(group: Group, action: Callable[[], T]) -> T:
+def run_on_main_first(context: RankContext, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 and then on the other ranks, so that an error of rank 0 (a missing
     file, no network) is raised once, on all ranks.
     """
     # `run_on_main` would pickle and broadcast a returned value; the list keeps it on rank 0.
     results: list[T] = []
-    run_on_main(group, lambda: results.append(action()))
-    return results[0] if group.is_main else action()
+    run_on_main(context, lambda: results.append(action()))
+    return results[0] if context.is_main else action()
 
 
-def mark_printed_by_main(error: UserError, group: Group) -> UserError:
+def mark_printed_by_main(error: UserError, context: RankContext) -> UserError:
     """Mark an error that every rank raises, so that only rank 0 prints it."""
-    error.printed_elsewhere = not group.is_main
+    error.printed_elsewhere = not context.is_main
     return error

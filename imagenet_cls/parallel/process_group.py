@@ -38,7 +38,7 @@ _NCCL_EXTRA = timedelta(seconds=10)
 
 
 class Heartbeat(Protocol):
-    """The part of `guards.heartbeat.Heartbeat` that is used through a group.
+    """The part of `guards.heartbeat.Heartbeat` that is used through `RankContext`.
 
     aborts: whether it ends this process after another rank has failed or was silent.
     """
@@ -51,7 +51,7 @@ class Heartbeat(Protocol):
 
 
 @dataclass(frozen=True)
-class Group:
+class RankContext:
     """This rank, its device, and its connections to the other ranks.
 
     The main process group is torch's default group, without an attribute here. cpu_group: the gloo
@@ -113,14 +113,14 @@ def check_backend(backend: str, launcher: str) -> None:
     )
 
 
-def init_group(
+def init_process_groups(
     rank_info: RankInfo,
     device: torch.device,
     mode: str,
     backend: str,
     init_method: str,
     timeout_sec: float,
-) -> Group:
+) -> RankContext:
     """Rendezvous with the other ranks. A single rank needs none, and gets a process group only if
     `mode` is `ddp`.
 
@@ -143,7 +143,7 @@ def init_group(
             dist.init_process_group(
                 backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound_to
             )
-        return Group(rank_info, device)
+        return RankContext(rank_info, device)
     complete_master_address(os.environ, rank_info)
     if rank_info.launched and init_method.startswith("tcp:"):
         # the launching processes use that address; the ranks have another port
@@ -185,7 +185,7 @@ def init_group(
         raise failed or rendezvous_error(error, rendezvous, rank_info, timeout_sec) from error
     finally:
         watchdog.cancel()
-    return Group(rank_info, device, cpu_group, rendezvous.file, address_towards(master))
+    return RankContext(rank_info, device, cpu_group, rendezvous.file, address_towards(master))
 
 
 def bound_device(backend: str, device: torch.device) -> torch.device | None:
@@ -325,24 +325,24 @@ def nccl_error(error: BaseException, rank: int) -> ResourceError | None:
     )
 
 
-def destroy_group(group: Group, failed: bool) -> None:
+def destroy_process_groups(context: RankContext, failed: bool) -> None:
     """Leave the process groups. failed: whether this rank leaves alone because of its error;
     otherwise it first waits for all others.
     """
-    if group.cpu_group is None:
+    if context.cpu_group is None:
         return
     if not failed:
         # Rank 0 may be saving, and a launcher ends all ranks once one has exited with an error
         # code, as after a stop.
-        if group.heartbeat is not None:
-            group.heartbeat.aborts = False
+        if context.heartbeat is not None:
+            context.heartbeat.aborts = False
         with contextlib.suppress(RuntimeError):
-            dist.barrier(group=group.cpu_group)
+            dist.barrier(group=context.cpu_group)
             dist.destroy_process_group()
-        if group.rendezvous_file is not None and group.is_main:
-            group.rendezvous_file.unlink(missing_ok=True)
-    if group.heartbeat is not None:
-        group.heartbeat.close(failed)
+        if context.rendezvous_file is not None and context.is_main:
+            context.rendezvous_file.unlink(missing_ok=True)
+    if context.heartbeat is not None:
+        context.heartbeat.close(failed)
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.signals import handle_stop_signals, set_parent_death_signal
 
 _INTERVAL_SEC = 0.5  # between two checks, unless a step takes longer
@@ -35,8 +35,8 @@ class StopSignalHandler:
     only a second Ctrl-C, which ends the process, has an effect.
     """
 
-    def __init__(self, group: Group):
-        self.group = group
+    def __init__(self, context: RankContext):
+        self.context = context
         self.signal = 0
         self.every_steps = 1
         self._steps = 0  # since the last check
@@ -57,9 +57,9 @@ class StopSignalHandler:
         rank's last `steps` steps.
         """
         self.every_steps = 1
-        if self.group.cpu_group is not None and steps > 1:
+        if self.context.cpu_group is not None and steps > 1:
             slowest = torch.tensor([seconds / steps], dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group.cpu_group)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.context.cpu_group)
             self.every_steps = max(1, min(steps, int(_INTERVAL_SEC / slowest.item())))
 
     def check_after_step(self, force: bool = False) -> None:
@@ -76,7 +76,7 @@ class StopSignalHandler:
         """
         self._steps = 0
         number = self.signal
-        if self.group.cpu_group is not None:
+        if self.context.cpu_group is not None:
             number = 0
             if self._pending is not None:
                 work, flag = self._pending
@@ -86,7 +86,7 @@ class StopSignalHandler:
             if not number:
                 flag = torch.tensor([self.signal], dtype=torch.int32)
                 work = dist.all_reduce(
-                    flag, dist.ReduceOp.MAX, group=self.group.cpu_group, async_op=True
+                    flag, dist.ReduceOp.MAX, group=self.context.cpu_group, async_op=True
                 )
                 self._pending = (work, flag)
         if number:

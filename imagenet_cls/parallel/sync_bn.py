@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.private_names import BatchNormBase, change_class
 
 
-def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
+def synchronize_batch_norm(model: nn.Module, context: RankContext) -> nn.Module:
     """Make every BatchNorm of `model` a SyncBN layer, before the model is wrapped. With a single
     rank: no change.
 
@@ -23,7 +23,7 @@ def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
     Names and tensors stay. Raises UsageError for a BatchNorm with another forward, such as timm's
     split BatchNorm.
     """
-    if group.world_size == 1:
+    if context.world_size == 1:
         return model
     from timm.layers import BatchNormAct2d, convert_sync_batchnorm  # slow to import
 
@@ -39,7 +39,7 @@ def synchronize_batch_norm(model: nn.Module, group: Group) -> nn.Module:
                 "overrides forward.",
                 "Set parallel.sync_bn to false, or use a model with plain BatchNorm layers.",
             )
-    if group.device.type == "cuda":
+    if context.device.type == "cuda":
         return convert_sync_batchnorm(model)
     for layer in layers:
         if isinstance(layer, BatchNormAct2d):

@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_cls.parallel.collectives import all_reduce_mean, broadcast_as_bytes
 from imagenet_cls.parallel.devices import Devices
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import is_synchronized
 from imagenet_cls.private_names import BatchNormBase
 
 
-def wrap_model(model: nn.Module, group: Group, mode: str) -> nn.Module:
+def wrap_model(model: nn.Module, context: RankContext, mode: str) -> nn.Module:
     """The model in DistributedDataParallel if there are several ranks or `mode` is `ddp`, else the
     model itself.
 
@@ -25,7 +25,7 @@ def wrap_model(model: nn.Module, group: Group, mode: str) -> nn.Module:
     synchronizes the buffers. DDP's static_graph is not used: under `no_sync` (accumulation) it
     fails with an internal assert (pytorch#143580).
     """
-    if group.world_size == 1 and mode != "ddp":
+    if context.world_size == 1 and mode != "ddp":
         return model
     with warnings.catch_warnings():
         # Deprecated since torch 2.13. Its replacement broadcasts buffers once, and gloo does not
@@ -33,11 +33,11 @@ def wrap_model(model: nn.Module, group: Group, mode: str) -> nn.Module:
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         wrapped = DistributedDataParallel(
             model,
-            device_ids=[group.device.index] if group.device.type == "cuda" else None,
+            device_ids=[context.device.index] if context.device.type == "cuda" else None,
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
-    if group.world_size > 1:
+    if context.world_size > 1:
         broadcast_buffers(model)
     return wrapped
 
@@ -134,7 +134,7 @@ class BatchNormStatistics:
     mode when this is constructed are frozen and ignored.
     """
 
-    def __init__(self, model: nn.Module, group: Group):
+    def __init__(self, model: nn.Module, context: RankContext):
         norms = [
             module
             for module in model.modules()
@@ -145,8 +145,8 @@ class BatchNormStatistics:
         ]
         self.buffers: list[Tensor] = buffers
         self.sizes = [buffer.numel() for buffer in buffers]
-        self.are_equal = group.world_size == 1 or all(is_synchronized(norm) for norm in norms)
-        self.group = group
+        self.are_equal = context.world_size == 1 or all(is_synchronized(norm) for norm in norms)
+        self.context = context
         self.store_current()
 
     def store_current(self) -> None:
@@ -164,6 +164,6 @@ class BatchNormStatistics:
             return
         flat = torch.cat(self.buffers)
         if not self.are_equal:
-            all_reduce_mean(flat, self.group)
+            all_reduce_mean(flat, self.context)
         torch.where(skipped, self.last, flat, out=self.last)
         torch.split_with_sizes_copy(self.last, self.sizes, out=self.buffers)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import RankServer, destroy_group, join_group
+from forked_ranks import RankServer, destroy_process_groups, join_ranks
 from helpers import arguments, plain, train_here
 
 from imagenet_cls.config.load import load_config
@@ -47,11 +47,11 @@ def write_images(folder: Path, classes: dict[str, int]) -> None:
 
 
 def evaluate_nan_on_ranks(rank: int, ranks: int, folder: Path) -> None:
-    group = join_group(rank, ranks, folder / f"store{ranks}")
+    context = join_ranks(rank, ranks, folder / f"store{ranks}")
     with pytest.raises(CheckpointError) as raised:
-        evaluate_weights(small_config(folder), WeightsSource(), group)
+        evaluate_weights(small_config(folder), WeightsSource(), context)
     assert "13 (raw) of 13" in str(raised.value) and raised.value.printed_elsewhere == (rank > 0)
-    destroy_group(group)
+    destroy_process_groups(context)
 
 
 def test_images_without_finite_outputs_are_counted_over_all_ranks(
@@ -69,18 +69,18 @@ def evaluate_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     """Write the results of a separate test set, of weights for ImageNet, and the error of another
     folder's split.
     """
-    group = join_group(rank, ranks, folder / f"store{ranks}")
+    context = join_ranks(rank, ranks, folder / f"store{ranks}")
     run = folder / "run"
     config = load_config(run / "config.yaml").config
     test_set = locate_test_set(folder / "testset", config.data)
     weights = WeightsSource(run, allow_import=["helpers:plain"])
-    evaluations = {"run": evaluate_weights(config, weights, group, test_set, record=True)}
+    evaluations = {"run": evaluate_weights(config, weights, context, test_set, record=True)}
     with pytest.raises(DataError) as raised:
         moved = replace(config, data=replace(config.data, root=str(folder), train="testset"))
-        evaluate_weights(moved, weights, group)
+        evaluate_weights(moved, weights, context)
     assert "--data" in str(raised.value) and raised.value.printed_elsewhere == (rank > 0)
     some = small_config(folder, "model.num_classes=1000")
-    evaluations["imagenet"] = evaluate_weights(some, WeightsSource(), group, record=True)
+    evaluations["imagenet"] = evaluate_weights(some, WeightsSource(), context, record=True)
     if rank == 0:
         found = {}
         for kind, evaluation in evaluations.items():
@@ -90,7 +90,7 @@ def evaluate_on_ranks(rank: int, ranks: int, folder: Path) -> None:
             found[kind] = [evaluation.messages[0], evaluation.metrics, rows]
         (folder / f"found{ranks}.json").write_text(json.dumps(found))
     if ranks > 1:
-        destroy_group(group)
+        destroy_process_groups(context)
 
 
 def test_test_set_and_matched_outputs_do_not_depend_on_the_ranks(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked_ranks import RankServer, destroy_group, join_group
+from forked_ranks import RankServer, destroy_process_groups, join_ranks
 from helpers import DEMO, call, fails, plain, succeeds
 from PIL import Image
 from safetensors.torch import save_file
@@ -79,15 +79,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def report_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     """Evaluate with a report, and write the rows of the predictions beside it."""
-    group = join_group(rank, ranks, folder / "store")
+    context = join_ranks(rank, ranks, folder / "store")
     config = load_config(DEMO, words(folder)[1:]).config
-    evaluation = evaluate_weights(config, WeightsSource(), group, record=True)
+    evaluation = evaluate_weights(config, WeightsSource(), context, record=True)
     if rank == 0:
         (folder / "written").mkdir()
         write_report(evaluation, folder / "written")
         rows = [evaluation.metrics, list(prediction_rows(evaluation))]
         (folder / "written" / "rows.json").write_text(json.dumps(rows))
-    destroy_group(group)
+    destroy_process_groups(context)
 
 
 @pytest.fixture(scope="module")

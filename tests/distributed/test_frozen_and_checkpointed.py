@@ -8,7 +8,7 @@ from pathlib import Path
 
 import timm
 import torch
-from forked_ranks import RankServer, destroy_group, join_group
+from forked_ranks import RankServer, destroy_process_groups, join_ranks
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
@@ -67,21 +67,21 @@ def steps(
 
 
 def compare(rank: int, world_size: int, folder: Path, cfg: ModelConfig, accumulation: int) -> None:
-    group = join_group(rank, world_size, folder / "store")
+    context = join_ranks(rank, world_size, folder / "store")
     alone = network()
     freeze(alone, cfg, 5)
     model = copy.deepcopy(alone)
     if cfg is TRAINED:
-        model = synchronize_batch_norm(model, group)
+        model = synchronize_batch_norm(model, context)
     checkpoint_activations(model)
     set_training(model, cfg)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    wrapped = wrap_model(model, group, "ddp")
+    wrapped = wrap_model(model, context, "ddp")
     rebuild_ddp_buckets(
         wrapped, lambda: wrapped(torch.zeros(2, 3, 32, 32, dtype=torch.float64)).mean().backward()
     )
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-    statistics = BatchNormStatistics(model, group)
+    statistics = BatchNormStatistics(model, context)
 
     at_once = IMAGES // world_size // accumulation
     starts = [number * world_size * at_once + rank * at_once for number in range(accumulation)]
@@ -100,7 +100,7 @@ def compare(rank: int, world_size: int, folder: Path, cfg: ModelConfig, accumula
     if cfg is FROZEN:  # to the bit, on three ranks too
         assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
         assert not statistics.buffers
-    destroy_group(group)
+    destroy_process_groups(context)
 
 
 def frozen(rank: int, world_size: int, folder: Path) -> None:

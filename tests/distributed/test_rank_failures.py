@@ -20,15 +20,15 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
-from forked_ranks import RankServer, destroy_group
-from forked_ranks import join_group as join_over_gloo
+from forked_ranks import RankServer, destroy_process_groups
+from forked_ranks import join_ranks as join_over_gloo
 from helpers import arguments, noisy, records, wait_for
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import imagenet_cls
-from imagenet_cls.commands.distributed import join_group
+from imagenet_cls.commands.distributed import join_ranks
 from imagenet_cls.commands.train import load_for_training, run_options, train_parser
 from imagenet_cls.engine.check import check_on_all_ranks
 from imagenet_cls.engine.run_training import run_training
@@ -173,18 +173,18 @@ def every_case(rank: int, world_size: int, folder: Path) -> None:
             load_for_training(arguments),
             RankInfo(rank, rank, world_size, world_size),
         )
-        group = join_group(loaded, rank_info)
+        context = join_ranks(loaded, rank_info)
         ends[name] = [0, ""]
         if name == "other code" and rank == 1:
             change_code(folder)
         try:
-            check_on_all_ranks(loaded, group, training=True)
-            run_training(loaded, run_options(arguments, loaded), group)
+            check_on_all_ranks(loaded, context, training=True)
+            run_training(loaded, run_options(arguments, loaded), context)
         except UserError as error:
             ends[name] = [error.exit_code, str(error)]
             assert error.printed_elsewhere == (rank > 0), "only rank 0 prints"
-        destroy_group(group)
-        group.heartbeat.close()
+        destroy_process_groups(context)
+        context.heartbeat.close()
     (folder / f"ends{rank}.json").write_text(json.dumps(ends))
 
 
@@ -307,11 +307,11 @@ def test_out_of_memory_on_one_rank_ends_all(rank_server: RankServer, tmp_path: P
 def wait_outside_of_collectives(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 is stopped once both have heard each other; rank 0 sleeps."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
-    group = join_over_gloo(rank, world_size, folder / "store")
-    own = start_heartbeat(group, timeout_sec=3.0)
+    context = join_over_gloo(rank, world_size, folder / "store")
+    own = start_heartbeat(context, timeout_sec=3.0)
     assert own is not None
     wait_for(lambda: len(own._silence()) == 1, "a heartbeat of the other rank")
-    dist.barrier(group=group.cpu_group)
+    dist.barrier(group=context.cpu_group)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(480)
@@ -334,8 +334,8 @@ def block_in_c(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 fails and ends; rank 0 is blocked outside of Python, as in a collective on a GPU."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
     heartbeat._AFTER_FAILURE_SEC = 1.0
-    group = join_over_gloo(rank, world_size, folder / "store", timeout_sec=600.0)
-    own = start_heartbeat(group, timeout_sec=600.0)
+    context = join_over_gloo(rank, world_size, folder / "store", timeout_sec=600.0)
+    own = start_heartbeat(context, timeout_sec=600.0)
     assert own is not None
     if rank == 1:
         own.close(failed=True)

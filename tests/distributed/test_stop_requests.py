@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from forked_ranks import RankServer, destroy_group, join_group
+from forked_ranks import RankServer, destroy_process_groups, join_ranks
 
 from imagenet_cls.parallel.stop_requests import StopRequested, StopSignalHandler
 
 
 def stop_between_checks(rank: int, ranks: int, folder: Path) -> None:
-    group = join_group(rank, ranks, folder / "store")
-    stop = StopSignalHandler(group)
+    context = join_ranks(rank, ranks, folder / "store")
+    stop = StopSignalHandler(context)
     reductions = 0
     reduce = dist.all_reduce
 
@@ -38,7 +38,7 @@ def stop_between_checks(rank: int, ranks: int, folder: Path) -> None:
     # Flags are sent after steps 10 and 35. The second one has the signal and is read after step 60.
     assert (step, reductions) == (60, 2)
     stop.close()
-    destroy_group(group)
+    destroy_process_groups(context)
 
 
 def test_ranks_stop_at_the_second_check_after_a_signal(

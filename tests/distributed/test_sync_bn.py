@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import timm.layers
 import torch
-from forked_ranks import RankServer, destroy_group, join_group
+from forked_ranks import RankServer, destroy_process_groups, join_ranks
 from helpers import arguments, evaluations, losses, newest, train_here
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import CpuSyncBatchNorm, is_synchronized, synchronize_batch_norm
 
 CPU = torch.device("cpu")
-TWO = Group(RankInfo(0, 0, 2, 2), CPU)
+TWO = RankContext(RankInfo(0, 0, 2, 2), CPU)
 
 # What is normalized, the shape of all ranks' images together, and how many of the first dimension
 # rank 0 has.
@@ -52,7 +52,11 @@ def images_of(shape: tuple[int, ...], step: int) -> Tensor:
 
 
 def compare(
-    make: Callable[[], nn.Module], shape: tuple[int, ...], first: int, group: Group, layout: Any
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    first: int,
+    context: RankContext,
+    layout: Any,
 ) -> None:
     """Two training steps and an evaluation of this rank's share against the same on all images at
     once.
@@ -62,9 +66,9 @@ def compare(
     with torch.no_grad():
         for parameter in alone.parameters():
             parameter.uniform_(0.5, 1.5)
-    ours = synchronize_batch_norm(copy.deepcopy(alone), group)
+    ours = synchronize_batch_norm(copy.deepcopy(alone), context)
     assert list(ours.state_dict()) == list(alone.state_dict())
-    own = slice(0, first) if group.rank == 0 else slice(first, None)
+    own = slice(0, first) if context.rank == 0 else slice(first, None)
     for step in (0, 1):
         joined = images_of(shape, step).contiguous(memory_format=layout).requires_grad_()
         share = joined.detach()[own].contiguous(memory_format=layout).requires_grad_()
@@ -88,22 +92,22 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def fused_layers(group: Group) -> None:
+def fused_layers(context: RankContext) -> None:
     """timm's BatchNormAct2d keeps its activation and dropout; a layer that is used twice stays one
     layer.
     """
     from timm.layers import BatchNormAct2d
 
     layer = BatchNormAct2d(3, act_layer=nn.LeakyReLU, drop_layer=nn.Identity).double()
-    compare(lambda: layer, (6, 3, 4, 4), 2, group, torch.contiguous_format)
+    compare(lambda: layer, (6, 3, 4, 4), 2, context, torch.contiguous_format)
     shared = nn.BatchNorm2d(3)
-    model = synchronize_batch_norm(nn.Sequential(shared, nn.ReLU(), shared), group)
+    model = synchronize_batch_norm(nn.Sequential(shared, nn.ReLU(), shared), context)
     assert model[0] is model[2] and isinstance(model[0], CpuSyncBatchNorm)
 
 
-def low_precision(group: Group) -> None:
+def low_precision(context: RankContext) -> None:
     """bfloat16 images under float32 weights, as autocast has them, are normalized in float32."""
-    layer = synchronize_batch_norm(nn.BatchNorm2d(3), group)
+    layer = synchronize_batch_norm(nn.BatchNorm2d(3), context)
     images = torch.full((2, 3, 8, 8), 300.0, dtype=torch.bfloat16)
     images[:, :, ::2] = 302.0
     images.requires_grad_()
@@ -115,14 +119,14 @@ def low_precision(group: Group) -> None:
 
 def compare_all(rank: int, world_size: int, folder: Path) -> None:
     """On each of two ranks."""
-    group = join_group(rank, world_size, folder / "store")
+    context = join_ranks(rank, world_size, folder / "store")
     for make, shape, first in CASES.values():
-        compare(make, shape, first, group, torch.contiguous_format)
+        compare(make, shape, first, context, torch.contiguous_format)
         if len(shape) == 4:
-            compare(make, shape, first, group, torch.channels_last)
-    fused_layers(group)
-    low_precision(group)
-    destroy_group(group)
+            compare(make, shape, first, context, torch.channels_last)
+    fused_layers(context)
+    low_precision(context)
+    destroy_process_groups(context)
 
 
 def test_sync_bn_on_two_ranks_equals_one_process(rank_server: RankServer, tmp_path: Path) -> None:
@@ -184,12 +188,14 @@ def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
     """Two gloo ranks on one GPU: torch's layer and ours give the same. Nothing has touched it
     before the fork.
     """
-    group = join_group(rank, world_size, folder / "store")
+    context = join_ranks(rank, world_size, folder / "store")
     gpu = torch.device("cuda", 0)
     images = images_of((6, 3, 4, 4), 0).float().sub(1e4).to(gpu)[rank * 2 : rank * 4 + 2]
     results = []
     for device in (CPU, gpu):  # the device that decides which of the two layers is taken
-        layer = synchronize_batch_norm(nn.BatchNorm2d(3), Group(group.rank_info, device)).to(gpu)
+        layer = synchronize_batch_norm(
+            nn.BatchNorm2d(3), RankContext(context.rank_info, device)
+        ).to(gpu)
         share = images.clone().requires_grad_()
         output = layer(share)
         output.square().mul(torch.arange(4.0, device=gpu)).sum().backward()
@@ -202,7 +208,7 @@ def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
     (ours, found), (torchs, expected) = results
     assert (ours, torchs) == (CpuSyncBatchNorm, nn.SyncBatchNorm)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    destroy_group(group)
+    destroy_process_groups(context)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import RankServer, destroy_group, join_group
+from forked_ranks import RankServer, destroy_process_groups, join_ranks
 from helpers import noisy
 from torch import Tensor
 
@@ -31,10 +31,10 @@ def refuse_to_read(path: str) -> tuple[Mapping[str, Tensor], MeanStd | None]:
 
 
 def same_teacher_on_all_ranks(rank: int, world_size: int, folder: Path) -> None:
-    group = join_group(rank, world_size, folder / "store")
+    context = join_ranks(rank, world_size, folder / "store")
     reader = read if rank == 0 else refuse_to_read
     config = TeacherConfig("helpers:noisy", checkpoint=str(folder / "teacher.pth"))
-    teacher = build_teacher(config, 5, group, reader, MEAN_STD, [16], seed=0)
+    teacher = build_teacher(config, 5, context, reader, MEAN_STD, [16], seed=0)
     expected, _ = read_weights(folder / "teacher.pth")
     assert all(
         torch.equal(tensor, expected[name]) for name, tensor in teacher.network.state_dict().items()
@@ -45,14 +45,14 @@ def same_teacher_on_all_ranks(rank: int, world_size: int, folder: Path) -> None:
     # So where the others would find weights is a matter of their machines.
     words = ["optimizer.lr=0.1", "distill.kind=soft", "distill.teacher.name=resnet18"]
     loaded = load_config(None, [*words, f"distill.teacher.checkpoint=on_{rank}.pth"])
-    check_same_config(loaded.config, group)
+    check_same_config(loaded.config, context)
 
     for file, num_classes in (("none.pth", 5), ("teacher.pth", 7)):
         config = TeacherConfig("helpers:noisy", checkpoint=str(folder / file))
         with pytest.raises(UserError) as caught:
-            build_teacher(config, num_classes, group, reader, MEAN_STD, [16], seed=0)
+            build_teacher(config, num_classes, context, reader, MEAN_STD, [16], seed=0)
         assert caught.value.printed_elsewhere == (rank != 0)
-    destroy_group(group)
+    destroy_process_groups(context)
 
 
 def test_only_rank_0_reads_and_all_have_the_same(rank_server: RankServer, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import RankServer, destroy_group, join_group
+from forked_ranks import RankServer, destroy_process_groups, join_ranks
 from helpers import arguments, losses, train_here
 from torch import nn
 
@@ -34,7 +34,7 @@ from imagenet_cls.engine.user_metrics import build_metrics, compute_metrics
 from imagenet_cls.errors import ConfigError, ResourceError
 from imagenet_cls.guards.replicas import check_same_weights
 from imagenet_cls.parallel.collectives import all_reduce_mean, gather_to_main
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import BatchNormStatistics, broadcast_buffers, wrap_model
 
@@ -71,12 +71,12 @@ def numbers_of(images: torch.Tensor) -> list[int]:
     return (images[:, 0, 0, 0].int() * 256 + images[:, 1, 0, 0].int()).tolist()
 
 
-def steps_read(group: Group, batch: int, accumulation: int) -> list[list[int]]:
+def steps_read(context: RankContext, batch: int, accumulation: int) -> list[list[int]]:
     """On rank 0, for each step of an epoch the sorted numbers that all ranks' loaders read; from
     step 1 on.
     """
     sampler = EpochSampler(
-        103, batch, group.rank, group.world_size, seed=3, accumulation=accumulation
+        103, batch, context.rank, context.world_size, seed=3, accumulation=accumulation
     )
     whole = TrainTransform(AugmentConfig(size_px=2, scale=[1.0, 1.0], ratio=[1.0, 1.0]))
     loader = TrainLoader(Numbered(103), whole, sampler, 3, WorkerOptions())
@@ -86,15 +86,18 @@ def steps_read(group: Group, batch: int, accumulation: int) -> list[list[int]]:
         for index, numbers in enumerate(micro_batches)
         for number in numbers
     ]
-    gathered = gather_to_main(rows, group)
+    gathered = gather_to_main(rows, context)
     steps = max((step for step, _ in gathered), default=-1) + 1
     return [
         sorted(number for step, number in gathered if step == wanted) for wanted in range(steps)
     ]
 
 
-def counts(group: Group, num_images: int) -> dict[str, Any]:
-    source, shard = Numbered(num_images), shard_for_eval(num_images, group.rank, group.world_size)
+def counts(context: RankContext, num_images: int) -> dict[str, Any]:
+    source, shard = (
+        Numbered(num_images),
+        shard_for_eval(num_images, context.rank, context.world_size),
+    )
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 7)
@@ -102,10 +105,10 @@ def counts(group: Group, num_images: int) -> dict[str, Any]:
     unchanged = EvalTransform(EvalConfig(crop_px=2, resize_px=2))
     batches = eval_batches(source, unchanged, shard, 50, WorkerOptions())
     outputs = model_outputs(
-        {"raw": model}, batches, lambda images: images.float() / 255, group.device, None
+        {"raw": model}, batches, lambda images: images.float() / 255, context.device, None
     )
-    own = build_metrics(OWN_METRICS, 7, ["raw"], group)
-    result = evaluate(outputs, ["raw"], group, 7, metrics=own)["raw"]
+    own = build_metrics(OWN_METRICS, 7, ["raw"], context)
+    result = evaluate(outputs, ["raw"], context, 7, metrics=own)["raw"]
     return {name: value for name, value in result.items() if name != "seconds"}
 
 
@@ -144,7 +147,7 @@ OWN_METRICS = [
 ]
 
 
-def metrics_of_torchmetrics_are_not_summed(group: Group) -> None:
+def metrics_of_torchmetrics_are_not_summed(context: RankContext) -> None:
     """Neither a state that is in `state_dict()`, here a list, nor the weights of a model that a
     metric contains.
     """
@@ -158,107 +161,111 @@ def metrics_of_torchmetrics_are_not_summed(group: Group) -> None:
     metric.persistent(True)
     metric.model = nn.Linear(1, 1)
     weight = metric.model.weight.item()
-    metric.update(torch.tensor(group.rank + 1.0))
-    expected = sum(range(group.world_size + 1))
-    assert compute_metrics({"a:total": metric}, group) == {"total": expected}
+    metric.update(torch.tensor(context.rank + 1.0))
+    expected = sum(range(context.world_size + 1))
+    assert compute_metrics({"a:total": metric}, context) == {"total": expected}
     assert metric.model.weight.item() == weight
 
 
-def counts_of_each_rank_alone_end_the_run(group: Group) -> None:
-    own = build_metrics(["test_world_sizes:local_hits"], 7, ["raw"], group)
+def counts_of_each_rank_alone_end_the_run(context: RankContext) -> None:
+    own = build_metrics(["test_world_sizes:local_hits"], 7, ["raw"], context)
     batches = [
-        ({"raw": torch.eye(7)[: group.rank]}, torch.arange(group.rank), torch.arange(group.rank))
+        (
+            {"raw": torch.eye(7)[: context.rank]},
+            torch.arange(context.rank),
+            torch.arange(context.rank),
+        )
     ]
     with pytest.raises(ConfigError, match=r"eval\.metrics: 'hit_images' differs between ranks"):
-        evaluate(batches, ["raw"], group, 7, metrics=own)
+        evaluate(batches, ["raw"], context, 7, metrics=own)
 
 
-def starting_weights(group: Group) -> None:
+def starting_weights(context: RankContext) -> None:
     """After `wrap_model` all ranks have the weights and buffers of rank 0, of any dtype and memory
     format.
     """
-    torch.manual_seed(group.rank)
+    torch.manual_seed(context.rank)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     model.register_buffer("table", torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     model.register_buffer("mask", torch.rand(5) > 0.5)
     model.register_buffer("nothing", torch.empty(0))
-    model[1].running_mean.fill_(group.rank + 1.0)
+    model[1].running_mean.fill_(context.rank + 1.0)
     own = {name: value.clone() for name, value in model.state_dict().items()}
-    wrap_model(model, group, "auto")
+    wrap_model(model, context, "auto")
     assert model[1].running_mean.tolist() == [1.0] * 4
     assert model.table.is_contiguous(memory_format=torch.channels_last)
     broadcast = {name: value.clone() for name, value in model.state_dict().items()}
-    assert (broadcast["table"] == own["table"]).all() == (group.rank == 0)
+    assert (broadcast["table"] == own["table"]).all() == (context.rank == 0)
     for name in ("0.weight", "1.running_var", "mask"):
         model.load_state_dict(broadcast)
-        check_same_weights(model, group)
-        if group.rank in (1, 3):
+        check_same_weights(model, context)
+        if context.rank in (1, 3):
             value = model.state_dict()[name].view(-1)
             value[0] = (
                 not value[0]
                 if value.dtype is torch.bool
                 else torch.nextafter(value[0], torch.tensor(9.0))
             )
-        if group.world_size > 1:
-            listing = "rank 1" if group.world_size < 4 else "ranks 1, 3"
+        if context.world_size > 1:
+            listing = "rank 1" if context.world_size < 4 else "ranks 1, 3"
             diverged = (
-                rf"{listing} \(.*\) of {group.world_size} and rank 0 differ at the "
+                rf"{listing} \(.*\) of {context.world_size} and rank 0 differ at the "
                 rf"start, in {name}\.\n"
             )
             with pytest.raises(ResourceError, match=diverged):
-                check_same_weights(model, group)
+                check_same_weights(model, context)
     broadcast_buffers(model)
     model[0].load_state_dict(
         {name[2:]: value for name, value in broadcast.items() if name.startswith("0.")}
     )
-    check_same_weights(model, group)
+    check_same_weights(model, context)
 
 
-def synchronized_statistics_stay(group: Group) -> None:
+def synchronized_statistics_stay(context: RankContext) -> None:
     """They are equal on all ranks as they come; averaging them would change last bits on three
     ranks.
     """
-    model = synchronize_batch_norm(nn.BatchNorm1d(64), group)
-    statistics = BatchNormStatistics(model, group)
-    model(torch.randn(5, 64, generator=torch.Generator().manual_seed(group.rank)))
+    model = synchronize_batch_norm(nn.BatchNorm1d(64), context)
+    statistics = BatchNormStatistics(model, context)
+    model(torch.randn(5, 64, generator=torch.Generator().manual_seed(context.rank)))
     before = [buffer.clone() for buffer in statistics.buffers]
     statistics.sync(torch.tensor(False))
     assert all(torch.equal(a, b) for a, b in zip(statistics.buffers, before, strict=True))
-    check_same_weights(model, group)
+    check_same_weights(model, context)
 
 
-def statistics_are_averaged(group: Group) -> None:
+def statistics_are_averaged(context: RankContext) -> None:
     """The running means of BatchNorm over each rank's own images."""
     layer = nn.BatchNorm1d(4, momentum=1.0)
-    statistics = BatchNormStatistics(layer, group)
+    statistics = BatchNormStatistics(layer, context)
     draws = torch.Generator().manual_seed(0)
-    images = torch.randn(group.world_size, 5, 4, generator=draws)
-    layer(images[group.rank])
+    images = torch.randn(context.world_size, 5, 4, generator=draws)
+    layer(images[context.rank])
     statistics.sync(torch.tensor(False))
     torch.testing.assert_close(layer.running_mean, images.mean((0, 1)))
-    check_same_weights(layer, group)
+    check_same_weights(layer, context)
 
 
 def everything(rank: int, world_size: int, folder: Path) -> None:
     """One world size after the other, on the first of four ranks."""
     for size in WORLD_SIZES:
         if rank < size:
-            group = join_group(rank, size, folder / f"store{size}")
+            context = join_ranks(rank, size, folder / f"store{size}")
             found = {
                 "read": {
-                    batch: steps_read(group, batch, micro) for batch, micro in BATCHES.items()
+                    batch: steps_read(context, batch, micro) for batch, micro in BATCHES.items()
                 },
-                "counted": {number: counts(group, number) for number in TEST_IMAGES},
+                "counted": {number: counts(context, number) for number in TEST_IMAGES},
             }
             if rank == 0:
                 (folder / f"{size}.json").write_text(json.dumps(found))
             if size > 1:
-                starting_weights(group)
-                counts_of_each_rank_alone_end_the_run(group)
-                metrics_of_torchmetrics_are_not_summed(group)
-                synchronized_statistics_stay(group)
-                statistics_are_averaged(group)
-                destroy_group(group)
+                starting_weights(context)
+                counts_of_each_rank_alone_end_the_run(context)
+                metrics_of_torchmetrics_are_not_summed(context)
+                synchronized_statistics_stay(context)
+                statistics_are_averaged(context)
+                destroy_process_groups(context)
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +349,7 @@ class RecordedRun:
         return self.parts.train_loader.epoch(epoch, first_step)
 
     def after_step(self, result: StepResult) -> None:
-        self.losses.append(all_reduce_mean(result.loss_and_top1, self.parts.group)[0].item())
+        self.losses.append(all_reduce_mean(result.loss_and_top1, self.parts.context)[0].item())
 
     def after_epoch(self) -> None:
         pass
@@ -368,7 +375,7 @@ def run_cases(
     rank has to wait.
     """
     for size in [size for size in sorted(world_sizes, reverse=True) if rank < size]:
-        group = join_group(rank, size, folder / f"curves{size}")
+        context = join_ranks(rank, size, folder / f"curves{size}")
         for number, case in enumerate(cases):
             limit = -(-case.batch // (size * case.accumulation))
             sizes = {"train.global_batch_size": case.batch, "train.micro_batch_size": limit}
@@ -380,13 +387,15 @@ def run_cases(
                 train__max_steps=case.steps,
                 train__epochs=10,
             )[:-2]
-            run = RecordedRun(build(load_config(demo, [*overrides, *case.settings]).config, group))
+            run = RecordedRun(
+                build(load_config(demo, [*overrides, *case.settings]).config, context)
+            )
             assert run.parts.plan.accumulation == case.accumulation
             run.train()
             if rank == 0:
                 torch.save([run.losses, run.gradient], folder / f"{size}-{number}.pt")
         if size > 1:
-            destroy_group(group)
+            destroy_process_groups(context)
 
 
 def run_quick_cases(rank: int, world_size: int, folder: Path) -> None:

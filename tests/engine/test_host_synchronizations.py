@@ -18,7 +18,7 @@ from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.meter import Meter, StepResult
 from imagenet_cls.engine.train import compute_gradients, train
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 
 STEPS = 12
 WORDS = [
@@ -56,19 +56,19 @@ class Steps:
 
     def __init__(self, parts: TrainingParts):
         self.parts, self.progress = parts, Progress()
-        self.meter = Meter(parts.group, parts.plan.global_batch)
+        self.meter = Meter(parts.context, parts.plan.global_batch)
         self.reads, self.checks = CountReads(), ExitStack()
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         return prefetch_to_device(
-            self.parts.train_loader.epoch(epoch, first_step), self.parts.group.device
+            self.parts.train_loader.epoch(epoch, first_step), self.parts.context.device
         )
 
     def after_step(self, result: StepResult) -> None:
         self.meter.add(result)
         if self.progress.step == 1:
             self.checks.enter_context(self.reads)
-            if self.parts.group.device.type == "cuda":
+            if self.parts.context.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("error")
                 self.checks.callback(torch.cuda.set_sync_debug_mode, "default")
 
@@ -79,7 +79,9 @@ class Steps:
 
 
 def reads_after_first_step(device: torch.device, *words: str) -> int:
-    steps = Steps(build(load_config(None, [*WORDS, *words]).config, Group(RankInfo(), device)))
+    steps = Steps(
+        build(load_config(None, [*WORDS, *words]).config, RankContext(RankInfo(), device))
+    )
     with steps.checks:  # they end after a failure, too
         train(steps)
     return steps.reads.count
@@ -107,7 +109,7 @@ def test_steps_on_a_cpu_read_nothing_but_the_flag_for_optimizers_that_are_not_fu
 
 def test_batches_that_end_early_are_an_error() -> None:
     config = load_config(None, [*WORDS, "device=cpu", "model.name=helpers:plain"]).config
-    parts = build(config, Group(RankInfo(), torch.device("cpu")))
+    parts = build(config, RankContext(RankInfo(), torch.device("cpu")))
     batches = parts.train_loader.epoch(0)
     for _ in range(parts.plan.steps_per_epoch):
         compute_gradients(parts, batches, epoch=0, step=0)

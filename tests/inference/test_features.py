@@ -13,7 +13,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from forked_ranks import RankServer, destroy_group, join_group
+from forked_ranks import RankServer, destroy_process_groups, join_ranks
 from helpers import arguments, call, fails, plain, succeeds, train_here
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
@@ -236,16 +236,16 @@ def test_linear_probe_errors() -> None:
 
 
 def lines_on_ranks(rank: int, ranks: int, folder: Path) -> None:
-    group = join_group(rank, ranks, folder / f"store{ranks}")
+    context = join_ranks(rank, ranks, folder / f"store{ranks}")
     file, *overrides = arguments(folder / "digits", folder, data__fraction=0.2)[:-2]
     config = load_config(
         file, [*overrides, f"model.checkpoint={folder}/weights.safetensors"]
     ).config
-    lines = evaluate_features(config, WeightsSource(), group, neighbors=20, probe_c=0.1)
+    lines = evaluate_features(config, WeightsSource(), context, neighbors=20, probe_c=0.1)
     if rank == 0:
         (folder / f"lines{ranks}").write_text("\n".join(lines))
     if ranks > 1:
-        destroy_group(group)
+        destroy_process_groups(context)
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.nightly)])

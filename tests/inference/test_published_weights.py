@@ -20,7 +20,7 @@ from imagenet_cls.engine.initial_weights import build_distillation_teacher, buil
 from imagenet_cls.errors import CheckpointError, DataError
 from imagenet_cls.inference.load_weights import load_weights_of_config
 from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import Group
+from imagenet_cls.parallel.process_group import RankContext
 
 IDS = timm.data.ImageNetInfo("imagenet-1k").label_names()
 CATEGORIES = ResNet18_Weights.DEFAULT.meta["categories"]
@@ -80,7 +80,7 @@ def test_published_outputs_are_put_in_the_order_of_the_classes(
         teacher = TeacherConfig("test_resnet", pretrained=True, kwargs=kwargs)
         config = Config(distill=DistillConfig("soft", teacher=teacher))
         built = build_distillation_teacher(
-            config, 1000, classes, Group(RankInfo(), torch.device("cpu")), MEAN_STD
+            config, 1000, classes, RankContext(RankInfo(), torch.device("cpu")), MEAN_STD
         )
         assert built is not None
         torch.testing.assert_close(logits(built.network)[: len(order)], expected)

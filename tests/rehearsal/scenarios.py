@@ -112,21 +112,21 @@ def run_waits(folder: Path) -> None:
     from imagenet_cls.engine.meter import Meter, StepResult
     from imagenet_cls.engine.train import train as train_loop
     from imagenet_cls.parallel.environment import RankInfo
-    from imagenet_cls.parallel.process_group import Group
+    from imagenet_cls.parallel.process_group import RankContext
 
     words = [*SYNTHETIC, "model.name=helpers:noisy", "device=cuda", "augment.erasing.prob=0.5"]
     words += ["ema.decay=0.9", "mix.mixup_alpha=0.2"]
-    parts = build(load_config(None, words).config, Group(RankInfo(), torch.device("cuda", 0)))
+    parts = build(load_config(None, words).config, RankContext(RankInfo(), torch.device("cuda", 0)))
 
     class Steps:
         def __init__(self) -> None:
             self.parts = parts
             self.progress = Progress()
-            self.meter = Meter(parts.group, parts.plan.global_batch)
+            self.meter = Meter(parts.context, parts.plan.global_batch)
 
         def epoch_batches(self, epoch: int, first_step: int) -> Any:
             return prefetch_to_device(
-                parts.train_loader.epoch(epoch, first_step), parts.group.device
+                parts.train_loader.epoch(epoch, first_step), parts.context.device
             )
 
         def after_step(self, result: StepResult) -> None:
@@ -357,7 +357,7 @@ def cpu_tensor_to_nccl() -> Any:
 
     original = meter.all_reduce_mean
     return mock.patch.object(
-        meter, "all_reduce_mean", lambda tensor, group: original(tensor.cpu(), group)
+        meter, "all_reduce_mean", lambda tensor, context: original(tensor.cpu(), context)
     )
 
 

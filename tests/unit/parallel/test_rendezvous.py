@@ -21,7 +21,7 @@ from imagenet_cls.parallel.process_group import (
     Rendezvous,
     check_rendezvous_file,
     find_rendezvous,
-    init_group,
+    init_process_groups,
     nccl_error,
     open_store,
     wait_for_all_ranks,
@@ -74,7 +74,7 @@ def test_init_group_with_an_unreachable_machine_gives_the_reason(
 ) -> None:
     """torch's store writes two dozen lines from C++."""
     with pytest.raises(ResourceError, match=reason) as raised:
-        init_group(
+        init_process_groups(
             rank_info, torch.device("cpu"), "auto", "gloo", f"tcp://{host}:{free_port()}", 0.5
         )
     assert len(str(raised.value).splitlines()) == 3 and capfd.readouterr().err == ""
@@ -196,4 +196,6 @@ def test_failure_of_nccl_at_the_start_is_no_failed_rendezvous(
     monkeypatch.setattr(dist, "init_process_group", fail)
     monkeypatch.setattr(process_group, "wait_for_all_ranks", lambda *_: None)
     with pytest.raises(ResourceError, match="nccl failed: Error while creating"):
-        init_group(FIRST, torch.device("cpu"), "auto", "gloo", f"file://{tmp_path}/store", 5.0)
+        init_process_groups(
+            FIRST, torch.device("cpu"), "auto", "gloo", f"file://{tmp_path}/store", 5.0
+        )

@@ -14,9 +14,9 @@ from imagenet_cls.parallel import process_group
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors, gpu_index
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import (
-    Group,
+    RankContext,
     check_backend,
-    init_group,
+    init_process_groups,
     name_flight_recorder_files,
 )
 from imagenet_cls.parallel.wrap import (
@@ -27,14 +27,16 @@ from imagenet_cls.parallel.wrap import (
 )
 
 CPU = torch.device("cpu")
-SINGLE = Group(RankInfo(), CPU)
+SINGLE = RankContext(RankInfo(), CPU)
 
 
 def test_single_rank_makes_no_process_group_and_wraps_nothing() -> None:
-    group = init_group(RankInfo(), CPU, "auto", "auto", "env://", 5.0)
-    assert group.cpu_group is None and group.is_main and not dist.is_initialized()
+    context = init_process_groups(RankInfo(), CPU, "auto", "auto", "env://", 5.0)
+    assert context.cpu_group is None and context.is_main and not dist.is_initialized()
     model = nn.Linear(2, 2)
-    assert wrap_model(model, group, "auto") is model and wrap_model(model, group, "none") is model
+    assert (
+        wrap_model(model, context, "auto") is model and wrap_model(model, context, "none") is model
+    )
     rebuild_ddp_buckets(model, lambda: pytest.fail("there are no buckets"))
     with gradient_sync(model, False):
         pass
@@ -131,7 +133,7 @@ def test_gpu_on_which_cuda_cannot_start_exits_5(
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "set_device", raise_error)
     with pytest.raises(ResourceError, match=remedy) as caught:
-        init_group(RankInfo(), gpu, "auto", "auto", "env://", 10.0)
+        init_process_groups(RankInfo(), gpu, "auto", "auto", "env://", 10.0)
     first, second, third = str(caught.value).splitlines()
     assert "cuda:0" in first and second == str(raised).splitlines()[0] and "device=cpu" in third
     with pytest.raises(ResourceError), explain_start_errors(gpu):
@@ -169,7 +171,7 @@ def test_process_group_is_bound_to_the_gpu_of_its_rank(
     monkeypatch.setattr(
         dist, "init_process_group", lambda *_, **keywords: bound.append(keywords["device_id"])
     )
-    init_group(RankInfo(), gpu, "ddp", backend, "env://", 10.0)
+    init_process_groups(RankInfo(), gpu, "ddp", backend, "env://", 10.0)
     monkeypatch.setattr(dist, "new_group", lambda **keywords: bound.append(keywords["device_id"]))
     for name, result in {
         "check_backend": None,
@@ -180,7 +182,7 @@ def test_process_group_is_bound_to_the_gpu_of_its_rank(
     report = check_dist.RankReport(1, 1, "host", "cuda:1", "-", "-", "-", "-", "-")
     monkeypatch.setattr(check_dist, "describe_rank", lambda _: report)
     loaded = load_config(None, [f"parallel.backend={backend}"])
-    check_dist.check_ranks(loaded.config, Group(RankInfo(1, 1, 2, 2), gpu))
+    check_dist.check_ranks(loaded.config, RankContext(RankInfo(1, 1, 2, 2), gpu))
     # gloo's group exists already
     assert bound == ([torch.device(device_id)] * 2 if device_id else [None])
 
