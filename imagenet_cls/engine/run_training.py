@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from imagenet_cls.checkpoint.folders import list_checkpoints
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import LoadedConfig, dump_yaml
 from imagenet_cls.config.schema import Config
@@ -20,6 +19,7 @@ from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.engine.state import (
     compare_with_existing_run,
     disk_space_warning,
+    find_checkpoint,
     open_saver,
     restore,
 )
@@ -43,32 +43,28 @@ def run_training(loaded: LoadedConfig, options: RunOptions, context: RankContext
     """
     devices = num_devices(loaded.config, context.world_size)
     with explain_device_errors(describe_batch_sizes(loaded.config, devices)):
-        folder, options, resumes = open_run_folder(loaded.config, options, context)
+        folder, options = open_run_folder(loaded.config, options, context)
         if options.dry_run:
-            parts = build(loaded.config, context, load_initial_weights=not resumes)
-            dry_run(loaded, options, folder, parts)
+            dry_run(loaded, options, folder, context)
             return
         stop_signals = StopSignalHandler(context)
         # `folder` is open already, and is closed at the end of the block.
         with closing(stop_signals), folder, log_error(folder, context):
             stop_signals.install()
-            parts = build(loaded.config, context, load_initial_weights=not resumes)
-            with closing(parts.train_loader):
-                train_in_folder(loaded, options, parts, folder, stop_signals)
+            train_in_folder(loaded, options, folder, stop_signals, context)
 
 
 def train_in_folder(
     loaded: LoadedConfig,
     options: RunOptions,
-    parts: TrainingParts,
     folder: RunFolder,
     stop_signals: StopSignalHandler,
+    context: RankContext,
 ) -> None:
-    """Load the checkpoint to resume from, if any, open what the run writes, and train."""
-    config = parts.config
-    context = parts.context
+    """Build the run, open what it writes, and train."""
+    config = loaded.config
     work_dir = options.work_dir
-    progress, messages = restore(parts, folder, options)
+    parts, progress, messages = build_and_restore(config, options, folder, context)
     open_log(work_dir, context.rank)
     log_path = log_file(work_dir, context.rank)
     name_flight_recorder_files(os.environ, log_path.parent)
@@ -78,6 +74,7 @@ def train_in_folder(
         run_on_main(context, folder.clear)
     launchers = gather_to_main(list(options.launchers), context)
     with (
+        closing(parts.train_loader),
         open_reporter(loaded, parts, work_dir, progress) as reporter,
         open_saver(parts, progress, folder, reporter) as saver,
     ):
@@ -114,11 +111,25 @@ def train_in_folder(
             reporter.message(final_message(progress, parts.plan, work_dir, run.meter))
 
 
+def build_and_restore(
+    config: Config, options: RunOptions, folder: RunFolder, context: RankContext
+) -> tuple[TrainingParts, Progress, list[str]]:
+    """Build the run in its state at step 0 or, if it resumes, in the state of a checkpoint. Returns
+    its parts, its progress, and messages.
+    """
+    snapshot, messages = find_checkpoint(folder, options, context)
+    parts = build(config, context, load_initial_weights=snapshot is None)
+    if snapshot is None:
+        return parts, Progress(), messages
+    progress, changes = restore(parts, snapshot, options.allow_change)
+    return parts, progress, [*messages, *changes]
+
+
 def open_run_folder(
     config: Config, options: RunOptions, context: RankContext
-) -> tuple[RunFolder, RunOptions, bool]:
+) -> tuple[RunFolder, RunOptions]:
     """Choose and lock the run folder, on rank 0; for a dry run, only check it. Returns the folder,
-    the options with the chosen folder, and whether the run resumes from a checkpoint.
+    and the options of the run in it.
 
     A command that torchrun or SLURM restarted resumes the run that it started before, as with
     --resume. After a restart rank 0 may be on another machine, so the restarts that all ranks
@@ -133,9 +144,7 @@ def open_run_folder(
     if run_on_main(context, partial(folder.was_started_by, restarted_by)):
         options = replace(options, resume=True, overwrite=False)
     run_on_main(context, partial(folder.open, config, options))
-    has_checkpoints = run_on_main(context, lambda: bool(list_checkpoints(folder.checkpoints)))
-    resumes = options.resume_from is not None or (options.resume and has_checkpoints)
-    return folder, options, resumes
+    return folder, options
 
 
 def choose_folder_name(parent: Path, restarted_by: Collection[str]) -> str:
@@ -172,27 +181,24 @@ def log_error(folder: RunFolder, context: RankContext) -> Iterator[None]:
 
 
 def dry_run(
-    loaded: LoadedConfig, options: RunOptions, folder: RunFolder, parts: TrainingParts
+    loaded: LoadedConfig, options: RunOptions, folder: RunFolder, context: RankContext
 ) -> None:
     """Do everything that a run does up to the gradient of its next step. Writes nothing."""
+    parts, progress, messages = build_and_restore(loaded.config, options, folder, context)
     plan = parts.plan
-    with closing(parts.train_loader):
-        progress, messages = restore(parts, folder, options)
-        with open_reporter(loaded, parts, None, progress) as reporter:
-            if parts.context.is_main and not options.resume and folder.holds_run():
-                messages.append(compare_with_existing_run(parts, folder))
-            for message in messages:
-                reporter.message(message)
-            set_training(parts.model, parts.config.model)
-            # a run that is complete repeats its last step
-            step = min(progress.step, plan.total_steps - 1)
-            epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
-            batches = parts.train_loader.epoch(epoch, step_of_epoch)
-            loss_and_top1 = compute_gradients(parts, batches, epoch, step)
-            loss = all_reduce_mean(loss_and_top1, parts.context)[0].item()
-            reporter.message(
-                f"dry run: step {step + 1} has loss {loss:.4f}; no run folder was written"
-            )
+    with closing(parts.train_loader), open_reporter(loaded, parts, None, progress) as reporter:
+        if context.is_main and not options.resume and folder.holds_run():
+            messages.append(compare_with_existing_run(parts, folder))
+        for message in messages:
+            reporter.message(message)
+        set_training(parts.model, parts.config.model)
+        # a run that is complete repeats its last step
+        step = min(progress.step, plan.total_steps - 1)
+        epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
+        batches = parts.train_loader.epoch(epoch, step_of_epoch)
+        loss_and_top1 = compute_gradients(parts, batches, epoch, step)
+        loss = all_reduce_mean(loss_and_top1, context)[0].item()
+        reporter.message(f"dry run: step {step + 1} has loss {loss:.4f}; no run folder was written")
 
 
 @contextmanager

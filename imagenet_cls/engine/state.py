@@ -37,6 +37,7 @@ from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import state_dict_mismatch
 from imagenet_cls.optim.build import layer_with_gradients, optimizer_of_layer, state_copies
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
+from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.reporter import Reporter
 from imagenet_cls.text import format_value
 from imagenet_cls.versions import library_versions
@@ -140,37 +141,20 @@ def open_saver(
 
 
 def restore(
-    parts: TrainingParts, folder: RunFolder, options: RunOptions
+    parts: TrainingParts, snapshot: Snapshot, allow_change: Collection[str]
 ) -> tuple[Progress, list[str]]:
-    """Load weights, EMA, optimizer and loss scale from the checkpoint to resume from, if any. A
-    collective.
+    """Load weights, EMA, optimizer and loss scale from the result of `find_checkpoint`. A
+    collective: rank 0 broadcasts the tensors.
 
-    Rank 0 reads the checkpoint and broadcasts its tensors. Returns the progress and messages.
-    Raises CheckpointError.
+    Returns the progress and messages. Raises CheckpointError where `check_checkpoint` does.
     """
     context = parts.context
-    # `run_on_main` would pickle the tensors that `read` returns. The list keeps them on rank 0.
-    snapshots: list[Snapshot] = []
 
-    def read() -> tuple[Snapshot, list[str]] | None:
-        snapshot, messages = find_checkpoint(folder, options)
-        if snapshot is None:
-            return None
+    def check() -> list[str]:
         with invalid_content_errors(snapshot.path):
-            messages += check_checkpoint(snapshot, parts, options.allow_change)
-        snapshots.append(snapshot)
-        ema: dict[str, Tensor] | None = None if snapshot.ema is None else {}
-        return replace(snapshot, model={}, optimizer={}, ema=ema), messages
+            return check_checkpoint(snapshot, parts, allow_change)
 
-    found = run_on_main(context, read)
-    if found is None:
-        messages = []
-        if options.resume:
-            messages = [f"no checkpoint to resume from in {folder.path}: starting from scratch"]
-        return Progress(), messages
-    snapshot, messages = found
-    if context.is_main:
-        snapshot = snapshots[0]
+    messages = run_on_main(context, check)
     # Outside of `invalid_content_errors`: a lost rank is no invalid content.
     model = broadcast_tensors(snapshot.model, context)
     optimizer = broadcast_tensors(snapshot.optimizer, context)
@@ -189,9 +173,32 @@ def restore(
     return read_progress(snapshot.state["progress"]), messages
 
 
-def find_checkpoint(folder: RunFolder, options: RunOptions) -> tuple[Snapshot | None, list[str]]:
-    """The checkpoint to resume from: the newest intact one of the run folder, with --resume, or
-    else the checkpoint of --resume-from. Also messages about it. Raises CheckpointError.
+def find_checkpoint(
+    folder: RunFolder, options: RunOptions, context: RankContext
+) -> tuple[Snapshot | None, list[str]]:
+    """The checkpoint to resume from, if any, and messages about it. A collective: rank 0 reads it,
+    the other ranks receive everything but its tensors. Raises CheckpointError.
+    """
+    # `run_on_main` would pickle the tensors that `read` returns. The list keeps them on rank 0.
+    snapshots: list[Snapshot | None] = []
+
+    def read() -> tuple[Snapshot | None, list[str]]:
+        snapshot, messages = read_checkpoint_to_resume(folder, options)
+        snapshots.append(snapshot)
+        if snapshot is None:
+            return None, messages
+        ema: dict[str, Tensor] | None = None if snapshot.ema is None else {}
+        return replace(snapshot, model={}, optimizer={}, ema=ema), messages
+
+    snapshot, messages = run_on_main(context, read)
+    return snapshots[0] if context.is_main else snapshot, messages
+
+
+def read_checkpoint_to_resume(
+    folder: RunFolder, options: RunOptions
+) -> tuple[Snapshot | None, list[str]]:
+    """Read the newest intact checkpoint of the run folder, with --resume, or else the checkpoint of
+    --resume-from. Also returns messages about it. Raises CheckpointError.
     """
     snapshot: Snapshot | None = None
     damaged: list[str] = []
@@ -206,7 +213,8 @@ def find_checkpoint(folder: RunFolder, options: RunOptions) -> tuple[Snapshot | 
                 f"--resume-from {options.resume_from} is not used: the run folder has checkpoints"
             ]
     if snapshot is None:
-        return None, []
+        message = f"no checkpoint to resume from in {folder.path}: starting from scratch"
+        return None, [message] if options.resume else []
     with invalid_content_errors(snapshot.path):
         step = snapshot.state["progress"]["step"]
     messages = [f"{line}; using an older checkpoint" for line in damaged]
