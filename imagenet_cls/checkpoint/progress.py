@@ -35,6 +35,22 @@ class Progress:
     history: list[dict[str, float]] = field(default_factory=list)
     stopped_early: bool = False
 
+    def record(self, kind: str, result: Mapping[str, Any], metric: str) -> bool:
+        """Record the result of one kind of weights at the present step. Returns whether it is the
+        best of that kind so far. metric: one of the values of `METRICS`.
+        """
+        # Without `seconds`, which would make the state of equal runs differ.
+        self.latest[kind] = {key: value for key, value in result.items() if key != "seconds"}
+        best = self.best.get(kind, {})
+        is_better = metric not in best or score(result, metric) > score(best, metric)
+        # NaN logits have a top-1, too (topk sorts NaN first), so the loss must be finite.
+        if not is_better or not math.isfinite(result["loss"]):
+            return False
+        # Results of another metric, before a change of `checkpoint.best`, can't be compared.
+        comparable = {other: entry for other, entry in self.best.items() if metric in entry}
+        self.best = comparable | {kind: {metric: result[metric], "step": self.step}}
+        return True
+
 
 def score(results: Mapping[str, float], metric: str) -> float:
     """A number that is higher for better results. metric: one of the values of `METRICS`."""

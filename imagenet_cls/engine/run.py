@@ -9,13 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
-from math import isfinite
-from typing import Any
 
 from torch import nn
 
 from imagenet_cls.checkpoint.format import checkpoint_path
-from imagenet_cls.checkpoint.progress import METRICS, Progress, score, stops_early
+from imagenet_cls.checkpoint.progress import METRICS, Progress, stops_early
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
@@ -218,7 +216,8 @@ class Run:
         epoch, step_of_epoch = divmod(progress.step - 1, parts.plan.steps_per_epoch)
         common = {"kind": "eval", "step": progress.step, "epoch": epoch}
         records = [common | {"weights": name} | result for name, result in results.items()]
-        improved = [self.record_result(name, result) for name, result in results.items()]
+        metric = METRICS[parts.config.checkpoint.best]
+        improved = [progress.record(name, result, metric) for name, result in results.items()]
         training = self.meter.describe_epoch(steps=step_of_epoch + 1)
         self.reporter.eval_results(records, epoch_lines(parts, progress, records, training))
         progress.evaluated_step = progress.step
@@ -238,20 +237,6 @@ class Run:
                 f"{early_stop.patience_evals} evaluations (train.early_stop)",
             )
         return any(improved)
-
-    def record_result(self, name: str, result: dict[str, Any]) -> bool:
-        """Record the result of one kind of weights. Returns whether it is the best so far."""
-        progress = self.progress
-        metric = METRICS[self.parts.config.checkpoint.best]
-        # Without `seconds`, which would make the state of equal runs differ.
-        progress.latest[name] = {key: value for key, value in result.items() if key != "seconds"}
-        best = progress.best.get(name, {})
-        is_better = metric not in best or score(result, metric) > score(best, metric)
-        # NaN logits have a top-1, too (topk sorts NaN first), so the loss must be finite.
-        if not is_better or not isfinite(result["loss"]):
-            return False
-        progress.best[name] = {metric: result[metric], "step": progress.step}
-        return True
 
     def evaluation_batches(self) -> Iterator[EvalBatch]:
         """This rank's validation batches, with a progress bar. Raises StopRequested after a stop
