@@ -37,6 +37,8 @@ class Evaluation:
 
     devices: the devices of this rank. mean, std: the normalization, per channel. labels: what the
     results count. The attribute `batches` is a function that returns this rank's batches.
+
+    A model that `train.compile` compiled gets batches of one size, so that it is compiled once.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Evaluation:
         devices: Devices,
         mean: list[float],
         std: list[float],
-        labels: EvaluationLabels = EvaluationLabels(),  # noqa: B008 (immutable)
+        labels: EvaluationLabels,
     ):
+        self.context = context
         self.labels = labels
         self.num_images = len(source)
         self.normalize = Normalize(mean, std, context.device, config.train.channels_last)
@@ -56,27 +59,36 @@ class Evaluation:
         self.batches = partial(build_val_batches, config, source, context, len(devices.all), mean)
         self.devices = devices
         self.flip = config.eval.flip_tta
+        self.pad_to = config.eval.batch_size if config.train.compile else None
 
     def outputs(
-        self,
-        models: Mapping[str, nn.Module],
-        batches: Iterable[EvalBatch] | None = None,
-        pad_to: int | None = None,
+        self, models: Mapping[str, nn.Module], batches: Iterable[EvalBatch] | None = None
     ) -> Iterator[EvalOutputs]:
-        """`model_outputs` of models on the device. batches: by default the batches of this rank's
-        shard.
+        """`model_outputs` of models on the device; the outputs of classes that are not present are
+        -inf. batches: by default the batches of this rank's shard.
         """
         wrapped = {name: wrap_data_parallel(model, self.devices) for name, model in models.items()}
-        return model_outputs(
+        for logits, targets, indices in model_outputs(
             wrapped,
             self.batches() if batches is None else batches,
             self.normalize,
             self.devices.all[0],
             self.autocast_dtype,
             self.flip,
-            pad_to,
-            self.labels,
-        )
+            self.pad_to,
+        ):
+            masked = {name: self.labels.mask(values) for name, values in logits.items()}
+            yield masked, targets, indices
+
+    def results(
+        self,
+        outputs: Iterable[EvalOutputs],
+        names: Sequence[str],
+        num_classes: int,
+        metrics: Mapping[str, Metrics] | None = None,
+    ) -> dict[str, dict[str, Any]]:
+        """The metrics of the models `names` from their outputs: see `evaluate`."""
+        return evaluate(outputs, names, self.context, num_classes, self.labels, metrics)
 
 
 @torch.no_grad()
@@ -88,15 +100,13 @@ def model_outputs(
     dtype: torch.dtype | None,
     flip: bool = False,
     pad_to: int | None = None,
-    labels: EvaluationLabels = EvaluationLabels(),  # noqa: B008 (immutable)
 ) -> Iterator[EvalOutputs]:
     """Run all models in evaluation mode over each batch, so that every image is decoded once. The
     models stay in this mode.
 
     dtype: the dtype of autocast, if any. flip: `eval.flip_tta`. pad_to: smaller batches are padded
-    to this size, and the additional logits dropped, so that a compiled model gets a single shape.
-    labels: the outputs of classes that are not present are -inf. Logits and targets are on
-    `device`, indices on the CPU.
+    to this size, and the additional logits dropped. Logits and targets are on `device`, indices on
+    the CPU.
     """
     for model in models.values():
         model.eval()
@@ -109,7 +119,7 @@ def model_outputs(
         for name, model in models.items():
             with autocast(device, dtype):
                 outputs = compute_logits(model, pixels, flip)
-            logits[name] = labels.mask(outputs[:count].to(device))
+            logits[name] = outputs[:count].to(device)
         yield logits, targets.to(device, non_blocking=True), indices
 
 
@@ -152,7 +162,7 @@ def evaluate(
     names: Sequence[str],
     context: RankContext,
     num_classes: int,
-    labels: EvaluationLabels = EvaluationLabels(),  # noqa: B008 (immutable)
+    labels: EvaluationLabels,
     metrics: Mapping[str, Metrics] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Metrics of each model over the shards of all ranks. A collective: a rank with an empty shard

@@ -18,7 +18,6 @@ from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts
-from imagenet_cls.engine.evaluate import evaluate
 from imagenet_cls.engine.loaders import DataWaitCheck, EvalBatch
 from imagenet_cls.engine.meter import Meter, StepResult
 from imagenet_cls.engine.plan import Due, ceil_div, due_after
@@ -203,16 +202,8 @@ class Run:
         models: dict[str, nn.Module] = {"raw": parts.model}
         if parts.ema.module is not None:
             models["ema"] = parts.ema.module
-        pad_to = parts.config.eval.batch_size if parts.config.train.compile else None
-        outputs = parts.evaluation.outputs(models, self.evaluation_batches(), pad_to)
-        results = evaluate(
-            outputs,
-            list(models),
-            parts.context,
-            parts.num_classes,
-            parts.evaluation.labels,
-            parts.metrics,
-        )
+        outputs = parts.evaluation.outputs(models, self.evaluation_batches())
+        results = parts.evaluation.results(outputs, list(models), parts.num_classes, parts.metrics)
         epoch, step_of_epoch = divmod(progress.step - 1, parts.plan.steps_per_epoch)
         common = {"kind": "eval", "step": progress.step, "epoch": epoch}
         records = [common | {"weights": name} | result for name, result in results.items()]

@@ -17,6 +17,7 @@ from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.test_set import describe_images
 from imagenet_cls.engine.build import rank_devices
 from imagenet_cls.engine.evaluate import Evaluation
+from imagenet_cls.engine.evaluation_labels import EvaluationLabels
 from imagenet_cls.errors import CheckpointError, DataError, UsageError
 from imagenet_cls.inference.evaluate_weights import check_not_trained_on, open_images
 from imagenet_cls.inference.load_weights import (
@@ -124,7 +125,13 @@ def compute_features(
     """
     shard: dict[str, list[Tensor]] = {name: [] for name in (*models, "targets", "indices")}
     evaluation = Evaluation(
-        config, source, context, rank_devices(config, context), trained.mean, trained.std
+        config,
+        source,
+        context,
+        rank_devices(config, context),
+        trained.mean,
+        trained.std,
+        EvaluationLabels(),
     )
     for features, targets, indices in evaluation.outputs(models):
         for name, rows in {**features, "targets": targets, "indices": indices}.items():

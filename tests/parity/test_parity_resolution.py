@@ -19,6 +19,7 @@ from torchvision.transforms.v2 import functional as reference
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.engine.evaluate import evaluate, model_outputs
+from imagenet_cls.engine.evaluation_labels import EvaluationLabels
 from imagenet_cls.models.adapt import resize_model
 from imagenet_cls.models.weights import load_weights
 
@@ -151,7 +152,8 @@ def test_flip_tta_is_the_mean_of_two_passes() -> None:
         iter(flipped),
         list(models),
         single_rank(),
-        num_classes=next(iter(flipped))[0]["raw"].shape[1],
+        next(iter(flipped))[0]["raw"].shape[1],
+        EvaluationLabels(),
     )
     assert [result["images"] for result in results.values()] == [10, 10]
 
