@@ -23,13 +23,13 @@ from imagenet_cls.data.device import Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.sources import ImageSource, exif_warning, required_targets, size_fingerprint
-from imagenet_cls.engine.evaluate import Evaluation
-from imagenet_cls.engine.evaluation_labels import evaluation_labels
-from imagenet_cls.engine.initial_weights import (
+from imagenet_cls.engine.build_model import (
     build_distillation_teacher,
     build_training_model,
     choose_mean_std,
 )
+from imagenet_cls.engine.evaluate import Evaluation
+from imagenet_cls.engine.evaluation_labels import evaluation_labels
 from imagenet_cls.engine.loaders import build_train_loader, shared_memory_use
 from imagenet_cls.engine.plan import Plan, part_sizes, plan_run
 from imagenet_cls.engine.precision import autocast, choose_precision, set_deterministic
@@ -41,6 +41,7 @@ from imagenet_cls.guards.replicas import check_same_weights, model_digest
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.ema import ModelEma, build_ema
 from imagenet_cls.models.head import head_names
+from imagenet_cls.models.teacher import Teacher
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import Criterion, build_criterion, build_loss
@@ -141,9 +142,6 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     load_initial_weights: whether to load the weights that the config names; false for a run that
     resumes. Raises UserError.
     """
-    # The order matters. DDP gives all ranks the weights of rank 0, which the EMA then copies. The
-    # EMA copies a model that is not compiled. The passes that rebuild DDP's buckets compile the
-    # model and clear the gradients, which `Updater` may allocate.
     device = context.device
     train = config.train
     augment = config.augment
@@ -172,16 +170,13 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     labels = evaluation_labels(config.eval, data.val, data.classes)
     evaluation = Evaluation(config, data.val, context, devices, mean, std, labels)
     teacher = build_distillation_teacher(config, num_classes, data.classes, context, (mean, std))
+    # DDP gives all ranks the weights of rank 0, which the EMA then copies.
     wrapped = wrap_data_parallel(wrap_model(model, context, config.parallel.mode), devices)
     check_same_weights(model, context)
     ema = build_ema(model, config.ema, train.global_batch_size)
-    compile_model(model, train, augment)
+    compile_model(model, train, augment)  # after the EMA has copied it
 
-    class_samples = None
-    if isinstance(config.loss.class_weights, str):  # a rule that needs the sizes of classes
-        class_samples = samples_of_classes(data.train, num_classes, config.data.balance)
-    label_loss = build_loss(config.loss, num_classes, augment.splits, class_samples)
-    criterion = build_criterion(label_loss, config.distill, teacher)
+    criterion = build_run_criterion(config, data.train, num_classes, teacher)
     head = head_names(model, num_classes)
     optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer, head))
     lr, scaling_message = scaled_lr(config.optimizer, train.global_batch_size)
@@ -189,7 +184,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     train_loader = build_train_loader(config, data.train, plan, context, mean)
     normalize = Normalize(mean, std, device, train.channels_last)
 
-    # With another batch size than in training, torch.compile would compile a second time.
+    # The passes below have the batch size of training, so that torch.compile compiles once.
     micro_batch = train_loader.sampler.micro_batch_sizes[0]
     shape = (micro_batch * augment.splits, config.data.channels, *height_width(augment.size_px))
 
@@ -200,6 +195,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
             loss = criterion(wrapped(images), targets, images)
         loss.backward()
 
+    # It clears the gradients, so it comes before `Updater`, which may allocate them.
     rebuild_ddp_buckets(wrapped, run_on_zeros)
     keep_gradients = overwrites_gradients(train) and plan.accumulation > 1
     weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
@@ -257,6 +253,17 @@ def open_same_data(data: DataConfig, context: RankContext, allow_missing: bool) 
     }
     check_same_data(digests, context)
     return RunData(opened.train, opened.val, opened.classes, opened.note)
+
+
+def build_run_criterion(
+    config: Config, source: ImageSource, num_classes: int, teacher: Teacher | None
+) -> Criterion:
+    """The loss of the run. source: the training images."""
+    class_samples = None
+    if isinstance(config.loss.class_weights, str):  # a rule that needs the sizes of classes
+        class_samples = samples_of_classes(source, num_classes, config.data.balance)
+    label_loss = build_loss(config.loss, num_classes, config.augment.splits, class_samples)
+    return build_criterion(label_loss, config.distill, teacher)
 
 
 def samples_of_classes(source: ImageSource, num_classes: int, balance: float) -> np.ndarray:

@@ -113,7 +113,7 @@ def plan_run(
 
 @dataclass(frozen=True)
 class Due:
-    """What is due after a step.
+    """What is due after a step. A save that is due together with an evaluation is made after it.
 
     end: it is the last step of the run. regular_evaluation: the evaluation of `eval.every_epochs`
     is due. evaluation: that, or the run ends.

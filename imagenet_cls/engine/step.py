@@ -1,19 +1,6 @@
 """One optimizer update: unscale, clip, step, skip gradients that are not finite. Also SAM.
 
-All host synchronizations of a training step:
-* until a process has made an update that is not skipped, each update reads whether the gradient is
-  finite. An optimizer that is not fused, is wrapped (Lookahead) or is on MPS reads it in each step;
-* `mix.mode` pair and elem copy the mixing ratios to the device, once for each micro-batch;
-* `engine.meter` reads losses and accuracies every `log.every_steps` steps, at the end of an epoch
-  and before a save;
-* with several ranks, `parallel.stop_requests` waits about every half second for the flags that the
-  ranks sent at the previous check, and every `log.every_steps` steps for the step time of the
-  slowest rank;
-* `parallel.sync_bn` on GPUs: each SyncBatchNorm of torch reads which ranks have images;
-* with several ranks, `guards.replicas` reads a hash of each tensor every
-  `parallel.check_every_steps` steps;
-* before a save, the same hashes and a check of the weights are read, and the state is copied to the
-  host.
+docs/architecture.md lists where a training step waits for the device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +33,8 @@ class Updater:
         keep_gradients: bool = False,
     ):
         """head_names: the names of the head's parameters. keep_gradients: after a step, set
-        gradients to zero in the same memory, not to None.
+        gradients to zero in the same memory, not to None; needed if the compiled model returns each
+        gradient in the same memory (see `engine.build.overwrites_gradients`).
         """
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.keep_gradients = keep_gradients

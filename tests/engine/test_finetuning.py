@@ -30,7 +30,7 @@ from imagenet_cls.commands.find_batch import find_batch_command
 from imagenet_cls.commands.find_lr import find_lr_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.engine.initial_weights import read_stored_weights
+from imagenet_cls.engine.stored_weights import read_stored_weights
 
 PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
 # The page continues from the first run of docs/your_data.md.

@@ -1,5 +1,5 @@
-"""The training loop does not wait for the device between two reports, except where `engine.step`
-says so.
+"""The training loop does not wait for the device between two reports, except where
+docs/architecture.md says so.
 """
 
 from collections.abc import Iterator

@@ -1,15 +1,12 @@
-"""Builds the model and the teacher of a run, with their initial weights, and checks both."""
+"""Build the model and the teacher of a run, with their initial weights, and check both."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from imagenet_cls.checkpoint.format import invalid_content_errors, stored_mean_std
-from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import (
     Config,
     DataConfig,
@@ -20,8 +17,8 @@ from imagenet_cls.config.schema import (
 )
 from imagenet_cls.data.classes import IMAGENET_CLASSES, class_difference, imagenet_order
 from imagenet_cls.data.transforms import sizes_px
-from imagenet_cls.errors import CheckpointError, ConfigError, DataError, out_of_memory_line
-from imagenet_cls.files import is_url
+from imagenet_cls.engine.stored_weights import read_stored_weights
+from imagenet_cls.errors import ConfigError, DataError, out_of_memory_line
 from imagenet_cls.models.adapt import (
     checkpoint_activations,
     freeze,
@@ -38,7 +35,6 @@ from imagenet_cls.models.build import (
 )
 from imagenet_cls.models.head import permute_outputs
 from imagenet_cls.models.teacher import MeanStd, Teacher, build_teacher, enable_distillation_token
-from imagenet_cls.models.weight_files import download_weights, read_all_weights
 from imagenet_cls.models.weights import load_weights, prefix_errors
 from imagenet_cls.parallel.collectives import run_on_main, run_on_main_first
 from imagenet_cls.parallel.process_group import RankContext
@@ -178,60 +174,6 @@ def build_distillation_teacher(
 
 def memory_format(train: TrainConfig) -> torch.memory_format:
     return torch.channels_last if train.channels_last else torch.preserve_format
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """Weights in a file or checkpoint folder, on the CPU, and how they were trained, if known.
-
-    tensors: the weights by name. origin: where they are from, for messages. kind: `raw` or `ema`.
-    """
-
-    tensors: dict[str, Tensor]
-    origin: str
-    kind: str
-    mean_std: MeanStd | None = None
-    classes: Sequence[str] | None = None
-    warnings: Sequence[str] = ()
-
-
-def read_stored_weights(source: str | Path, kind: str | None = None) -> StoredWeights:
-    """The weights of a file, a URL or a checkpoint; of a run folder, those of its best checkpoint.
-
-    kind: `raw` or `ema`. None: the kind that evaluated best in the run; otherwise the EMA if there
-    is one. Raises CheckpointError or ResourceError.
-    """
-    path = download_weights(str(source)) if is_url(source) else Path(source)
-    if not path.is_dir():
-        found = read_all_weights(path)
-        default = "ema" if "ema" in found else "raw"
-        kind = kind or default
-        check_kind(found, kind, path)
-        tensors, origin = found[kind]
-        return StoredWeights(tensors, origin, kind)
-    snapshot, best, damage = load_best(path)
-    with invalid_content_errors(snapshot.path):
-        weights = {"raw": snapshot.model}
-        if snapshot.ema is not None:
-            weights["ema"] = snapshot.ema
-        default = "raw" if best == "raw" or snapshot.ema is None else "ema"
-        kind = kind or default
-        check_kind(weights, kind, path)
-        note = ", its best" if best == kind else ""
-        return StoredWeights(
-            tensors=weights[kind],
-            origin=f"{path} (step {snapshot.state['step']}, {kind}{note})",
-            kind=kind,
-            mean_std=stored_mean_std(snapshot.state),
-            classes=[*map(str, snapshot.state["classes"])],
-            warnings=damage,
-        )
-
-
-def check_kind(weights: Collection[str], kind: str, origin: Path | str) -> None:
-    """Raise CheckpointError unless `kind` is one of `weights`."""
-    if kind not in weights:
-        raise CheckpointError(f"{origin}: no {kind} weights.", f"It has: {', '.join(weights)}.")
 
 
 def choose_mean_std(data: DataConfig, model: nn.Module) -> tuple[list[float], list[float]]:

@@ -1,0 +1,68 @@
+"""Read the weights of a file, a checkpoint or a run, and what is known about their training."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from imagenet_cls.checkpoint.format import invalid_content_errors, stored_mean_std
+from imagenet_cls.checkpoint.select import load_best
+from imagenet_cls.errors import CheckpointError
+from imagenet_cls.files import is_url
+from imagenet_cls.models.teacher import MeanStd
+from imagenet_cls.models.weight_files import download_weights, read_all_weights
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights in a file or checkpoint folder, on the CPU, and how they were trained, if known.
+
+    tensors: the weights by name. origin: where they are from, for messages. kind: `raw` or `ema`.
+    """
+
+    tensors: dict[str, Tensor]
+    origin: str
+    kind: str
+    mean_std: MeanStd | None = None
+    classes: Sequence[str] | None = None
+    warnings: Sequence[str] = ()
+
+
+def read_stored_weights(source: str | Path, kind: str | None = None) -> StoredWeights:
+    """The weights of a file, a URL or a checkpoint; of a run folder, those of its best checkpoint.
+
+    kind: `raw` or `ema`. None: the kind that evaluated best in the run; otherwise the EMA if there
+    is one. Raises CheckpointError or ResourceError.
+    """
+    path = download_weights(str(source)) if is_url(source) else Path(source)
+    if not path.is_dir():
+        found = read_all_weights(path)
+        default = "ema" if "ema" in found else "raw"
+        kind = kind or default
+        check_kind(found, kind, path)
+        tensors, origin = found[kind]
+        return StoredWeights(tensors, origin, kind)
+    snapshot, best, damage = load_best(path)
+    with invalid_content_errors(snapshot.path):
+        weights = {"raw": snapshot.model}
+        if snapshot.ema is not None:
+            weights["ema"] = snapshot.ema
+        default = "raw" if best == "raw" or snapshot.ema is None else "ema"
+        kind = kind or default
+        check_kind(weights, kind, path)
+        note = ", its best" if best == kind else ""
+        return StoredWeights(
+            tensors=weights[kind],
+            origin=f"{path} (step {snapshot.state['step']}, {kind}{note})",
+            kind=kind,
+            mean_std=stored_mean_std(snapshot.state),
+            classes=[*map(str, snapshot.state["classes"])],
+            warnings=damage,
+        )
+
+
+def check_kind(weights: Collection[str], kind: str, origin: Path | str) -> None:
+    """Raise CheckpointError unless `kind` is one of `weights`."""
+    if kind not in weights:
+        raise CheckpointError(f"{origin}: no {kind} weights.", f"It has: {', '.join(weights)}.")
