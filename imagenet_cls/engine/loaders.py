@@ -62,7 +62,7 @@ def build_val_batches(
     config: Config,
     source: ImageSource,
     context: RankContext,
-    num_devices: int,
+    devices_per_rank: int,
     mean: Sequence[float],
 ) -> Iterable[EvalBatch]:
     """This rank's shard, unpadded, in batches for all of its devices together. mean: fill color of
@@ -70,7 +70,7 @@ def build_val_batches(
     """
     data, evaluation = config.data, config.eval
     shard = shard_for_eval(len(source), context.rank, context.world_size)
-    batch_size = evaluation.batch_size * num_devices
+    batch_size = evaluation.batch_size * devices_per_rank
     if data.name == "synthetic":
         return synthetic_eval_batches(
             len(source.classes),
@@ -94,7 +94,7 @@ def shared_memory_use(
     if config.data.name == "synthetic":
         return []
     options = train_worker_options(config.data, plan, context)
-    batch = plan.micro_batch * plan.devices_per_rank * config.augment.splits
+    batch = plan.device_micro_batch * plan.devices_per_rank * config.augment.splits
     batches_of_run = plan.epochs * plan.steps_per_epoch * plan.accumulation
     train_images = min(options.num_workers * options.prefetch_batches, batches_of_run) * batch
     val_shard = ceil_div(num_val_images, context.world_size)

@@ -10,13 +10,15 @@ from imagenet_cls.errors import DataError, Problem
 class Plan:
     """Batch sizes and numbers of optimizer updates (steps).
 
-    micro_batch: the largest number of images per device in one forward pass.
+    accumulation: the number of micro-batches of a rank in a step. A micro-batch is what a rank
+    passes to the model at once; with DataParallel its devices divide it. device_micro_batch: the
+    largest number of images of a micro-batch on one device.
     """
 
     world_size: int
     global_batch: int
     accumulation: int
-    micro_batch: int
+    device_micro_batch: int
     steps_per_epoch: int
     epochs: int
     total_steps: int
@@ -103,7 +105,7 @@ def plan_run(
         world_size=world_size,
         global_batch=train.global_batch_size,
         accumulation=ceil_div(train.global_batch_size, num_devices * micro_batch),
-        micro_batch=micro_batch,
+        device_micro_batch=micro_batch,
         steps_per_epoch=steps_per_epoch,
         epochs=train.epochs,
         total_steps=min(total, train.max_steps or total),

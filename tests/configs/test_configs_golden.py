@@ -94,9 +94,13 @@ def test_shipped_configs_divide_their_batch_on_any_number_of_ranks() -> None:
             assert rank_problems(config, ranks) == [], path
             plan = plan_run(train, train.global_batch_size, ranks)
             assert (
-                0 < part_sizes(train.global_batch_size, plan.forward_passes)[-1] == plan.micro_batch
+                0
+                < part_sizes(train.global_batch_size, plan.forward_passes)[-1]
+                == plan.device_micro_batch
             ), path
-            assert plan.micro_batch <= (train.micro_batch_size or train.global_batch_size), path
+            assert plan.device_micro_batch <= (train.micro_batch_size or train.global_batch_size), (
+                path
+            )
 
 
 # Each switches off something that makes other keys of a recipe ineffective.

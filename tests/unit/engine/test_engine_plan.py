@@ -69,9 +69,9 @@ def test_plan_has_the_fewest_micro_batches(batch: int, world_size: int, limit: i
     passes = world_size * plan.accumulation
     assert plan.forward_passes == passes <= batch  # none is empty
     groups = [len(range(group, batch, passes)) for group in range(passes)]
-    assert sorted(set(groups)) == part_sizes(batch, passes) and max(groups) == plan.micro_batch <= (
-        limit or batch
-    )
+    assert sorted(set(groups)) == part_sizes(batch, passes) and max(
+        groups
+    ) == plan.device_micro_batch <= (limit or batch)
     assert plan.accumulation == 1 or -(-batch // (passes - world_size)) > (limit or batch)
 
 
