@@ -17,10 +17,8 @@ from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_is_no_rank, child_command
 from imagenet_cls.commands.sweep_plan import (
     SweepRun,
-    load_runs,
-    plan_grid,
+    load_grid,
     read_runs,
-    stratify,
     write_runs,
 )
 from imagenet_cls.commands.sweep_results import is_finished, show_results
@@ -104,21 +102,18 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     check_is_no_rank()
     out = arguments.out
     overrides, source = cli.split_overrides(arguments, ["one config or data set"])
-    search = None
-    grid: list[SweepRun] = []
-    if arguments.search is None:
-        grid = plan_grid(source, overrides, arguments.folds, read_runs(out).values())
-        configs = load_runs([run.arguments for run in grid])
-        if arguments.folds is not None:
-            stratify(grid, configs)
-            configs = load_runs([run.arguments for run in grid])
-    elif arguments.folds is not None or arguments.launcher == "slurm":
+    is_search = arguments.search is not None
+    if is_search and (arguments.folds is not None or arguments.launcher == "slurm"):
         raise UsageError(
             "--search takes neither --folds nor --launcher slurm.", "Leave one of them out."
         )
-    else:
+    search = None
+    grid: list[SweepRun] = []
+    if is_search:
         search = Search(out, source, overrides)
         configs = search.configs
+    else:
+        grid, configs = load_grid(out, source, overrides, arguments.folds)
     for warning in dict.fromkeys(line for loaded in configs for line in loaded.warnings):
         print(f"warning: {warning}")
 

@@ -110,6 +110,23 @@ def expand_range(key: str, text: str) -> list[str]:
     return [str(number) for number in numbers]
 
 
+def load_grid(
+    folder: Path, source: Sequence[str], overrides: Sequence[str], folds: int | None
+) -> tuple[list[SweepRun], list[LoadedConfig]]:
+    """The runs of `plan_grid` for a folder, and their configs. With folds, `data.stratify` is set
+    where the config neither sets it nor has groups. Raises UsageError, and ConfigError with the
+    problems of all configs.
+    """
+    runs = plan_grid(source, overrides, folds, read_runs(folder).values())
+    configs = load_runs([run.arguments for run in runs])
+    if folds is None:
+        return runs, configs
+    for run, loaded in zip(runs, configs, strict=True):
+        if "data.stratify" not in loaded.origins and loaded.config.data.group is None:
+            run.of_folds = [*run.of_folds, "data.stratify=true"]
+    return runs, load_runs([run.arguments for run in runs])
+
+
 def plan_grid(
     source: Sequence[str], overrides: Sequence[str], folds: int | None, known: Iterable[SweepRun]
 ) -> list[SweepRun]:
@@ -155,10 +172,3 @@ def load_runs(runs: Sequence[Sequence[str]]) -> list[LoadedConfig]:
     if lines:
         raise ConfigError(list(dict.fromkeys(lines)))
     return configs
-
-
-def stratify(runs: Sequence[SweepRun], configs: Sequence[LoadedConfig]) -> None:
-    """Add `data.stratify` to runs of --folds whose configs neither set it nor have groups."""
-    for run, loaded in zip(runs, configs, strict=True):
-        if "data.stratify" not in loaded.origins and loaded.config.data.group is None:
-            run.of_folds = [*run.of_folds, "data.stratify=true"]
