@@ -22,7 +22,8 @@ from imagenet_cls.errors import UserError
 from imagenet_cls.files import is_url
 from imagenet_cls.lookup import is_user_factory
 
-# Keys of `data` that choose the training images below data.root.
+# Keys of `data` that choose the training images below data.root. The warning about the initial
+# weights names those that have changed.
 _PART_KEYS = (
     "train",
     "val",
@@ -82,17 +83,19 @@ def initial_weights_warning(config: Config, opened: RunData) -> str | None:
         if state is None or state["data_digest"] == train.digest():
             return None  # the same training images: none of them is held out now
         before = config_from_state(state, checkpoint).data
-        keys = {name: getattr(before, name) for name in _PART_KEYS}
         # Its training images may be all that are held out now.
         common = len(val) if state["data_digest"] == val.digest() else 0
         if not common and _can_open_part(before, data):
-            trained_on = open_datasets(replace(data, **keys), ("train",)).train
+            trained_on = open_datasets(replace(before, root=data.root), ("train",)).train
             assert trained_on is not None
             if trained_on.digest() == state["data_digest"]:
                 common = _images_in_common(trained_on, val)
         if common:
-            changed = {key: value for key, value in keys.items() if value != getattr(data, key)}
-            split = [shlex.quote(f"data.{key}={dump_inline(changed[key])}") for key in changed]
+            split = [
+                shlex.quote(f"data.{key}={dump_inline(getattr(before, key))}")
+                for key in _PART_KEYS
+                if getattr(before, key) != getattr(data, key)
+            ]
             return (
                 f"model.checkpoint={checkpoint} is of a run that trained on {common} of the "
                 f"{len(val)} images that are held out now, by their names and classes; "
