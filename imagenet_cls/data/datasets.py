@@ -30,7 +30,6 @@ from imagenet_cls.data.sources import (
     ImageSource,
     MapSource,
     SubsetSource,
-    targets_of,
     with_classes,
 )
 from imagenet_cls.data.splits import fraction_rows, split_by_config
@@ -336,7 +335,7 @@ def _names_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:
     """
     rows = source.rows if isinstance(source, SubsetSource) else range(len(source))
     names = [str(i).encode() for i in rows]
-    targets = targets_of(source)
+    targets = source.known_targets()
     if targets is None:
         targets = np.zeros(len(source), np.int64)
     return names, targets

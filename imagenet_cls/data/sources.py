@@ -62,6 +62,10 @@ class ImageSource(Protocol):
     def digest(self) -> str:
         """A hex digest of names and targets; not of pixels."""
 
+    def known_targets(self) -> np.ndarray | None:
+        """All targets, int64 (N,), without reading images; None where they are not known."""
+        return None
+
     def collection(self) -> tuple[str, np.ndarray]:
         """A text that identifies the collection of images, and their names or numbers in it,
         (N,).
@@ -138,6 +142,9 @@ class FolderSource(ImageSource):
 
     def digest(self) -> str:
         return self.index.digest
+
+    def known_targets(self) -> np.ndarray:
+        return self.index.targets
 
     def collection(self) -> tuple[str, np.ndarray]:
         return str(self.index.root), self.index.names
@@ -243,10 +250,13 @@ class MapSource(ImageSource):
     def digest(self) -> str:
         """Over name, length, classes, and the targets where the dataset lists them."""
         digest = sha256("\0".join([self.dataset_name, str(len(self)), *self.classes]).encode())
-        targets = targets_of_dataset(self.dataset)
+        targets = self.known_targets()
         if targets is not None:
             digest.update(targets.astype("<i8").tobytes())
         return digest.hexdigest()
+
+    def known_targets(self) -> np.ndarray | None:
+        return targets_of_dataset(self.dataset)
 
 
 @dataclass(eq=False)
@@ -309,6 +319,10 @@ class SubsetSource(ImageSource):
             )
         return digest.hexdigest()
 
+    def known_targets(self) -> np.ndarray | None:
+        targets = self.source.known_targets()
+        return None if targets is None else self.target_map[targets[self.rows]]
+
     def collection(self) -> tuple[str, np.ndarray]:
         return self.source.digest(), self.rows
 
@@ -340,23 +354,11 @@ def with_classes(
     return replace(source, index=replace(index, targets=targets, classes=tuple(classes)))
 
 
-def targets_of(source: ImageSource) -> np.ndarray | None:
-    """All targets of a source, int64 (N,), without reading images; None where they are not
-    known.
-    """
-    if isinstance(source, SubsetSource):
-        whole = targets_of(source.source)
-        return None if whole is None else source.target_map[whole[source.rows]]
-    if isinstance(source, FolderSource):
-        return source.index.targets
-    if isinstance(source, MapSource):
-        return targets_of_dataset(source.dataset)
-    return None
-
-
 def required_targets(source: ImageSource, key: str) -> np.ndarray:
-    """`targets_of`. Raises DataError where they are not known, for the key that needs them."""
-    targets = targets_of(source)
+    """The known targets of a source. Raises DataError without, for the key that needs them, and for
+    targets that are out of range.
+    """
+    targets = source.known_targets()
     if targets is None:
         raise DataError(
             f"{key}: needs the class of each image, which is not known without reading the images "

@@ -11,7 +11,7 @@ from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.classes import chosen_classes
 from imagenet_cls.data.datasets import describe_part, files_source, index_part
-from imagenet_cls.data.sources import ImageSource, targets_of, with_classes
+from imagenet_cls.data.sources import ImageSource, with_classes
 from imagenet_cls.errors import DataError
 
 
@@ -73,7 +73,7 @@ def open_test_set(
 
 def describe_images(data: DataConfig, source: ImageSource) -> str:
     """How many images of how many classes are evaluated, and where they are from."""
-    targets = targets_of(source)
+    targets = source.known_targets()
     classes = len(source.classes) if targets is None else len(np.unique(targets))
     part = data.train if data.val is None else data.val
     where = f"in {describe_part(data, part)}"

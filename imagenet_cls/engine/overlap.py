@@ -12,11 +12,7 @@ from imagenet_cls.checkpoint.select import state_of_newest
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.sources import (
-    ImageSource,
-    size_fingerprint,
-    targets_of,
-)
+from imagenet_cls.data.sources import ImageSource, size_fingerprint
 from imagenet_cls.engine.build import RunData
 from imagenet_cls.errors import UserError
 from imagenet_cls.files import is_url
@@ -54,7 +50,7 @@ def same_parts_warning(data: DataConfig, opened: RunData) -> str | None:
         return None
     if (len(train), train.classes) != (len(val), val.classes):
         return None
-    targets, val_targets = targets_of(train), targets_of(val)
+    targets, val_targets = train.known_targets(), val.known_targets()
     compared = "number and classes"
     if targets is not None and val_targets is not None:
         compared = "number, classes and targets"

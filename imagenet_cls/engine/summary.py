@@ -13,7 +13,7 @@ from imagenet_cls.checkpoint.progress import Progress, best_metric, best_weights
 from imagenet_cls.config.schema import EmaConfig, MixConfig
 from imagenet_cls.data.index import describe_unread
 from imagenet_cls.data.samplers import samples_per_epoch
-from imagenet_cls.data.sources import FolderSource, ImageSource, targets_of
+from imagenet_cls.data.sources import FolderSource, ImageSource
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.build import TrainingParts, batch_norm_images
 from imagenet_cls.engine.loaders import describe_workers
@@ -114,7 +114,7 @@ def describe_images(source: ImageSource) -> str:
     """The number of images, and of those in the smallest and the largest class if they are
     known.
     """
-    targets, classes = targets_of(source), source.classes
+    targets, classes = source.known_targets(), source.classes
     images = f"{len(source)} images"
     if source.left_out:
         images += f" ({source.left_out} left out)"
@@ -190,7 +190,7 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
         )
     if len(parts.data.classes) == 1:
         warnings.append("the data has one class: there is nothing to tell apart")
-    val_targets = targets_of(parts.data.val)
+    val_targets = parts.data.val.known_targets()
     if val_targets is not None and config.eval.classes == "all":
         present = set(val_targets.tolist())
         absent = [name for i, name in enumerate(parts.data.classes) if i not in present]

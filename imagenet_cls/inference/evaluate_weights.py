@@ -21,7 +21,7 @@ from torch.nn import functional
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.classes import class_difference, classes_of_outputs
 from imagenet_cls.data.datasets import has_training_part, open_datasets
-from imagenet_cls.data.sources import ImageSource, targets_of, with_classes
+from imagenet_cls.data.sources import ImageSource, with_classes
 from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.engine.build import rank_devices
 from imagenet_cls.engine.evaluate import EvalOutputs, Evaluation
@@ -199,7 +199,7 @@ def open_images(
 
 def check_all_classes(images: ImageSource) -> None:
     """Raise DataError if a class has no image. A list need not name all classes."""
-    targets = targets_of(images)
+    targets = images.known_targets()
     if targets is None:
         return
     missing = [images.classes[k] for k in np.setdiff1d(np.arange(len(images.classes)), targets)]

@@ -72,7 +72,7 @@ def build_teacher(
     memory_format: torch.memory_format = torch.preserve_format,
     order: Sequence[int] = (),
 ) -> Teacher:
-    """The teacher on `group.device`. A collective: rank 0 reads the weights and broadcasts them.
+    """The teacher on `context.device`. A collective: rank 0 reads the weights and broadcasts them.
 
     num_classes, mean_std: the values of the student. read: called for `config.checkpoint`.
     sizes_px: the sizes of the training images; each is tried with an input of zeros. seed: keys the
