@@ -266,14 +266,67 @@ def _scan_archives(
         labels = sorted(set(label_of_image))
         label_to_idx = {label: i for i, label in enumerate(labels)}
         label_index = np.array([label_to_idx[label] for label in label_of_image], np.int32)
-        unread = Counter(map(suffix_of, others))
-        labels_text = list(map(os.fsdecode, labels))
-        return Scan(labels_text, label_index, names, unread, statuses, places, are_shards=True)
+        return Scan(
+            list(map(os.fsdecode, labels)),
+            label_index,
+            names,
+            Counter(map(suffix_of, others)),
+            statuses,
+            places,
+            are_shards=True,
+        )
     del scans  # frees the names as Python objects
-    prefix, classes, label_index, order = _order_of_folders(part_path, part_folder, names)
-    names = np.array([name[len(prefix) :] for name in names[order].tolist()])
-    unread = Counter(suffix_of(name) for name in others if name.startswith(prefix))
-    return Scan(classes, label_index, names, unread, statuses, places[order])
+    return _scan_of_folders(part_path, part_folder, names, places, others, statuses)
+
+
+def _scan_of_folders(
+    part_path: Path,
+    part_folder: bytes,
+    names: np.ndarray,
+    places: np.ndarray,
+    others: Sequence[bytes],
+    statuses: Mapping[bytes, os.stat_result],
+) -> Scan:
+    """The scan of images in class folders, in the order of `index_folder`.
+
+    part_folder: see `_prefix_of_classes`. names, places: of all images in the archives. others: the
+    paths of the other files. Raises DataError, also for a repeated name.
+    """
+    folders = [name[: max(name.rfind(b"/"), 0)] for name in names.tolist()]
+    prefix = _prefix_of_classes(set(folders), part_folder)
+    class_of = {
+        folder: os.fsdecode(folder.removeprefix(prefix).partition(b"/")[0])
+        for folder in set(folders)
+        if folder and folder.startswith(prefix)
+    }
+    if not class_of:
+        found = join_names(sorted({decode_name(folder.partition(b"/")[0]) for folder in folders}))
+        raise DataError(
+            f"{part_path}: the images have neither labels nor class folders; they are in "
+            f"{found or 'no folder'}.",
+            _LAYOUT_REMEDY,
+        )
+    classes = sorted(set(class_of.values()))
+    class_to_idx = {name: i for i, name in enumerate(classes)}
+    in_order = sorted(class_of, key=lambda folder: (class_of[folder], folder))
+    class_index = np.array([class_to_idx[class_of[folder]] for folder in in_order], np.int32)
+    position_of = {folder: i for i, folder in enumerate(in_order)}
+    positions = np.array([position_of.get(folder, -1) for folder in folders])
+    del folders  # frees them before the names are Python objects, too
+    order = np.lexsort((names, positions))
+    order = order[np.count_nonzero(positions < 0) :]  # without those outside of `prefix`
+    equal = np.flatnonzero(names[order[1:]] == names[order[:-1]])
+    if len(equal):
+        repeated = decode_name(names[order[equal[0]]])
+        raise DataError(f"{part_path}: it contains {repeated} twice.", "Make the archive again.")
+    return Scan(
+        classes,
+        class_index[positions[order]],
+        np.array([name[len(prefix) :] for name in names[order].tolist()]),
+        Counter(suffix_of(name) for name in others if name.startswith(prefix)),
+        statuses,
+        places[order],
+    )
 
 
 def _scan_pieces(archives: Sequence[Path]) -> list[_PieceScan]:
@@ -442,40 +495,3 @@ def _prefix_of_classes(folders: Collection[bytes], part_folder: bytes) -> bytes:
         is_part_at_top = any(folder.startswith(prefix) for folder in folders)
         return prefix if is_part_at_top else top + prefix
     return top if all(b"/" in folder for folder in folders) else b""
-
-
-def _order_of_folders(
-    path: Path, part_folder: bytes, names: np.ndarray
-) -> tuple[bytes, list[str], np.ndarray, np.ndarray]:
-    """The path above the class folders, and the classes; the class, int32, and the row in `names`
-    of each image below that path, in the order of `index_folder`.
-
-    part_folder: see `_prefix_of_classes`. Raises DataError, also for a repeated name.
-    """
-    folders = [name[: max(name.rfind(b"/"), 0)] for name in names.tolist()]
-    prefix = _prefix_of_classes(set(folders), part_folder)
-    class_of = {
-        folder: os.fsdecode(folder.removeprefix(prefix).partition(b"/")[0])
-        for folder in set(folders)
-        if folder and folder.startswith(prefix)
-    }
-    if not class_of:
-        found = join_names(sorted({decode_name(folder.partition(b"/")[0]) for folder in folders}))
-        raise DataError(
-            f"{path}: the images have neither labels nor class folders; they are in "
-            f"{found or 'no folder'}.",
-            _LAYOUT_REMEDY,
-        )
-    classes = sorted(set(class_of.values()))
-    class_to_idx = {name: i for i, name in enumerate(classes)}
-    in_order = sorted(class_of, key=lambda folder: (class_of[folder], folder))
-    class_index = np.array([class_to_idx[class_of[folder]] for folder in in_order], np.int32)
-    position_of = {folder: i for i, folder in enumerate(in_order)}
-    positions = np.array([position_of.get(folder, -1) for folder in folders])
-    order = np.lexsort((names, positions))
-    order = order[np.count_nonzero(positions < 0) :]  # without those outside of `prefix`
-    equal = np.flatnonzero(names[order[1:]] == names[order[:-1]])
-    if len(equal):
-        repeated = decode_name(names[order[equal[0]]])
-        raise DataError(f"{path}: it contains {repeated} twice.", "Make the archive again.")
-    return prefix, classes, class_index[positions[order]], order
