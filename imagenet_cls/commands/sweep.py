@@ -30,7 +30,7 @@ from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.signals import handle_stop_signals, set_parent_death_signal
 from imagenet_cls.text import command_line, join_names
 
-# Between two checks of the runs. A search reads the metrics of a run at each check.
+# Between two polls of the runs. A search reads the metrics of a run at each poll.
 _POLL_SEC = 1.0
 
 
@@ -209,12 +209,12 @@ class Runner:
                     break
                 time.sleep(_POLL_SEC)
                 for slot in list(self.running):
-                    self.check(slot)
+                    self.poll(slot)
             for _, process in self.running.values():
                 process.terminate()
             for slot, (_, process) in list(self.running.items()):
                 process.wait()
-                self.check(slot)
+                self.poll(slot)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -265,7 +265,7 @@ class Runner:
                 preexec_fn=partial(_prepare_child, cpus),
             )
 
-    def check(self, slot: int) -> None:
+    def poll(self, slot: int) -> None:
         """Record the end of a run, or stop one that the search gives up."""
         run, process = self.running[slot]
         code = process.poll()
