@@ -204,7 +204,7 @@ def run_options(arguments: argparse.Namespace, loaded: LoadedConfig) -> RunOptio
     job; torchrun may run inside a SLURM job. torchrun is identified by its process: its run id is
     often the same for several jobs.
     """
-    launchers = {}
+    launchers = {}  # their names, by the variable that counts their restarts
     if "TORCHELASTIC_RESTART_COUNT" in os.environ:
         launchers["TORCHELASTIC_RESTART_COUNT"] = f"ranks of {process_identity(os.getppid())}"
     if "SLURM_JOB_ID" in os.environ:
@@ -225,7 +225,9 @@ def run_options(arguments: argparse.Namespace, loaded: LoadedConfig) -> RunOptio
         dry_run=arguments.dry_run,
         launchers=tuple(launchers.values()),
         restarted_by=tuple(
-            job for count, job in launchers.items() if os.environ.get(count, "0") != "0"
+            launcher
+            for restart_count, launcher in launchers.items()
+            if os.environ.get(restart_count, "0") != "0"
         ),
     )
 
