@@ -55,8 +55,8 @@ def main(command: Command, argv: Sequence[str] | None = None) -> int:
     if argv is None:
         # libraries may swallow a KeyboardInterrupt while they are imported
         handle_interrupts(exit_on_signal)
-        end(exit_code_of(command, sys.argv[1:]))
-    return exit_code_of(command, argv or [])
+        exit_process(call_command(command, sys.argv[1:]))
+    return call_command(command, argv or [])
 
 
 def open_streams() -> None:
@@ -69,7 +69,7 @@ def open_streams() -> None:
             stream.reconfigure(errors="surrogateescape")  # file names need not be valid text
 
 
-def exit_code_of(command: Command, argv: Sequence[str]) -> int:
+def call_command(command: Command, argv: Sequence[str]) -> int:
     """Run a command and return its exit code. Prints a UserError, and an error of the file system
     that the user can repair.
     """
@@ -105,7 +105,7 @@ def has_lost_reader(stream: TextIO) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-def end(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Run the registered exit functions and end this process, without freeing all modules, which
     takes seconds.
     """

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from helpers import arguments, fails, saved_bytes, train_here
 
-from imagenet_cls.commands.cli import exit_code_of
+from imagenet_cls.commands.cli import call_command
 from imagenet_cls.commands.pack import pack_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.data.archives import TRAIN_TAR
 
 
 def pack(*words: object) -> None:
-    assert exit_code_of(pack_command, list(map(str, words))) == 0
+    assert call_command(pack_command, list(map(str, words))) == 0
 
 
 def zipped(digits: Path, root: Path) -> dict[str, Any]:

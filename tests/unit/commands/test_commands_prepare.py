@@ -68,7 +68,7 @@ def assert_complete(out: Path) -> None:
 def prepare(*arguments: object) -> int:
     """Call the command on a set that is smaller than ImageNet."""
     words = ["--no-count-check", *map(str, arguments)]
-    return cli.exit_code_of(prepare_command, words)
+    return cli.call_command(prepare_command, words)
 
 
 def inodes(out: Path) -> dict[str, tuple[int, int]]:
@@ -194,5 +194,5 @@ def test_prepare_sorted_validation_images_exits_with_3_and_writes_no_val(tmp_pat
 def test_prepare_other_counts_or_missing_labels_exit_with_3(tmp_path: Path) -> None:
     source = write_archives(tmp_path / "in")
     assert prepare(source, tmp_path / "out", "--labels", "nowhere") == 3
-    assert cli.exit_code_of(prepare_command, [str(source), str(tmp_path / "out")]) == 3
+    assert cli.call_command(prepare_command, [str(source), str(tmp_path / "out")]) == 3
     assert_complete(tmp_path / "out")

@@ -35,7 +35,7 @@ def odd_root(tmp_path: Path, image_folder: Path) -> Path:
 
 
 def verify(*arguments: object) -> int:
-    return cli.exit_code_of(verify_command, [str(argument) for argument in arguments])
+    return cli.call_command(verify_command, [str(argument) for argument in arguments])
 
 
 def test_verify_data_odd_folder_lists_exactly_the_bad_images(

@@ -20,7 +20,7 @@ import pytest
 from archive_writers import write_imagenet, write_tar, write_zip
 from helpers import datasets_in, write_files
 
-from imagenet_cls.commands.cli import exit_code_of
+from imagenet_cls.commands.cli import call_command
 from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data import archives
@@ -540,7 +540,7 @@ def test_bad_image_in_an_archive_is_listed_and_left_out(
     (folders / "train" / "dog" / "004.JPEG").write_bytes(b"")
     data = FOLDERS[name](tmp_path / "archives", folders)
     words = ["resnet50", *(f"data.{key}={getattr(data, key)}" for key in ("root", "train", "val"))]
-    assert exit_code_of(verify_command, words) == 3
+    assert call_command(verify_command, words) == 3
     bad = Path(data.root) / "bad_images.txt"
     assert bad.read_text().startswith(f"{data.train}/dog/004.JPEG\tan empty file")
     opened = open_datasets(replace(data, exclude=str(bad)))
