@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -282,15 +282,15 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
     try:
         for number in itertools.count():
             future = executor.submit(next, iterator, None)
-            wait([future], timeout_sec)
-            if not future.done():
+            try:
+                error = future.exception(timeout_sec)
+            except TimeoutError:
                 # torch's DataLoader gives the batches to the workers in turn
                 awaited = _describe_worker(workers, number % len(workers))
                 raise ResourceError(
                     f"{awaited} returned no batch for {timeout_sec:g} s (data.timeout_sec).",
                     "Most often a disk or network hangs: check it, and continue with --resume.",
-                )
-            error = future.exception()
+                ) from None
             if error is not None:
                 _check_alive(workers)
                 raise error
