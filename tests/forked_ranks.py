@@ -170,7 +170,7 @@ def train(arguments: list[str], kills: Sequence[KillPoint], env: dict[str, str])
 
 
 def join_ranks(rank: int, world_size: int, store: Path, timeout_sec: float = 240.0) -> Any:
-    """Returns the Group of `world_size` ranks that rendezvous over the file `store`."""
+    """Returns the RankContext of one of `world_size` ranks that meet at the file `store`."""
     import torch
 
     from imagenet_cls.parallel.environment import RankInfo

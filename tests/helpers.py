@@ -247,7 +247,7 @@ def datasets_in(root: Path, parts: Sequence[str] = ("train", "val"), **settings:
 
 
 def single_rank() -> Any:
-    """The `Group` of a run on one rank, on a CPU."""
+    """The `RankContext` of a run on one rank, on a CPU."""
     import torch
 
     from imagenet_cls.parallel.environment import RankInfo
