@@ -8,7 +8,7 @@ from typing import Any
 from imagenet_cls.config.schema import EarlyStopConfig
 
 # Results of an evaluation by their names in configs (`checkpoint.best`, `train.early_stop.metric`).
-METRICS = {
+RESULT_FIELDS = {
     "top1": "top1_pct",
     "top5": "top5_pct",
     "loss": "loss",
@@ -37,7 +37,7 @@ class Progress:
 
     def record(self, kind: str, result: Mapping[str, Any], metric: str) -> bool:
         """Record the result of one kind of weights at the present step. Returns whether it is the
-        best of that kind so far. metric: one of the values of `METRICS`.
+        best of that kind so far. metric: one of the values of `RESULT_FIELDS`.
         """
         # Without `seconds`, which would make the state of equal runs differ.
         self.latest[kind] = {key: value for key, value in result.items() if key != "seconds"}
@@ -53,7 +53,7 @@ class Progress:
 
 
 def score(results: Mapping[str, float], metric: str) -> float:
-    """A number that is higher for better results. metric: one of the values of `METRICS`."""
+    """A number that is higher for better results. metric: one of the values of `RESULT_FIELDS`."""
     return -results[metric] if metric == "loss" else results[metric]
 
 
@@ -77,7 +77,7 @@ def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig)
     """
     if config.patience_evals is None:
         return False
-    metric = METRICS[config.metric]
+    metric = RESULT_FIELDS[config.metric]
     reference = -math.inf
     waited = 0
     for results in history:

@@ -23,7 +23,7 @@ from imagenet_cls.commands.distributed import (
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.parallel.collectives import gather_on_all, mark_printed_by_main
+from imagenet_cls.parallel.collectives import all_gather_objects, mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import RankContext, bound_device, check_backend
 
@@ -98,7 +98,7 @@ def check_ranks(config: Config, context: RankContext) -> None:
     if backend == "auto":
         backend = "nccl" if context.device.type == "cuda" else "gloo"
     report = describe_rank(context)
-    raise_problems(context, report)
+    check_reports(context, report)
     if context.world_size == 1:
         print("One rank: there is no all-reduce to check. All checks passed.")
         return
@@ -109,7 +109,7 @@ def check_ranks(config: Config, context: RankContext) -> None:
         process_group = dist.new_group(backend=backend, timeout=timeout, device_id=device_id)
     is_right, bandwidth = measure_all_reduce(context, process_group)
     report = replace(report, sum="right" if is_right else "WRONG", gb_per_sec=f"{bandwidth:.2f}")
-    raise_problems(context, report, show_always=True)
+    check_reports(context, report, show_always=True)
     if context.is_main:
         print(
             f"{context.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: "
@@ -117,11 +117,11 @@ def check_ranks(config: Config, context: RankContext) -> None:
         )
 
 
-def raise_problems(context: RankContext, own: RankReport, show_always: bool = False) -> None:
+def check_reports(context: RankContext, own: RankReport, show_always: bool = False) -> None:
     """Gather the reports, print them on rank 0, and raise ResourceError with their problems on
     every rank.
     """
-    reports = gather_on_all(own, context)
+    reports = all_gather_objects(own, context)
     problems = rank_problems(reports)
     if context.is_main and (problems or show_always or context.world_size == 1):
         print(table(reports))

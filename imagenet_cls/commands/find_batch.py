@@ -68,14 +68,17 @@ def find_batch_command(argv: Sequence[str]) -> None:
         f"largest that fits: {largest:,}; fastest: {fastest.images:,}, "
         f"{fastest.images_per_sec:.1f} images/s"
     )
-    print(describe_plan(config.train, arguments.gpus, largest))
+    equal = loaded.config.parallel.mode == "dp" and arguments.gpus > 1
+    print(describe_plan(config.train, arguments.gpus, largest, equal))
 
 
-def describe_plan(train: TrainConfig, num_devices: int, largest: int) -> str:
-    """The line for the config, and the micro-batches that follow from it."""
+def describe_plan(train: TrainConfig, num_devices: int, largest: int, equal: bool) -> str:
+    """The line for the config, and the micro-batches that follow from it. equal: see
+    `micro_batch_for`.
+    """
     from imagenet_cls.engine.plan import ceil_div, micro_batch_for
 
-    size = micro_batch_for(train.global_batch_size, num_devices, largest)
+    size = micro_batch_for(train.global_batch_size, num_devices, largest, equal)
     steps = ceil_div(train.global_batch_size, num_devices * size)
     limit = "null" if steps == 1 else str(largest)
     devices = count_of(num_devices, "device")

@@ -64,7 +64,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
         )
     config, context = join_alone(loaded)
     from imagenet_cls.commands.finders import lr_range
-    from imagenet_cls.engine.build import num_devices
+    from imagenet_cls.engine.build import devices_per_rank
     from imagenet_cls.engine.plan import describe_batch_sizes
     from imagenet_cls.guards.device import explain_device_errors
     from imagenet_cls.optim.schedule import scaled_lr
@@ -80,7 +80,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
             )
 
     print(f"{'step':>6}  {'lr':>9}  {'loss':>9}  {'smoothed':>9}")
-    with explain_device_errors(describe_batch_sizes(config, num_devices(config, 1))):
+    with explain_device_errors(describe_batch_sizes(config, 1, devices_per_rank(config))):
         found = lr_range(config, context, arguments.low, arguments.high, arguments.steps, report)
     print(f"ended {found.end}")
     lr = found.steepest()

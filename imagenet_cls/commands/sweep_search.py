@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from imagenet_cls.checkpoint.progress import METRICS, score
+from imagenet_cls.checkpoint.progress import RESULT_FIELDS, score
 from imagenet_cls.commands.sweep_plan import (
     RANGE,
     REPEATS,
@@ -70,7 +70,7 @@ class Search:
             for i in range(max(map(len, to_check.values())))
         ]
         self.configs = load_runs([[*self.fixed, *overrides_of(values)] for values in chosen])
-        self.metric = METRICS[self.configs[0].config.checkpoint.best]
+        self.metric = RESULT_FIELDS[self.configs[0].config.checkpoint.best]
 
     def _range(self, key: str, log: str | None, low: str, high: str) -> Any:
         """The distribution of `low..high`. Whole numbers if both are, and the key takes them."""

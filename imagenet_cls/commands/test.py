@@ -289,12 +289,12 @@ def evaluate_on_rank(
     if not context.is_main:
         return
     print("\n".join(map(printable, evaluation.messages)))
-    for name, metrics in evaluation.metrics.items():
-        print(f"{name}: " + "  ".join(describe_result(metrics, 3, len(evaluation.images.classes))))
+    for kind, result in evaluation.results.items():
+        print(f"{kind}: " + "  ".join(describe_result(result, 3, len(evaluation.images.classes))))
     for line in class_table(evaluation):
         print(line)
     if arguments.results is not None:
-        write_output(arguments.results, json.dumps(evaluation.metrics, indent=1), "--results")
+        write_output(arguments.results, json.dumps(evaluation.results, indent=1), "--results")
     if out is not None:
         text = io.StringIO(newline="")
         write_predictions(text, prediction_rows(evaluation), out.suffix == ".csv")

@@ -23,18 +23,18 @@ from imagenet_cls.data.device import Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.sources import ImageSource, exif_warning, required_targets, size_fingerprint
-from imagenet_cls.engine.build_model import (
-    build_distillation_teacher,
-    build_training_model,
-    choose_mean_std,
-)
 from imagenet_cls.engine.evaluate import Evaluation
 from imagenet_cls.engine.evaluation_labels import evaluation_labels
 from imagenet_cls.engine.loaders import build_train_loader, shared_memory_use
 from imagenet_cls.engine.plan import Plan, part_sizes, plan_run
 from imagenet_cls.engine.precision import autocast, choose_precision, set_deterministic
 from imagenet_cls.engine.step import Sam, Updater
-from imagenet_cls.engine.user_metrics import Metrics, build_metrics
+from imagenet_cls.engine.training_model import (
+    build_distillation_teacher,
+    build_training_model,
+    choose_mean_std,
+)
+from imagenet_cls.engine.user_metrics import UserMetrics, build_metrics
 from imagenet_cls.errors import ConfigError, UsageError
 from imagenet_cls.guards.agreement import check_same_data
 from imagenet_cls.guards.replicas import check_same_weights, model_digest
@@ -52,8 +52,7 @@ from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.wrap import (
     BatchNormStatistics,
     rebuild_ddp_buckets,
-    wrap_data_parallel,
-    wrap_model,
+    wrap_for_training,
 )
 
 
@@ -71,32 +70,26 @@ class RunData:
 
 @dataclass
 class TrainingParts:
-    """The components of a training run.
-
-    wrapped: the module to call in training (DDP, DataParallel or the model itself). devices: the
-    devices of this rank. lr: the peak learning rate, scaled for the batch. messages: lines to print
-    at the start. mean, std: the normalization of the images, per channel. autocast_dtype: the dtype
-    of autocast; None: fp32, no autocast. teacher_digest: the digest of the teacher's weights.
-    """
+    """The components of a training run."""
 
     config: Config
     context: RankContext
-    devices: Devices
+    devices: Devices  # of this rank
     plan: Plan
     data: RunData
-    num_classes: int
-    messages: list[str]
+    num_classes: int  # outputs of the model
+    messages: list[str]  # lines to print at the start
     model: nn.Module
-    wrapped: nn.Module
+    wrapped: nn.Module  # the module to call in training: DDP, DataParallel or the model itself
     ema: ModelEma
-    mean: list[float]
+    mean: list[float]  # the normalization of the images, per channel
     std: list[float]
     preprocess: TrainPreprocess
-    autocast_dtype: torch.dtype | None
+    autocast_dtype: torch.dtype | None  # None: fp32, no autocast
     criterion: Criterion
-    teacher_digest: str | None
+    teacher_digest: str | None  # of the teacher's weights
     optimizer: torch.optim.Optimizer
-    lr: float
+    lr: float  # the peak learning rate, scaled for the batch
     schedule: Schedule
     sam: Sam
     scaler: torch.amp.GradScaler
@@ -104,7 +97,7 @@ class TrainingParts:
     batch_norm_statistics: BatchNormStatistics
     train_loader: BatchLoader
     evaluation: Evaluation
-    metrics: dict[str, Metrics]
+    metrics: dict[str, UserMetrics]  # by the kind of weights
 
     def autocast(self) -> AbstractContextManager:
         """The context of the forward pass and the loss."""
@@ -121,11 +114,9 @@ def data_parallel_devices(config: Config) -> Devices:
     )
 
 
-def num_devices(config: Config, world_size: int) -> int:
-    """The number of devices of all ranks."""
-    if config.parallel.mode == "dp":
-        return world_size * len(data_parallel_devices(config).all)
-    return world_size
+def devices_per_rank(config: Config) -> int:
+    """The number of devices of each rank."""
+    return len(data_parallel_devices(config).all) if config.parallel.mode == "dp" else 1
 
 
 def rank_devices(config: Config, context: RankContext) -> Devices:
@@ -141,11 +132,17 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
 
     load_initial_weights: whether to load the weights that the config names; false for a run that
     resumes. Raises UserError.
+
+    The order matters:
+    * the modules of `imports` may register models. The checks before training imported them only in
+      the launching process or on rank 0;
+    * DDP gives all ranks the weights of rank 0, and then the EMA copies them;
+    * the EMA copies the model before it is compiled;
+    * the passes that rebuild DDP's buckets clear the gradients, which `Updater` may then allocate.
     """
     device = context.device
     train = config.train
     augment = config.augment
-    # The checks before training imported these modules only in the launching process or on rank 0.
     for name in config.imports:
         import_from_cwd(name)
     set_deterministic(train.deterministic, device)
@@ -168,13 +165,14 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     )
     mean, std = choose_mean_std(config.data, model)
     labels = evaluation_labels(config.eval, data.val, data.classes)
-    evaluation = Evaluation(config, data.val, context, devices, mean, std, labels)
+    evaluation = Evaluation(
+        config, data.val, context, devices, mean, std, labels, is_compiled=bool(train.compile)
+    )
     teacher = build_distillation_teacher(config, num_classes, data.classes, context, (mean, std))
-    # DDP gives all ranks the weights of rank 0, which the EMA then copies.
-    wrapped = wrap_data_parallel(wrap_model(model, context, config.parallel.mode), devices)
+    wrapped = wrap_for_training(model, context, config.parallel.mode, devices)
     check_same_weights(model, context)
     ema = build_ema(model, config.ema, train.global_batch_size)
-    compile_model(model, train, augment)  # after the EMA has copied it
+    compile_model(model, train, augment)
 
     criterion = build_run_criterion(config, data.train, num_classes, teacher)
     head = head_names(model, num_classes)
@@ -184,19 +182,8 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     train_loader = build_train_loader(config, data.train, plan, context, mean)
     normalize = Normalize(mean, std, device, train.channels_last)
 
-    # The passes below have the batch size of training, so that torch.compile compiles once.
     micro_batch = train_loader.sampler.micro_batch_sizes[0]
-    shape = (micro_batch * augment.splits, config.data.channels, *height_width(augment.size_px))
-
-    def run_on_zeros() -> None:
-        images = normalize(torch.zeros(shape, dtype=torch.uint8))
-        targets = torch.zeros(micro_batch, dtype=torch.int64, device=device)
-        with autocast(device, autocast_dtype):
-            loss = criterion(wrapped(images), targets, images)
-        loss.backward()
-
-    # It clears the gradients, so it comes before `Updater`, which may allocate them.
-    rebuild_ddp_buckets(wrapped, run_on_zeros)
+    rebuild_buckets(config, wrapped, criterion, normalize, micro_batch, autocast_dtype)
     keep_gradients = overwrites_gradients(train) and plan.accumulation > 1
     weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
     messages = [devices.note, data.note, scaling_message]
@@ -295,6 +282,33 @@ def compile_model(model: nn.Module, train: TrainConfig, augment: AugmentConfig) 
         mode = "default" if train.compile is True else train.compile
         is_static = augment.progressive.epochs is None
         model.compile(mode=mode, dynamic=False if is_static else None)
+
+
+def rebuild_buckets(
+    config: Config,
+    wrapped: nn.Module,
+    criterion: Criterion,
+    normalize: Normalize,
+    micro_batch: int,
+    dtype: torch.dtype | None,
+) -> None:
+    """`rebuild_ddp_buckets` by passes over zeros. They have the batch size of training, so that
+    torch.compile compiles the model once.
+
+    micro_batch: the images of this rank's first micro-batch. dtype: the dtype of autocast, if any.
+    """
+    augment = config.augment
+    shape = (micro_batch * augment.splits, config.data.channels, *height_width(augment.size_px))
+    device = normalize.device
+
+    def forward_backward() -> None:
+        images = normalize(torch.zeros(shape, dtype=torch.uint8))
+        targets = torch.zeros(micro_batch, dtype=torch.int64, device=device)
+        with autocast(device, dtype):
+            loss = criterion(wrapped(images), targets, images)
+        loss.backward()
+
+    rebuild_ddp_buckets(wrapped, forward_backward)
 
 
 def overwrites_gradients(train: TrainConfig) -> bool:

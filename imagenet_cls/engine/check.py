@@ -7,7 +7,7 @@ from imagenet_cls.config.load import LoadedConfig, format_problems
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.datasets import data_problems
 from imagenet_cls.data.policies import policy_problems
-from imagenet_cls.engine.build import num_devices
+from imagenet_cls.engine.build import devices_per_rank
 from imagenet_cls.engine.plan import batch_problem
 from imagenet_cls.engine.user_metrics import metric_problems
 from imagenet_cls.errors import ConfigError, Problem
@@ -107,5 +107,6 @@ def rank_problems(config: Config, world_size: int, training: bool = True) -> lis
     if not training:
         return []
     # DataParallel divides a batch in its own way, so it needs equal shares.
-    problem = batch_problem(config.train, num_devices(config, world_size), uneven=mode != "dp")
+    num_devices = world_size * devices_per_rank(config)
+    problem = batch_problem(config.train, num_devices, uneven=mode != "dp")
     return [] if problem is None else [problem]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
 from typing import Any, Self
 
@@ -22,7 +21,7 @@ from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.engine.evaluation_labels import EvaluationLabels
 from imagenet_cls.engine.loaders import EvalBatch, build_val_batches
 from imagenet_cls.engine.precision import autocast, choose_precision
-from imagenet_cls.engine.user_metrics import Metrics, compute_metrics
+from imagenet_cls.engine.user_metrics import UserMetrics, compute_metrics
 from imagenet_cls.parallel.collectives import all_reduce_sum
 from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import RankContext
@@ -36,9 +35,8 @@ class Evaluation:
     """What an evaluation of the images of `source` needs besides the models.
 
     devices: the devices of this rank. mean, std: the normalization, per channel. labels: what the
-    results count. The attribute `batches` is a function that returns this rank's batches.
-
-    A model that `train.compile` compiled gets batches of one size, so that it is compiled once.
+    results count. is_compiled: whether a model is compiled. Then all batches have one size, so that
+    it is compiled once.
     """
 
     def __init__(
@@ -50,16 +48,23 @@ class Evaluation:
         mean: list[float],
         std: list[float],
         labels: EvaluationLabels,
+        is_compiled: bool = False,
     ):
+        self.config = config
+        self.source = source
         self.context = context
+        self.mean = mean
         self.labels = labels
-        self.num_images = len(source)
         self.normalize = Normalize(mean, std, context.device, config.train.channels_last)
         self.autocast_dtype = choose_precision(config.train, context.device)
-        self.batches = partial(build_val_batches, config, source, context, len(devices.all), mean)
         self.devices = devices
-        self.flip = config.eval.flip_tta
-        self.pad_to = config.eval.batch_size if config.train.compile else None
+        self.pad_to = config.eval.batch_size if is_compiled else None
+
+    def batches(self) -> Iterable[EvalBatch]:
+        """The batches of this rank's shard."""
+        return build_val_batches(
+            self.config, self.source, self.context, len(self.devices.all), self.mean
+        )
 
     def outputs(
         self, models: Mapping[str, nn.Module], batches: Iterable[EvalBatch] | None = None
@@ -74,7 +79,7 @@ class Evaluation:
             self.normalize,
             self.devices.all[0],
             self.autocast_dtype,
-            self.flip,
+            self.config.eval.flip_tta,
             self.pad_to,
         ):
             masked = {name: self.labels.mask(values) for name, values in logits.items()}
@@ -85,9 +90,9 @@ class Evaluation:
         outputs: Iterable[EvalOutputs],
         names: Sequence[str],
         num_classes: int,
-        metrics: Mapping[str, Metrics] | None = None,
+        metrics: Mapping[str, UserMetrics] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """The metrics of the models `names` from their outputs: see `evaluate`."""
+        """The results of the models `names` from their outputs: see `evaluate`."""
         return evaluate(outputs, names, self.context, num_classes, self.labels, metrics)
 
 
@@ -163,10 +168,10 @@ def evaluate(
     context: RankContext,
     num_classes: int,
     labels: EvaluationLabels,
-    metrics: Mapping[str, Metrics] | None = None,
+    metrics: Mapping[str, UserMetrics] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Metrics of each model over the shards of all ranks. A collective: a rank with an empty shard
-    calls it, too.
+    """The results of each model over the shards of all ranks. A collective: a rank with an empty
+    shard calls it, too.
 
     names: the names of the models. num_classes: the number of outputs of each model. metrics: the
     user-defined metrics of each model.

@@ -151,14 +151,17 @@ def due_after(step: int, plan: Plan, config: Config, stopped_early: bool = False
     )
 
 
-def describe_batch_sizes(config: Config, num_devices: int) -> str:
+def describe_batch_sizes(config: Config, world_size: int, devices_per_rank: int) -> str:
     """Batch and image size of a device as text, for the message of an out-of-memory error."""
     train = config.train
-    is_dp = config.parallel.mode == "dp"
     micro_batch = micro_batch_for(
-        train.global_batch_size, num_devices, train.micro_batch_size, equal=is_dp
+        train.global_batch_size,
+        world_size * devices_per_rank,
+        train.micro_batch_size,
+        equal=devices_per_rank > 1,
     )
+    images = micro_batch * config.augment.splits
     return (
-        f"{micro_batch} images at once of {format_size(config.augment.size_px)} "
+        f"{images} images at once of {format_size(config.augment.size_px)} "
         f"({config.eval.batch_size} of {format_size(config.eval.crop_px)} in evaluation)"
     )

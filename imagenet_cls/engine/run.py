@@ -13,7 +13,7 @@ from itertools import islice
 from torch import nn
 
 from imagenet_cls.checkpoint.format import checkpoint_path
-from imagenet_cls.checkpoint.progress import METRICS, Progress, stops_early
+from imagenet_cls.checkpoint.progress import RESULT_FIELDS, Progress, stops_early
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
@@ -144,10 +144,14 @@ class Run:
         self.update_profiler()
 
     def after_epoch(self) -> None:
-        """Log the epoch's last steps. Evaluate, if that is due and not done, and then save if the
-        result is the best so far or a save is due.
-        """
+        """Log the epoch's last steps, and evaluate if that is due."""
         self.log_steps()
+        self.evaluate_if_due()
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate, if that is due and not done, and then save if the result is the best so far or
+        a save is due.
+        """
         if self.due().evaluation and self.progress.evaluated_step < self.progress.step:
             improved = self.evaluate()
             due = self.due()  # the evaluation may have stopped the run early
@@ -206,9 +210,9 @@ class Run:
         results = parts.evaluation.results(outputs, list(models), parts.num_classes, parts.metrics)
         epoch, step_of_epoch = divmod(progress.step - 1, parts.plan.steps_per_epoch)
         common = {"kind": "eval", "step": progress.step, "epoch": epoch}
-        records = [common | {"weights": name} | result for name, result in results.items()]
-        metric = METRICS[parts.config.checkpoint.best]
-        improved = [progress.record(name, result, metric) for name, result in results.items()]
+        records = [common | {"weights": kind} | result for kind, result in results.items()]
+        metric = RESULT_FIELDS[parts.config.checkpoint.best]
+        improved = [progress.record(kind, result, metric) for kind, result in results.items()]
         training = self.meter.describe_epoch(steps=step_of_epoch + 1)
         self.reporter.eval_results(records, epoch_lines(parts, progress, records, training))
         progress.evaluated_step = progress.step
@@ -217,7 +221,9 @@ class Run:
         if self.due().regular_evaluation:
             progress.evaluations.append((progress.step, results["raw"]["top1_pct"]))
             preferred = results["ema" if "ema" in models else "raw"]
-            progress.history.append({metric: preferred[metric] for metric in METRICS.values()})
+            progress.history.append(
+                {metric: preferred[metric] for metric in RESULT_FIELDS.values()}
+            )
         early_stop = parts.config.train.early_stop
         progress.stopped_early = stops_early(progress.history, early_stop)
         if progress.stopped_early and progress.step < parts.plan.total_steps:
@@ -236,19 +242,19 @@ class Run:
         evaluation, world_size = self.parts.evaluation, self.parts.context.world_size
         # `check` is a collective, so it is not called before a batch that another rank lacks.
         # Shards differ by at most one image.
-        smallest_shard = evaluation.num_images // world_size
+        smallest_shard = len(evaluation.source) // world_size
         batch_size = self.parts.config.eval.batch_size * self.parts.plan.devices_per_rank
         batches_on_all_ranks = ceil_div(smallest_shard, batch_size)
         done = 0
-        self.reporter.eval_progress(done, evaluation.num_images)
+        self.reporter.eval_progress(done, len(evaluation.source))
         for number, batch in enumerate(evaluation.batches()):
             if number < batches_on_all_ranks:
                 self.stop_signals.check()
             if self.hang_log:
                 self.hang_log.reset()
             yield batch
-            done = min(done + len(batch[1]) * world_size, evaluation.num_images)
-            self.reporter.eval_progress(done, evaluation.num_images)
+            done = min(done + len(batch[1]) * world_size, len(evaluation.source))
+            self.reporter.eval_progress(done, len(evaluation.source))
 
     def sample_names(self, step: int) -> list[str]:
         """Names of the images that this rank reads in a step (counted from 1), each once."""

@@ -70,25 +70,20 @@ _SAFE_NAMES = (
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of `tools/train.py`.
-
-    resume: continue from the newest checkpoint in `work_dir`. resume_from: the checkpoint to
-    continue from. overwrite: remove the old run. new_folder: write into a new folder in `work_dir`,
-    named by the time. allow_change: dotted keys of the config that may differ from the
-    checkpoint's. dry_run: write nothing. launchers: the names of the torchrun process and of the
-    SLURM job that this command runs in, if any: torchrun may run inside a job, and each of them may
-    restart the command. restarted_by: those of them that have restarted it.
-    """
+    """The options of `tools/train.py`."""
 
     work_dir: Path
-    resume: bool = False
-    resume_from: Path | None = None
-    overwrite: bool = False
-    new_folder: bool = False
+    resume: bool = False  # continue from the newest checkpoint in `work_dir`
+    resume_from: Path | None = None  # the checkpoint to continue from
+    overwrite: bool = False  # remove the old run
+    new_folder: bool = False  # write into a new folder in `work_dir`, named by the time
+    # Dotted keys of the config that may differ from the checkpoint's.
     allow_change: Sequence[str] = ()
-    dry_run: bool = False
+    dry_run: bool = False  # write nothing
+    # The names of the torchrun process and of the SLURM job that this command runs in, if any:
+    # torchrun may run inside a job, and each of them may restart the command.
     launchers: Sequence[str] = ()
-    restarted_by: Sequence[str] = ()
+    restarted_by: Sequence[str] = ()  # the launchers that have restarted it
 
 
 class RunFolder:

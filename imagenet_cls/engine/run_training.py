@@ -11,7 +11,7 @@ from pathlib import Path
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import LoadedConfig, dump_yaml
 from imagenet_cls.config.schema import Config
-from imagenet_cls.engine.build import TrainingParts, build, num_devices
+from imagenet_cls.engine.build import TrainingParts, build, devices_per_rank
 from imagenet_cls.engine.plan import describe_batch_sizes
 from imagenet_cls.engine.profiler import StepProfiler
 from imagenet_cls.engine.run import Run
@@ -41,8 +41,8 @@ def run_training(loaded: LoadedConfig, options: RunOptions, context: RankContext
     """Make a training run, or a dry run, on this rank. Raises Stopped after a stop signal, or
     another UserError.
     """
-    devices = num_devices(loaded.config, context.world_size)
-    with explain_device_errors(describe_batch_sizes(loaded.config, devices)):
+    sizes = describe_batch_sizes(loaded.config, context.world_size, devices_per_rank(loaded.config))
+    with explain_device_errors(sizes):
         folder, options = open_run_folder(loaded.config, options, context)
         if options.dry_run:
             dry_run(loaded, options, folder, context)
@@ -101,7 +101,7 @@ def train_in_folder(
             with run.save_when_stopped():
                 # The run may have stopped between the last step of an epoch and its evaluation. A
                 # new run makes no evaluation here, since step 0 counts as evaluated.
-                run.after_epoch()
+                run.evaluate_if_due()
                 run.update_profiler()
                 train(run)
         run_on_main(context, saver.wait)

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,21 +178,21 @@ def find_checkpoint(
     folder: RunFolder, options: RunOptions, context: RankContext
 ) -> tuple[Snapshot | None, list[str]]:
     """The checkpoint to resume from, if any, and messages about it. A collective: rank 0 reads it,
-    the other ranks receive everything but its tensors. Raises CheckpointError.
+    the other ranks receive everything but its tensors, which `restore` broadcasts. Raises
+    CheckpointError.
     """
-    # `run_on_main` would pickle the tensors that `read` returns. The list keeps them on rank 0.
-    snapshots: list[Snapshot | None] = []
 
-    def read() -> tuple[Snapshot | None, list[str]]:
-        snapshot, messages = read_checkpoint_to_resume(folder, options)
-        snapshots.append(snapshot)
+    def without_tensors(
+        found: tuple[Snapshot | None, list[str]],
+    ) -> tuple[Snapshot | None, list[str]]:
+        snapshot, messages = found
         if snapshot is None:
-            return None, messages
+            return found
         ema: dict[str, Tensor] | None = None if snapshot.ema is None else {}
         return replace(snapshot, model={}, optimizer={}, ema=ema), messages
 
-    snapshot, messages = run_on_main(context, read)
-    return snapshots[0] if context.is_main else snapshot, messages
+    read = partial(read_checkpoint_to_resume, folder, options)
+    return run_on_main(context, read, to_send=without_tensors)
 
 
 def read_checkpoint_to_resume(

@@ -58,8 +58,8 @@ def startup_table(
     rows = {
         "model": f"{config.model.name}, {parameters:.2f} M parameters, "
         f"{count_of(classes, 'class')}",
-        "training": describe_images(parts.data.train),
-        "validation": describe_images(parts.data.val),
+        "training": describe_class_sizes(parts.data.train),
+        "validation": describe_class_sizes(parts.data.val),
         "files not read": describe_unread(_unread_files(parts)),
         "validation classes": "" if present is None else f"{len(present)} of {classes}",
         "data workers": describe_workers(config.data, plan, context),
@@ -110,7 +110,7 @@ def _describe_ema(ema: EmaConfig) -> str:
     return f"{average}, every {count_of(ema.every_steps, 'step')}"
 
 
-def describe_images(source: ImageSource) -> str:
+def describe_class_sizes(source: ImageSource) -> str:
     """The number of images, and of those in the smallest and the largest class if they are
     known.
     """
@@ -235,13 +235,13 @@ def epoch_lines(
     lines = []
     has_top5 = parts.num_classes >= MIN_CLASSES_FOR_TOP5
     for record in records:
-        name = record["weights"]
-        title = {"raw": "val", "ema": "EMA"}[name]
+        kind = record["weights"]
+        title = {"raw": "val", "ema": "EMA"}[kind]
         column = f"{title} {record['top1_pct']:.2f}"
         if has_top5:
             column += f"/{record['top5_pct']:.2f}"
         column += " %"
-        if name == marked and best[name]["step"] == record["step"]:
+        if kind == marked and best[kind]["step"] == record["step"]:
             column += " *"
         columns.append(column)
         if parts.config.eval.metrics:
@@ -257,12 +257,12 @@ def final_message(progress: Progress, plan: Plan, work_dir: Path, meter: Meter) 
     lines = ["done", f"trained {meter.describe_total()}"]
     if progress.best:
         used = best_weights(progress.best)
-        for name, best in progress.best.items():
+        for kind, best in progress.best.items():
             title, form = _METRIC_FORMATS[best_metric(best)]
             value = form.format(best[best_metric(best)])
             epoch = (best["step"] - 1) // plan.steps_per_epoch + 1
-            note = ", used by predict.py" if name == used else ""
-            lines.append(f"best {title} ({name} weights{note}): {value} in epoch {epoch}")
+            note = ", used by predict.py" if kind == used else ""
+            lines.append(f"best {title} ({kind} weights{note}): {value} in epoch {epoch}")
         path = checkpoint_path(work_dir / "checkpoints", progress.best[used]["step"])
         lines.append(f"checkpoint: {path}{'' if path.exists() else ', which is missing'}")
     if (work_dir / "plots").exists():

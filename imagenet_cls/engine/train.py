@@ -53,12 +53,15 @@ def train(run: TrainingRun) -> None:
     while progress.step < plan.total_steps and not progress.stopped_early:
         epoch, first_step = divmod(progress.step, plan.steps_per_epoch)
         batches = run.epoch_batches(epoch, first_step)
-        set_training(parts.model, parts.config.model)  # an evaluation leaves another mode
+        # `model.train()`, but frozen BatchNorm layers stay in evaluation mode. An evaluation leaves
+        # another mode.
+        set_training(parts.model, parts.config.model)
         for step in range(progress.step, min((epoch + 1) * plan.steps_per_epoch, plan.total_steps)):
             loss_and_top1 = compute_gradients(parts, batches, epoch, step)
             # only the plateau schedule uses the evaluations
             lr = parts.schedule(step, progress.evaluations)
             momentum = parts.schedule.momentum(step)
+            # unscales, clips, steps unless the gradient is not finite, clears the gradients
             grad_norm, skipped = parts.updater.update(lr, momentum)
             parts.batch_norm_statistics.sync(skipped)
             parts.ema.update(parts.model, step)
@@ -105,17 +108,17 @@ def forward_backward(
         # Dropout and drop-path draw from these generators.
         key = hash_key("batch", parts.config.seed, step, micro_step, context.rank)
         seed_generators(key, *parts.devices.all)
-        # Each image of the global batch has the same weight, also if micro-batches differ in size.
-        # DDP averages the gradients over the ranks. If all micro-batches have the same size, the
-        # divisor is `accumulation`.
+        # 1 / divisor is the share of this micro-batch in the mean over the global batch, times
+        # `world_size`, since DDP averages the gradients over the ranks. If all micro-batches have
+        # the same size, the divisor is `accumulation`.
         divisor = plan.global_batch / (plan.world_size * len(targets))
         # DDP all-reduces the gradients in the backward pass of the last micro-batch only.
         with gradient_sync(parts.wrapped, micro_step == plan.accumulation - 1):
             with parts.autocast():
-                logits = parts.wrapped(images)
-                loss = parts.criterion(logits, targets, images) / divisor
+                outputs = parts.wrapped(images)
+                loss = parts.criterion(outputs, targets, images) / divisor
             parts.scaler.scale(loss).backward()
-        own = torch.stack([loss.detach(), top1_accuracy(logits, targets) / divisor])
+        own = torch.stack([loss.detach(), top1_accuracy(outputs, targets) / divisor])
         # With DataParallel, the loss may be on another device (`parallel.output_device`).
         loss_and_top1 += own.to(context.device, non_blocking=True)
     return loss_and_top1

@@ -27,8 +27,8 @@ from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.jsonl import EVAL_FIELDS
 from imagenet_cls.text import first_line, printable
 
-Metrics = dict[str, Any]
-"""Metrics of one set of weights, by the names of their factories."""
+UserMetrics = dict[str, Any]
+"""UserMetrics of one set of weights, by the names of their factories."""
 
 _TRIAL_IMAGES = 8
 _DOCS = "docs/extending.md, A metric"
@@ -48,7 +48,7 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
 
 def build_metrics(
     names: Sequence[str], num_classes: int, weights: Sequence[str], context: RankContext
-) -> dict[str, Metrics]:
+) -> dict[str, UserMetrics]:
     """The metrics of each set of weights. Raises ConfigError for an object that can't be used. A
     collective.
 
@@ -92,7 +92,7 @@ def build_metric(name: str, num_classes: int, context: RankContext) -> Any:
     return metric.to(context.device)
 
 
-def compute_metrics(metrics: Metrics, context: RankContext) -> dict[str, float]:
+def compute_metrics(metrics: UserMetrics, context: RankContext) -> dict[str, float]:
     """The values over the images of all ranks, by field. A collective.
 
     The tensors in each `state_dict()` are summed over the ranks, but not the tensors of a

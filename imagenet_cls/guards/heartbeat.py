@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.parallel.collectives import gather_on_all
+from imagenet_cls.parallel.collectives import all_gather_objects
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.exit import RESTART_ADVICE, abort_rank
 from imagenet_cls.parallel.process_group import RankContext
@@ -56,7 +56,9 @@ def start_heartbeat(context: RankContext, timeout_sec: float) -> "Heartbeat | No
     if context.cpu_group is None:
         return None
     heartbeat = Heartbeat(context.rank, context.address, timeout_sec)
-    heartbeat.start(gather_on_all(heartbeat.me, context), partial(abort_rank, context.rank_info))
+    heartbeat.start(
+        all_gather_objects(heartbeat.me, context), partial(abort_rank, context.rank_info)
+    )
     return heartbeat
 
 

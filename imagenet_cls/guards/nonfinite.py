@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.errors import NonFiniteError, UserError
-from imagenet_cls.parallel.collectives import gather_on_all, mark_printed_by_main
+from imagenet_cls.parallel.collectives import all_gather_objects, mark_printed_by_main
 from imagenet_cls.parallel.environment import name_ranks
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.text import join_names
@@ -82,7 +82,7 @@ class NonFiniteGuard:
         """
         step = record["step"]
         samples = self.samples_of(step)
-        seen = gather_on_all((math.isfinite(own_loss), list(samples[:_SHOWN])), self.context)
+        seen = all_gather_objects((math.isfinite(own_loss), list(samples[:_SHOWN])), self.context)
         with_nan = [rank for rank, (is_finite, _) in enumerate(seen) if not is_finite]
         suspects = with_nan or list(range(self.context.world_size))
         if self.context.rank in suspects:

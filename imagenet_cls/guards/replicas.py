@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.collectives import (
+    all_gather_objects,
     find_differences,
-    gather_on_all,
     mark_printed_by_main,
 )
 from imagenet_cls.parallel.environment import name_ranks
@@ -178,11 +178,11 @@ def check_equal_on_ranks(
     if context.cpu_group is None:
         return
     sums = tensor_hashes(tensors)
-    if len(set(gather_on_all(_digest(sums), context))) == 1:
+    if len(set(all_gather_objects(_digest(sums), context))) == 1:
         return
     different = find_differences({name: str(value) for name, value in sums.items()}, context)
     ranks = sorted({rank for listed in different.values() for rank in listed})
-    all_hosts = gather_on_all(socket.gethostname(), context)
+    all_hosts = all_gather_objects(socket.gethostname(), context)
     hosts = list(dict.fromkeys(all_hosts[rank] for rank in ranks))
     error = ResourceError(
         f"Diverged replicas: {name_ranks(ranks)} ({join_names(hosts)}) of {context.world_size} and "

@@ -55,24 +55,18 @@ _MAX_CLASSES_IN_TABLE = 50
 
 @dataclass(frozen=True)
 class WeightsEvaluation:
-    """The result of an evaluation.
+    """The result of an evaluation."""
 
-    messages: lines about the images and the weights. metrics: the result of `evaluate` for each
-    kind of weights, `raw` or `ema`. origin: where the weights are from. weights: the kind of
-    weights whose outputs `rows` describes. rows: on rank 0 an array of `image_dtype` for all images
-    in their order, if they were recorded; else None. present: see `EvaluationLabels`. settings:
-    values of `EVALUATION_KEYS` as text.
-    """
-
-    messages: list[str]
-    metrics: dict[str, dict[str, Any]]
+    messages: list[str]  # lines about the images and the weights
+    results: dict[str, dict[str, Any]]  # of `evaluate`, for each kind of weights, `raw` or `ema`
     model_name: str
-    origin: str
-    weights: str
+    origin: str  # where the weights are from
+    kind: str  # the kind of weights whose outputs `rows` describes
     images: ImageSource
+    # On rank 0 an array of `image_dtype` for all images in their order, if they were recorded.
     rows: np.ndarray | None
-    present: torch.Tensor | None
-    settings: dict[str, str]
+    present: torch.Tensor | None  # see `EvaluationLabels`
+    settings: dict[str, str]  # values of `EVALUATION_KEYS` as text
 
 
 def evaluate_weights(
@@ -103,21 +97,21 @@ def evaluate_weights(
         *data_messages,
         *prepare_models(trained, config, context),
     ]
-    chosen = trained.select()
-    names = list(trained.models)
+    kind = trained.select()
+    kinds = list(trained.models)
     record |= trained.num_classes <= _MAX_CLASSES_IN_TABLE
     labels = evaluation_labels(config.eval, images, images.classes)
     evaluation = Evaluation(
         config, images, context, rank_devices(config, context), trained.mean, trained.std, labels
     )
-    recorder = OutputRecorder(names, context.device, chosen if record else None)
+    recorder = OutputRecorder(kinds, context.device, kind if record else None)
     outputs = recorder.watch(evaluation.outputs(trained.models))
-    user_metrics = build_metrics(config.eval.metrics, trained.num_classes, names, context)
-    metrics = evaluation.results(outputs, names, trained.num_classes, user_metrics)
+    user_metrics = build_metrics(config.eval.metrics, trained.num_classes, kinds, context)
+    results = evaluation.results(outputs, kinds, trained.num_classes, user_metrics)
     counts = all_reduce_sum(recorder.nonfinite, context).tolist()
     if any(counts):
         bad = " and ".join(
-            f"{count} ({name})" for name, count in zip(names, counts, strict=True) if count
+            f"{count} ({kind})" for kind, count in zip(kinds, counts, strict=True) if count
         )
         error = CheckpointError(
             f"The outputs are NaN or infinite for {bad} of {len(images)} images.",
@@ -132,10 +126,10 @@ def evaluate_weights(
         assert np.array_equal(rows["index"], np.arange(len(images)))  # each image exactly once
     return WeightsEvaluation(
         messages=messages,
-        metrics=metrics,
+        results=results,
         model_name=trained.config.model.name,
         origin=trained.origin,
-        weights=chosen,
+        kind=kind,
         images=images,
         rows=rows,
         present=labels.present,
@@ -281,24 +275,24 @@ def has_training_images(trained: TrainedModels, location: DataConfig) -> bool:
 class OutputRecorder:
     """Keeps what is reported about single images while their outputs pass on to `evaluate`.
 
-    names: the names of the models. recorded: the name of the model whose outputs are kept, if any.
+    kinds: the kinds of weights. recorded: the kind whose outputs are kept, if any.
 
     nonfinite: int64 (models,) on the device, the images without finite probabilities for each
     model. An output of -inf, as of an absent class, is a probability of 0. rows: arrays of
     `image_dtype`, one for each batch.
     """
 
-    def __init__(self, names: Sequence[str], device: torch.device, recorded: str | None):
-        self.nonfinite = torch.zeros(len(names), dtype=torch.int64, device=device)
+    def __init__(self, kinds: Sequence[str], device: torch.device, recorded: str | None):
+        self.nonfinite = torch.zeros(len(kinds), dtype=torch.int64, device=device)
         self.rows: list[np.ndarray] = []
-        self._names = names
+        self._kinds = kinds
         self._recorded = recorded
 
     def watch(self, outputs: Iterable[EvalOutputs]) -> Iterator[EvalOutputs]:
         """Yield the outputs of an evaluation unchanged."""
         for logits, targets, indices in outputs:
-            for number, name in enumerate(self._names):
-                is_finite = logits[name].logsumexp(dim=1).isfinite()
+            for number, kind in enumerate(self._kinds):
+                is_finite = logits[kind].logsumexp(dim=1).isfinite()
                 self.nonfinite[number] += is_finite.logical_not().sum()
             if self._recorded is not None:
                 self.rows.append(image_rows(logits[self._recorded], targets, indices))
@@ -335,7 +329,7 @@ def class_table(evaluation: WeightsEvaluation) -> list[str]:
     names = [printable(name) for name in evaluation.images.classes]
     if rows is None or len(names) > _MAX_CLASSES_IN_TABLE:
         return []
-    title = f"class ({evaluation.weights})"
+    title = f"class ({evaluation.kind})"
     width = max(map(len, [title, *names]))
     lines = [f"{title:<{width}}  images   accuracy  precision"]
     for index, name in enumerate(names):
@@ -389,9 +383,9 @@ def write_report(evaluation: WeightsEvaluation, folder: Path, link_js: bool = Fa
     statistics = {
         "model": evaluation.model_name,
         "origin": evaluation.origin,
-        "weights": evaluation.weights,
+        "weights": evaluation.kind,
         "messages": evaluation.messages,
-        "metrics": evaluation.metrics,
+        "metrics": evaluation.results,
         "settings": evaluation.settings,
         **statistics,
     }

@@ -23,8 +23,8 @@ from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import Config, ModelConfig, format_size
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
 from imagenet_cls.engine.build import choose_num_classes
-from imagenet_cls.engine.build_model import choose_mean_std, memory_format
 from imagenet_cls.engine.stored_weights import check_kind, read_stored_weights
+from imagenet_cls.engine.training_model import choose_mean_std, memory_format
 from imagenet_cls.errors import CheckpointError, ConfigError, UsageError
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.adapt import resize_model, size_remedy

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def all_reduce_sum(tensor: Tensor, context: RankContext) -> Tensor:
-    """Sum over all ranks, in place, on the main process group; the same bits on every rank."""
+    """Sum over all ranks, in place, on the default process group; the same bits on every rank."""
     if context.world_size > 1:
         dist.all_reduce(tensor)
     return tensor
@@ -64,7 +64,7 @@ def gather_shards(shard: Tensor, num_rows: int, context: RankContext) -> Tensor:
     return gathered
 
 
-def gather_on_all(value: T, context: RankContext) -> list[T]:
+def all_gather_objects(value: T, context: RankContext) -> list[T]:
     """The values of all ranks, which are pickled, in the order of ranks, on every rank."""
     values = [value] * context.world_size
     if context.cpu_group is not None:
@@ -76,7 +76,7 @@ def find_differences(values: dict[str, str], context: RankContext) -> dict[str, 
     """Names of values that differ from rank 0's, with the ranks where they do; the same result on
     every rank.
     """
-    gathered = gather_on_all(values, context)
+    gathered = all_gather_objects(values, context)
     found = {}
     for name in dict.fromkeys(chain(*gathered)):
         ranks = [
@@ -114,32 +114,36 @@ def broadcast_as_bytes(tensor: Tensor, process_group: Any = None) -> None:
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=process_group)
 
 
-def run_on_main(context: RankContext, action: Callable[[], T]) -> T:
+def run_on_main(
+    context: RankContext, action: Callable[[], T], to_send: Callable[[T], Any] | None = None
+) -> T:
     """Run `action` on rank 0 and return its result, which is pickled, or raise its UserError, on
     every rank.
+
+    to_send: called with the result; the other ranks get what it returns in place of the result.
     """
     if context.cpu_group is None:
         return action()
+    result: Any = None
     outcome: list[Any] = [None, None]
     if context.is_main:
         try:
-            outcome = [action(), None]
+            result = action()
+            outcome[0] = result if to_send is None else to_send(result)
         except UserError as error:
-            outcome = [None, error]
+            outcome[1] = error
     dist.broadcast_object_list(outcome, src=0, group=context.cpu_group)
     if outcome[1] is not None:
         raise mark_printed_by_main(outcome[1], context)
-    return outcome[0]
+    return result if context.is_main else outcome[0]
 
 
 def run_on_main_first(context: RankContext, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 and then on the other ranks, so that an error of rank 0 (a missing
     file, no network) is raised once, on all ranks.
     """
-    # `run_on_main` would pickle and broadcast a returned value; the list keeps it on rank 0.
-    results: list[T] = []
-    run_on_main(context, lambda: results.append(action()))
-    return results[0] if context.is_main else action()
+    result = run_on_main(context, action, to_send=lambda _: None)
+    return result if context.is_main else action()
 
 
 def mark_printed_by_main(error: UserError, context: RankContext) -> UserError:

@@ -1,6 +1,6 @@
 """Rendezvous and process groups of the ranks.
 
-The main group for gradients, and a gloo group on the CPU for all else.
+The default process group for gradients, and a gloo group on the CPU for all else.
 """
 
 import contextlib
@@ -54,9 +54,9 @@ class Heartbeat(Protocol):
 class RankContext:
     """This rank, its device, and its connections to the other ranks.
 
-    The main process group is torch's default group, without an attribute here. cpu_group: the gloo
-    group; None for a single rank. rendezvous_file: the file of a `file://` rendezvous. address: the
-    address by which other ranks reach this machine. heartbeat: None for a single rank.
+    torch's default process group has no attribute here. cpu_group: the gloo group; None for a
+    single rank. rendezvous_file: the file of a `file://` rendezvous. address: the address by which
+    other ranks reach this machine. heartbeat: None for a single rank.
     """
 
     rank_info: RankInfo

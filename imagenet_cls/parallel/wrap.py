@@ -17,7 +17,18 @@ from imagenet_cls.parallel.sync_bn import is_synchronized
 from imagenet_cls.private_names import BatchNormBase
 
 
-def wrap_model(model: nn.Module, context: RankContext, mode: str) -> nn.Module:
+def wrap_for_training(
+    model: nn.Module, context: RankContext, mode: str, devices: Devices
+) -> nn.Module:
+    """The module to call in training. mode: `parallel.mode`. devices: the devices of this rank. A
+    collective.
+    """
+    if mode == "dp":
+        return wrap_data_parallel(model, devices)
+    return wrap_ddp(model, context, mode)
+
+
+def wrap_ddp(model: nn.Module, context: RankContext, mode: str) -> nn.Module:
     """The model in DistributedDataParallel if there are several ranks or `mode` is `ddp`, else the
     model itself.
 

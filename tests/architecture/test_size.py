@@ -17,7 +17,7 @@ CEILINGS = {
     "commands": 35_300,
     "config": 12_000,
     "data": 28_900,
-    "engine": 21_400,
+    "engine": 21_450,
     "guards": 4_100,
     "inference": 10_650,
     "models": 9_800,

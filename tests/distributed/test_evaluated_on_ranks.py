@@ -84,10 +84,10 @@ def evaluate_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     if rank == 0:
         found = {}
         for kind, evaluation in evaluations.items():
-            for result in evaluation.metrics.values():
+            for result in evaluation.results.values():
                 del result["seconds"]
             rows = list(prediction_rows(evaluation))
-            found[kind] = [evaluation.messages[0], evaluation.metrics, rows]
+            found[kind] = [evaluation.messages[0], evaluation.results, rows]
         (folder / f"found{ranks}.json").write_text(json.dumps(found))
     if ranks > 1:
         destroy_process_groups(context)

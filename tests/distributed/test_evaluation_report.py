@@ -85,7 +85,7 @@ def report_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     if rank == 0:
         (folder / "written").mkdir()
         write_report(evaluation, folder / "written")
-        rows = [evaluation.metrics, list(prediction_rows(evaluation))]
+        rows = [evaluation.results, list(prediction_rows(evaluation))]
         (folder / "written" / "rows.json").write_text(json.dumps(rows))
     destroy_process_groups(context)
 

@@ -18,7 +18,7 @@ from imagenet_cls.parallel.wrap import (
     BatchNormStatistics,
     gradient_sync,
     rebuild_ddp_buckets,
-    wrap_model,
+    wrap_ddp,
 )
 
 FROZEN = ModelConfig(freeze=["conv1.*", "layer1.*"], freeze_bn=True)
@@ -76,7 +76,7 @@ def compare(rank: int, world_size: int, folder: Path, cfg: ModelConfig, accumula
     checkpoint_activations(model)
     set_training(model, cfg)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    wrapped = wrap_model(model, context, "ddp")
+    wrapped = wrap_ddp(model, context, "ddp")
     rebuild_ddp_buckets(
         wrapped, lambda: wrapped(torch.zeros(2, 3, 32, 32, dtype=torch.float64)).mean().backward()
     )

@@ -37,7 +37,7 @@ from imagenet_cls.guards.replicas import check_same_weights
 from imagenet_cls.parallel.collectives import all_reduce_mean, gather_to_main
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
-from imagenet_cls.parallel.wrap import BatchNormStatistics, broadcast_buffers, wrap_model
+from imagenet_cls.parallel.wrap import BatchNormStatistics, broadcast_buffers, wrap_ddp
 
 WORLD_SIZES = (1, 2, 3, 4)
 BATCHES = {12: 1, 48: 2, 25: 2}  # and in how many micro-batches each
@@ -182,7 +182,7 @@ def counts_of_each_rank_alone_end_the_run(context: RankContext) -> None:
 
 
 def starting_weights(context: RankContext) -> None:
-    """After `wrap_model` all ranks have the weights and buffers of rank 0, of any dtype and memory
+    """After `wrap_ddp` all ranks have the weights and buffers of rank 0, of any dtype and memory
     format.
     """
     torch.manual_seed(context.rank)
@@ -192,7 +192,7 @@ def starting_weights(context: RankContext) -> None:
     model.register_buffer("nothing", torch.empty(0))
     model[1].running_mean.fill_(context.rank + 1.0)
     own = {name: value.clone() for name, value in model.state_dict().items()}
-    wrap_model(model, context, "auto")
+    wrap_ddp(model, context, "auto")
     assert model[1].running_mean.tolist() == [1.0] * 4
     assert model.table.is_contiguous(memory_format=torch.channels_last)
     broadcast = {name: value.clone() for name, value in model.state_dict().items()}

@@ -30,7 +30,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
-from imagenet_cls.engine.build_model import build_initial_model
+from imagenet_cls.engine.training_model import build_initial_model
 
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
 FILES = dict(re.findall(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))

@@ -18,8 +18,8 @@ from timm.data import IMAGENET_DEFAULT_MEAN
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, DataConfig, ModelConfig
 from imagenet_cls.data.classes import class_difference
-from imagenet_cls.engine import build_model as engine_model
-from imagenet_cls.engine.build_model import build_initial_model
+from imagenet_cls.engine import training_model as engine_model
+from imagenet_cls.engine.training_model import build_initial_model
 from imagenet_cls.errors import UsageError
 
 

@@ -16,7 +16,7 @@ from torchvision.models import ResNet18_Weights
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.schema import Config, DistillConfig, ModelConfig, TeacherConfig
-from imagenet_cls.engine.build_model import build_distillation_teacher, build_initial_model
+from imagenet_cls.engine.training_model import build_distillation_teacher, build_initial_model
 from imagenet_cls.errors import CheckpointError, DataError
 from imagenet_cls.inference.load_weights import load_weights_of_config
 from imagenet_cls.parallel.environment import RankInfo

@@ -23,7 +23,7 @@ from imagenet_cls.parallel.wrap import (
     BatchNormStatistics,
     gradient_sync,
     rebuild_ddp_buckets,
-    wrap_model,
+    wrap_ddp,
 )
 
 CPU = torch.device("cpu")
@@ -34,9 +34,7 @@ def test_single_rank_makes_no_process_group_and_wraps_nothing() -> None:
     context = init_process_groups(RankInfo(), CPU, "auto", "auto", "env://", 5.0)
     assert context.cpu_group is None and context.is_main and not dist.is_initialized()
     model = nn.Linear(2, 2)
-    assert (
-        wrap_model(model, context, "auto") is model and wrap_model(model, context, "none") is model
-    )
+    assert wrap_ddp(model, context, "auto") is model and wrap_ddp(model, context, "none") is model
     rebuild_ddp_buckets(model, lambda: pytest.fail("there are no buckets"))
     with gradient_sync(model, False):
         pass
@@ -175,7 +173,7 @@ def test_process_group_is_bound_to_the_gpu_of_its_rank(
     monkeypatch.setattr(dist, "new_group", lambda **keywords: bound.append(keywords["device_id"]))
     for name, result in {
         "check_backend": None,
-        "raise_problems": None,
+        "check_reports": None,
         "measure_all_reduce": (True, 1.0),
     }.items():
         monkeypatch.setattr(check_dist, name, lambda *_, result=result, **__: result)

@@ -11,8 +11,8 @@ from torch import nn
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.build import batch_norm_images
-from imagenet_cls.engine.build_model import check_model_outputs
 from imagenet_cls.engine.plan import plan_run
+from imagenet_cls.engine.training_model import check_model_outputs
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.models.adapt import freeze
 
