@@ -272,16 +272,18 @@ def lost_rank_error(
     error: BaseException, rank: int, context: "RankContext | None"
 ) -> ResourceError:
     """The error of a rank whose collective failed. It names the lost ranks if the heartbeat knows
-    them.
+    them. The heartbeat tells the other ranks that this one failed only if nccl itself failed here.
     """
     from imagenet_cls.parallel.process_group import nccl_error
 
+    own = nccl_error(error, rank)
     lost = None
     if context is not None and context.heartbeat is not None:
         lost = context.heartbeat.wait_for_lost_rank(_LOST_RANK_WAIT_SEC)
-    lost = lost or nccl_error(error, rank)
-    if lost is not None:
-        return lost
+        context.heartbeat.is_cause = lost is None and own is not None
+    found = lost or own
+    if found is not None:
+        return found
     remedy = "See the errors and logs of the other ranks for the cause."
     if re.search("timed? ?out", str(error), re.IGNORECASE):
         is_pair = context is not None and context.world_size == 2

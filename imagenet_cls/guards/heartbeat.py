@@ -84,8 +84,8 @@ class Heartbeat:
         self._interval_sec = min(_INTERVAL_SEC, timeout_sec / 8)
         # to be set to False before this rank leaves the process groups together with the others
         self.aborts = True
-        # whether this rank fails because another one was lost: then it is not the cause
-        self._lost_another = False
+        # whether an error of this rank is the cause of the errors of the others
+        self.is_cause = True
         self._closed = threading.Event()
 
     def start(self, members: Sequence[Member], abort: Callable[[ResourceError], None]) -> None:
@@ -107,7 +107,6 @@ class Heartbeat:
         Waits `patience_sec`, or longer if that is too short for a lost rank to be silent. From here
         on this heartbeat does not abort the process.
         """
-        self._lost_another = True
         self.aborts = False
         time.sleep(max(patience_sec, (_LOST_DATAGRAMS + 1) * self._interval_sec))
         return self.lost_rank_error()
@@ -140,13 +139,13 @@ class Heartbeat:
         return ResourceError(problem, advice)
 
     def close(self, failed: bool = False) -> None:
-        """Tell the others that this rank ends. failed: because of its own error, so that it is the
-        cause of theirs.
+        """Tell the others that this rank ends. failed: because of an error, which is the cause of
+        theirs if `is_cause`.
         """
         self.aborts = False
         if not self._closed.is_set():
             self._closed.set()
-            self._send(_FAILED if failed and not self._lost_another else _LEFT)
+            self._send(_FAILED if failed and self.is_cause else _LEFT)
 
     def _silence(self) -> dict[int, float]:
         """Seconds since each rank was last heard, without those never heard and those that have
@@ -178,7 +177,7 @@ class Heartbeat:
             failed_sec = now - min(self._failed.values(), default=now)
             is_lost = silence_sec > longest_silence_sec or failed_sec > longest_wait_sec
             if self.aborts and is_lost and (error := self.lost_rank_error()):
-                self._lost_another = True
+                self.is_cause = False
                 self.aborts = False
                 abort(error)
 

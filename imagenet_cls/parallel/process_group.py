@@ -40,10 +40,12 @@ _NCCL_EXTRA = timedelta(seconds=10)
 class Heartbeat(Protocol):
     """The part of `guards.heartbeat.Heartbeat` that is used through `RankContext`.
 
-    aborts: whether it ends this process after another rank has failed or was silent.
+    aborts: whether it ends this process after another rank has failed or was silent. is_cause:
+    whether an error of this rank is the cause of the errors of the others.
     """
 
     aborts: bool
+    is_cause: bool
 
     def wait_for_lost_rank(self, patience_sec: float) -> ResourceError | None: ...
 

@@ -6,13 +6,19 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from helpers import wait_for
 
+from imagenet_cls.commands import distributed
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.guards.heartbeat import Heartbeat, Member, name_machines
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import RankContext
 
 HOST = socket.gethostname()
 TIMEOUT_SEC = 1.6  # a datagram each 0.2 s
+NCCL_FAILURE = "NCCL error: unhandled system error\nLast error: No space left on device"
 
 Heartbeats = Callable[..., list[Heartbeat]]
 
@@ -64,18 +70,41 @@ def test_rank_that_sends_or_leaves_is_not_lost(heartbeats: Heartbeats) -> None:
     aborts: list[ResourceError] = []
     a, b, _ = heartbeats(3, aborts)
     assert a.wait_for_lost_rank(patience_sec=TIMEOUT_SEC * 1.5) is None and not aborts
-    a.close(failed=True)  # it has lost a rank itself
+    a.close()
     time.sleep(TIMEOUT_SEC)
     assert b.lost_rank_error() is None and not aborts
 
 
-def test_first_rank_to_fail_is_named_and_not_those_that_fail_after_it(
-    heartbeats: Heartbeats,
+@pytest.mark.parametrize(
+    ("text", "is_cause"),
+    [
+        (NCCL_FAILURE, True),
+        ("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv", False),
+    ],
+)
+def test_rank_whose_collective_failed_is_named_only_if_nccl_itself_failed(
+    heartbeats: Heartbeats, monkeypatch: pytest.MonkeyPatch, text: str, is_cause: bool
 ) -> None:
+    monkeypatch.setattr(distributed, "_LOST_RANK_WAIT_SEC", 0.1)
+    a, b = heartbeats(2)
+    context = RankContext(RankInfo(0, 0, 2, 2), torch.device("cpu"), heartbeat=a)
+    distributed.lost_rank_error(dist.DistBackendError(text), 0, context)
+    a.close(failed=True)
+    wait_for(lambda: bool(b._failed or b._left), "the last datagram")
+    reason = b.lost_rank_error()
+    assert (reason is not None) == is_cause
+    assert reason is None or on_ranks(0) in str(reason)
+
+
+def test_first_rank_to_fail_is_named_and_not_those_that_fail_after_it(
+    heartbeats: Heartbeats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "_LOST_RANK_WAIT_SEC", 0.1)
     a, b, c, d = heartbeats(4)
     c.close(failed=True)
     time.sleep(0.6)
-    assert b.wait_for_lost_rank(patience_sec=0.1) is not None
+    context = RankContext(RankInfo(1, 1, 4, 4), torch.device("cpu"), heartbeat=b)
+    distributed.lost_rank_error(dist.DistBackendError(NCCL_FAILURE), 1, context)
     b.close(failed=True)  # it has lost a rank itself
     vanish(d)  # its launcher has killed it
     time.sleep(0.8)
