@@ -72,7 +72,7 @@ class Heartbeat:
         self.me = Member(
             rank, socket.gethostname(), address, self._socket.getsockname()[1], os.getpid()
         )
-        self._run = b""
+        self._run_id = b""
         self._others: dict[int, Member] = {}
         self._addresses: list[tuple[str, int]] = []
         # When the last datagram of each rank came, by state, in seconds of `_now`.
@@ -83,7 +83,7 @@ class Heartbeat:
         self._round_began = time.monotonic()
         self._interval_sec = min(_INTERVAL_SEC, timeout_sec / 8)
         # to be set to False before this rank leaves the process groups together with the others
-        self.aborts = True
+        self.may_abort = True
         # whether an error of this rank is the cause of the errors of the others
         self.is_cause = True
         self._closed = threading.Event()
@@ -92,7 +92,7 @@ class Heartbeat:
         """Start the thread. members: all ranks, the same list on all. abort: called at most once,
         from the thread.
         """
-        self._run = hashlib.sha256(repr(members).encode()).digest()[:8]
+        self._run_id = hashlib.sha256(repr(members).encode()).digest()[:8]
         self._others = {member.rank: member for member in members if member.rank != self.me.rank}
         for member in self._others.values():
             with contextlib.suppress(OSError):  # no IPv4 address: it gets no heartbeat
@@ -107,7 +107,7 @@ class Heartbeat:
         Waits `patience_sec`, or longer if that is too short for a lost rank to be silent. From here
         on this heartbeat does not abort the process.
         """
-        self.aborts = False
+        self.may_abort = False
         time.sleep(max(patience_sec, (_LOST_DATAGRAMS + 1) * self._interval_sec))
         return self.lost_rank_error()
 
@@ -142,7 +142,7 @@ class Heartbeat:
         """Tell the others that this rank ends. failed: because of an error, which is the cause of
         theirs if `is_cause`.
         """
-        self.aborts = False
+        self.may_abort = False
         if not self._closed.is_set():
             self._closed.set()
             self._send(_FAILED if failed and self.is_cause else _LEFT)
@@ -176,13 +176,13 @@ class Heartbeat:
             silence_sec = max(self._silence().values(), default=0.0)
             failed_sec = now - min(self._failed.values(), default=now)
             is_lost = silence_sec > longest_silence_sec or failed_sec > longest_wait_sec
-            if self.aborts and is_lost and (error := self.lost_rank_error()):
+            if self.may_abort and is_lost and (error := self.lost_rank_error()):
                 self.is_cause = False
-                self.aborts = False
+                self.may_abort = False
                 abort(error)
 
     def _send(self, state: int) -> None:
-        datagram = _DATAGRAM.pack(self._run, self.me.rank, state)
+        datagram = _DATAGRAM.pack(self._run_id, self.me.rank, state)
         for address in self._addresses:
             with contextlib.suppress(OSError):  # no route: the other side notices the silence
                 self._socket.sendto(datagram, address)
@@ -197,9 +197,9 @@ class Heartbeat:
                 self._closed.wait(until - time.monotonic())
                 return
             if len(datagram) == _DATAGRAM.size:
-                run, rank, state = _DATAGRAM.unpack(datagram)
+                run_id, rank, state = _DATAGRAM.unpack(datagram)
                 # Otherwise it is from an earlier run that used this port.
-                if run == self._run and rank in self._others:
+                if run_id == self._run_id and rank in self._others:
                     times[state][rank] = self._now()
 
 

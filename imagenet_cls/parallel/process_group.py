@@ -40,11 +40,11 @@ _NCCL_EXTRA = timedelta(seconds=10)
 class Heartbeat(Protocol):
     """The part of `guards.heartbeat.Heartbeat` that is used through `RankContext`.
 
-    aborts: whether it ends this process after another rank has failed or was silent. is_cause:
-    whether an error of this rank is the cause of the errors of the others.
+    may_abort: whether it may end this process after another rank has failed or was silent.
+    is_cause: whether an error of this rank is the cause of the errors of the others.
     """
 
-    aborts: bool
+    may_abort: bool
     is_cause: bool
 
     def wait_for_lost_rank(self, patience_sec: float) -> ResourceError | None: ...
@@ -337,7 +337,7 @@ def destroy_process_groups(context: RankContext, failed: bool) -> None:
         # Rank 0 may be saving, and a launcher ends all ranks once one has exited with an error
         # code, as after a stop.
         if context.heartbeat is not None:
-            context.heartbeat.aborts = False
+            context.heartbeat.may_abort = False
         with contextlib.suppress(RuntimeError):
             dist.barrier(group=context.cpu_group)
             dist.destroy_process_group()

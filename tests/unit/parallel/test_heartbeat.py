@@ -117,7 +117,7 @@ def test_first_rank_to_fail_is_named_and_not_those_that_fail_after_it(
 def test_silent_rank_aborts_the_others_once_unless_they_are_leaving(heartbeats: Heartbeats) -> None:
     aborts: list[ResourceError] = []
     _, leaving, gone = heartbeats(3, aborts)
-    leaving.aborts = False
+    leaving.may_abort = False
     vanish(gone)
     wait_for(lambda: bool(aborts), "an abort")
     time.sleep(0.6)
