@@ -160,32 +160,33 @@ def build_loss(
     targets)`. Raises UserError if it returns no function, ConfigError for a wrong number of class
     weights.
     """
-    factory = find_factory("loss", loss.name, BUILT_IN)
     if loss.name in BUILT_IN:
+        built_in = BUILT_IN[loss.name]
         host_weights = _normalized_weights(loss, num_classes, class_samples)
 
         @cache  # one copy to each device
         def weights_on(device: torch.device) -> Tensor | None:
             return None if host_weights is None else host_weights.to(device)
 
-        def compute(logits: Tensor, targets: Tensor) -> Tensor:
+        def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
             weights = weights_on(logits.device)
-            return factory(logits, targets, loss.label_smoothing, weights, splits, **loss.kwargs)
+            return built_in(logits, targets, loss.label_smoothing, weights, splits, **loss.kwargs)
 
     else:
-        compute = factory(**loss.kwargs)
-    if not callable(compute):
+        factory = find_factory("loss", loss.name, BUILT_IN)
+        loss_function = factory(**loss.kwargs)
+    if not callable(loss_function):
         raise UserError(
-            f"loss.name: {loss.name!r} returned {type(compute).__name__}.",
+            f"loss.name: {loss.name!r} returned {type(loss_function).__name__}.",
             "Return a function of logits and targets.",
         )
 
     def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-        if isinstance(compute, nn.Module):
-            compute.to(logits.device)  # does nothing after the first time
+        if isinstance(loss_function, nn.Module):
+            loss_function.to(logits.device)  # does nothing after the first time
         if targets.is_floating_point():
             targets = targets.float()
-        mean: Tensor = compute(logits.float(), targets)
+        mean: Tensor = loss_function(logits.float(), targets)
         return mean
 
     return mean_loss

@@ -340,7 +340,6 @@ def build_schedule(
     if not schedule.by_epoch:
         warmup = round(warmup)
         cooldown = round(cooldown)
-    factory = find_factory("schedule", schedule.name, BUILT_IN)
     is_built_in = schedule.name in BUILT_IN
     start = warmup if schedule.warmup_prefix and is_built_in else 0
     length = max(epochs * units_per_epoch - cooldown - start, 0)
@@ -349,8 +348,9 @@ def build_schedule(
     if schedule.name == "one_cycle" and schedule.kwargs.get("max_momentum") is not None:
         momentum_curve = partial(one_cycle_momentum, **schedule.kwargs)
     if is_built_in:
-        curve: Callable[..., float] = partial(factory, **schedule.kwargs)
+        curve: Callable[..., float] = partial(BUILT_IN[schedule.name], **schedule.kwargs)
     else:
+        factory = find_factory("schedule", schedule.name, BUILT_IN)
         steps_per_unit = steps_per_epoch // units_per_epoch
         function = factory(
             base_lr=base_lr,
