@@ -44,7 +44,7 @@ from imagenet_cls.models.head import head_names
 from imagenet_cls.models.teacher import Teacher
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
-from imagenet_cls.optim.losses import Criterion, build_criterion, build_loss
+from imagenet_cls.optim.losses import TrainingLoss, build_loss, build_training_loss
 from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
 from imagenet_cls.parallel.collectives import run_on_main_first
 from imagenet_cls.parallel.devices import Devices, choose_devices
@@ -86,7 +86,7 @@ class TrainingParts:
     std: list[float]
     preprocess: TrainPreprocess
     autocast_dtype: torch.dtype | None  # None: fp32, no autocast
-    criterion: Criterion
+    criterion: TrainingLoss
     teacher_digest: str | None  # of the teacher's weights
     optimizer: torch.optim.Optimizer
     lr: float  # the peak learning rate, scaled for the batch
@@ -244,13 +244,13 @@ def open_same_data(data: DataConfig, context: RankContext, allow_missing: bool) 
 
 def build_run_criterion(
     config: Config, source: ImageSource, num_classes: int, teacher: Teacher | None
-) -> Criterion:
+) -> TrainingLoss:
     """The loss of the run. source: the training images."""
     class_samples = None
     if isinstance(config.loss.class_weights, str):  # a rule that needs the sizes of classes
         class_samples = samples_of_classes(source, num_classes, config.data.balance)
     label_loss = build_loss(config.loss, num_classes, config.augment.splits, class_samples)
-    return build_criterion(label_loss, config.distill, teacher)
+    return build_training_loss(label_loss, config.distill, teacher)
 
 
 def samples_of_classes(source: ImageSource, num_classes: int, balance: float) -> np.ndarray:
@@ -287,7 +287,7 @@ def compile_model(model: nn.Module, train: TrainConfig, augment: AugmentConfig) 
 def rebuild_buckets(
     config: Config,
     wrapped: nn.Module,
-    criterion: Criterion,
+    criterion: TrainingLoss,
     normalize: Normalize,
     micro_batch: int,
     dtype: torch.dtype | None,

@@ -30,11 +30,12 @@ from imagenet_cls.errors import ConfigError, Problem, UserError
 from imagenet_cls.lookup import find_factory, kwargs_problems
 from imagenet_cls.optim.signature_check import NotNegative, value_problems
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]  # a function of logits and targets
 # Logits (N, classes). A model with a distillation token has two: of the class token and of the
 # distillation token.
 Outputs = Tensor | tuple[Tensor, Tensor]
-Criterion = Callable[[Outputs, Tensor, Tensor], Tensor]
+# A function of outputs, targets and the images that the model saw. Includes the distillation.
+TrainingLoss = Callable[[Outputs, Tensor, Tensor], Tensor]
 
 
 def smooth_targets(targets: Tensor, logits: Tensor, smoothing: float) -> Tensor:
@@ -228,15 +229,15 @@ def weights_by_size(counts: np.ndarray, beta: float | None) -> Tensor:
     return torch.from_numpy(weights).float()
 
 
-def build_criterion(
-    base_loss: Loss, distill: DistillConfig, teacher: Callable[[Tensor], Tensor] | None = None
-) -> Criterion:
+def build_training_loss(
+    label_loss: Loss, distill: DistillConfig, teacher: Callable[[Tensor], Tensor] | None = None
+) -> TrainingLoss:
     """The mean loss as a function of outputs, targets and the images that the model saw, normalized
     and mixed.
 
     With a teacher (images -> logits; called without gradients) it is
 
-        (1 - alpha) * base_loss(logits, targets) + alpha * distillation_loss
+        (1 - alpha) * label_loss(logits, targets) + alpha * distillation_loss
 
     soft: T^2 * KL(softmax(teacher / T) || softmax(logits / T)), the sum over the classes, the mean
     over the images (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section
@@ -248,7 +249,7 @@ def build_criterion(
     alpha = distill.alpha
     temperature = distill.temperature
 
-    def criterion(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
+    def training_loss(outputs: Outputs, targets: Tensor, images: Tensor) -> Tensor:
         if isinstance(outputs, Tensor):
             logits = outputs
             token_logits = outputs
@@ -262,21 +263,25 @@ def build_criterion(
             logits, token_logits = outputs
         targets = targets.to(logits.device, non_blocking=True)
         if distill.kind == "none":
-            return base_loss(logits, targets)
+            return label_loss(logits, targets)
         assert teacher is not None
         with torch.no_grad():
             teacher_logits = teacher(images).to(logits.device, non_blocking=True)
-        base = base_loss(logits, targets)
+        supervised_loss = label_loss(logits, targets)
         if distill.kind == "hard":
-            part = functional.cross_entropy(token_logits.float(), teacher_logits.argmax(1))
+            distillation_loss = functional.cross_entropy(
+                token_logits.float(), teacher_logits.argmax(1)
+            )
         else:
             log_p = (token_logits.float() / temperature).log_softmax(1)
             log_q = (teacher_logits.float() / temperature).log_softmax(1)
-            part = functional.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
-            part = part * temperature**2
-        return (1 - alpha) * base + alpha * part
+            distillation_loss = functional.kl_div(
+                log_p, log_q, reduction="batchmean", log_target=True
+            )
+            distillation_loss = distillation_loss * temperature**2
+        return (1 - alpha) * supervised_loss + alpha * distillation_loss
 
-    return criterion
+    return training_loss
 
 
 def loss_problems(loss: LossConfig) -> list[Problem]:

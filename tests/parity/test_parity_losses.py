@@ -23,7 +23,7 @@ from torchvision.ops import sigmoid_focal_loss
 
 from imagenet_cls.config.schema import DistillConfig, LossConfig
 from imagenet_cls.models.teacher import Teacher, enable_distillation_token
-from imagenet_cls.optim.losses import build_criterion, build_loss, loss_problems
+from imagenet_cls.optim.losses import build_loss, build_training_loss, loss_problems
 
 N, CLASSES = 12, 7
 DRAWS = torch.Generator().manual_seed(0)
@@ -182,7 +182,7 @@ def test_mean_of_splits_and_teachers_is_that_over_the_batch() -> None:
     ]
     close(one / 4 + three * 3 / 4, loss(LOGITS, HARD[:4].repeat(3)))
     for kind in ("soft", "hard"):
-        loss = build_criterion(
+        loss = build_training_loss(
             loss_of("cross_entropy"), DistillConfig(kind, 0.7, 3.0), lambda logits: logits
         )
         parts = zip(*(rows.tensor_split(5) for rows in (LOGITS, SOFT, TEACHER_LOGITS)), strict=True)
@@ -210,7 +210,7 @@ def test_jensen_shannon_and_distillation_of_extreme_outputs_are_finite() -> None
         extreme = (LOGITS * 5e3).to(dtype)
         assert gradient(loss_of("jsd", splits=3), extreme, HARD).isfinite().all()
         for kind in ("soft", "hard"):
-            loss = build_criterion(
+            loss = build_training_loss(
                 loss_of("cross_entropy"), DistillConfig(kind, 0.5, 0.5), lambda logits: logits
             )
             logits = extreme.clone().requires_grad_()
@@ -238,7 +238,7 @@ def test_whole_criterion_equals_timms_task(student_name: str, kind: str) -> None
 
     token = enable_distillation_token(student)
     assert token == (student_name == TOKEN)
-    ours = build_criterion(
+    ours = build_training_loss(
         loss_of("cross_entropy"),
         DistillConfig(kind, alpha, temperature),
         Teacher(

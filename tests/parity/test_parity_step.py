@@ -25,7 +25,7 @@ from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.step import Sam, Updater
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
-from imagenet_cls.optim.losses import build_criterion, build_loss
+from imagenet_cls.optim.losses import build_loss, build_training_loss
 from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 from imagenet_cls.seeding import hash_key
 
@@ -81,7 +81,7 @@ def ours(config: Config, model: nn.Module, first_step: int) -> Weights:
     mixing = build_mixing(config.mix, CLASSES)
     preprocess = Normalize(MEAN, STD, torch.device("cpu"), config.train.channels_last)
     prepare = TrainPreprocess(preprocess, ErasingConfig(), mixing, SEED, rank=0)
-    criterion = build_criterion(build_loss(config.loss, CLASSES), DistillConfig())
+    training_loss = build_training_loss(build_loss(config.loss, CLASSES), DistillConfig())
     optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer))
     sam = Sam(model, optimizer, config.train.sam_rho)
     updater = Updater(model, optimizer, config.train, torch.amp.GradScaler("cpu", enabled=False))
@@ -90,10 +90,10 @@ def ours(config: Config, model: nn.Module, first_step: int) -> Weights:
             TrainBatch(images, targets), step // STEPS_PER_EPOCH, step, 0
         )
         pixels = pixels.double()
-        criterion(model(pixels), mixed_targets, pixels).backward()
+        training_loss(model(pixels), mixed_targets, pixels).backward()
         if sam.due(step):
             with sam.perturbed_weights():
-                criterion(model(pixels), mixed_targets, pixels).backward()
+                training_loss(model(pixels), mixed_targets, pixels).backward()
         updater.update(schedule(step), schedule.momentum(step))
     return {name: p.detach() for name, p in model.named_parameters()}
 

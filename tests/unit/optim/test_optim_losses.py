@@ -10,8 +10,8 @@ from torch import nn
 from imagenet_cls.config.schema import DistillConfig, LossConfig
 from imagenet_cls.errors import ConfigError, UserError
 from imagenet_cls.optim.losses import (
-    build_criterion,
     build_loss,
+    build_training_loss,
     loss_problems,
     weights_by_size,
 )
@@ -90,10 +90,10 @@ def test_class_weights_of_mixed_targets_are_not_rounded_under_autocast(name: str
 
 
 def test_model_that_returns_two_outputs_is_an_error_without_a_teacher() -> None:
-    criterion = build_criterion(build_loss(LossConfig(), 3), DistillConfig())
+    training_loss = build_training_loss(build_loss(LossConfig(), 3), DistillConfig())
     logits = torch.zeros(2, 3)
     with pytest.raises(UserError, match=r"^model\.name: .* returns a tuple"):
-        criterion((logits, logits), torch.tensor([0, 1]), torch.zeros(2, 3, 4, 4))
+        training_loss((logits, logits), torch.tensor([0, 1]), torch.zeros(2, 3, 4, 4))
 
 
 def test_wrong_number_of_class_weights_is_an_error() -> None:
