@@ -26,13 +26,13 @@ IMAGENET_CLASSES = 1000
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
-def chosen_classes(data: DataConfig) -> tuple[str, ...] | None:
+def chosen_classes(config: DataConfig) -> tuple[str, ...] | None:
     """The classes that `data.classes` lists or that its file has; None: all. Raises DataError."""
-    if data.classes is None:
+    if config.classes is None:
         return None
-    if isinstance(data.classes, list):
-        return tuple(data.classes)
-    return tuple(read_classes(Path(data.classes).expanduser(), "data.classes: "))
+    if isinstance(config.classes, list):
+        return tuple(config.classes)
+    return tuple(read_classes(Path(config.classes).expanduser(), "data.classes: "))
 
 
 def read_classes(file: Path, key: str = "") -> list[str]:

@@ -105,7 +105,7 @@ class DataSets:
 
 
 def open_datasets(
-    data: DataConfig, parts: Collection[str] = ("train", "val"), *, allow_missing: bool = False
+    config: DataConfig, parts: Collection[str] = ("train", "val"), *, allow_missing: bool = False
 ) -> DataSets:
     """Open the parts asked for. Writes the digits, or downloads a torchvision set, where they are
     missing.
@@ -114,20 +114,20 @@ def open_datasets(
     section without `data_problems`. Raises DataError for data that is missing, empty or wrong.
     """
     assert parts and set(parts) <= {"train", "val"}, parts
-    chosen = chosen_classes(data)
+    chosen = chosen_classes(config)
     notes: list[str] = []
     classes: Sequence[str] | None = None
     sources: dict[str, ImageSource] = {}
-    if data.name == "synthetic":
-        sources |= _open_synthetic(**data.kwargs)
-    elif data.name in BUILT_IN:
-        indexes, classes = _index_files(data, parts)
+    if config.name == "synthetic":
+        sources |= _open_synthetic(**config.kwargs)
+    elif config.name in BUILT_IN:
+        indexes, classes = _index_files(config, parts)
         for part, index in indexes.items():
             if part in parts:
-                sources[part], note = files_source(data, index, is_training=part == "train")
+                sources[part], note = files_source(config, index, is_training=part == "train")
                 notes += [note] if note else []
     else:
-        sources |= _open_map_style(data, parts)
+        sources |= _open_map_style(config, parts)
         classes = sources["train"].classes if "train" in sources else None
     if chosen is not None:
         classes = chosen
@@ -138,49 +138,53 @@ def open_datasets(
             source = with_classes(
                 source,
                 classes,
-                describe_part(data, getattr(data, part) or data.train),
+                describe_part(config, getattr(config, part) or config.train),
                 allow_missing=allow_missing and part == "val",
                 allow_extra=chosen is not None,
             )
         if len(source) == 0:
             keys = f"data.root, data.{part}, data.val_fraction, data.fold"
-            if data.group:
+            if config.group:
                 keys += ", data.group"
-            raise DataError(f"{data.name}: part {part!r} holds no image.", f"Correct one of {keys}")
+            raise DataError(
+                f"{config.name}: part {part!r} holds no image.", f"Correct one of {keys}"
+            )
         opened[part] = source
     names = next(iter(opened.values())).classes
     return DataSets(opened.get("train"), opened.get("val"), names, "; ".join(notes) or None)
 
 
-def describe_part(data: DataConfig, part: str) -> str:
+def describe_part(config: DataConfig, part: str) -> str:
     """The path of a part; the names of dataset and part if it does not consist of files."""
-    if data.name in ("folder", "list", "digits"):
-        return str(Path(data.root) / part)
-    return f"{data.name}, part {part!r}"
+    if config.name in ("folder", "list", "digits"):
+        return str(Path(config.root) / part)
+    return f"{config.name}, part {part!r}"
 
 
-def data_problems(data: DataConfig) -> list[Problem]:
+def data_problems(config: DataConfig) -> list[Problem]:
     """All problems of names and arguments. Imports what is named, and reads no data."""
-    if data.name.startswith(TORCHVISION):
-        return _torchvision_set_problems(data.name.removeprefix(TORCHVISION), data.kwargs, data.val)
-    if is_factory_name(data.name):
-        return _factory_problems(data)
-    if data.name not in BUILT_IN:
+    if config.name.startswith(TORCHVISION):
+        return _torchvision_set_problems(
+            config.name.removeprefix(TORCHVISION), config.kwargs, config.val
+        )
+    if is_factory_name(config.name):
+        return _factory_problems(config)
+    if config.name not in BUILT_IN:
         known = [*BUILT_IN, *(TORCHVISION + name for name in CLASSIFICATION_SETS)]
-        hint = did_you_mean(data.name, known) or did_you_mean(TORCHVISION + data.name, known)
+        hint = did_you_mean(config.name, known) or did_you_mean(TORCHVISION + config.name, known)
         allowed = f"{', '.join(BUILT_IN)}, torchvision:NAME or my_module:my_factory"
-        return [Problem("data.name", f"no dataset {data.name!r}{hint} (allowed: {allowed})")]
+        return [Problem("data.name", f"no dataset {config.name!r}{hint} (allowed: {allowed})")]
     problems = []
-    if data.name == "synthetic":
-        problems += kwargs_problems("data.kwargs", _open_synthetic, data.kwargs)
-        for name, value in data.kwargs.items():
+    if config.name == "synthetic":
+        problems += kwargs_problems("data.kwargs", _open_synthetic, config.kwargs)
+        for name, value in config.kwargs.items():
             text = number_problem(value, COUNT, whole=True)
             if text is not None:
                 problems.append(Problem(f"data.kwargs.{name}", text))
     else:
-        for name in data.kwargs:
-            problems.append(Problem(f"data.kwargs.{name}", f"{data.name} takes no arguments"))
-    if data.name == "digits" and data.val is not None:
+        for name in config.kwargs:
+            problems.append(Problem(f"data.kwargs.{name}", f"{config.name} takes no arguments"))
+    if config.name == "digits" and config.val is not None:
         text = "digits have one part only: use data.val=null data.val_fraction=0.2"
         problems.append(Problem("data.val", text))
     return problems
@@ -198,43 +202,43 @@ def _open_synthetic(
     }
 
 
-def _factory_problems(data: DataConfig) -> list[Problem]:
+def _factory_problems(config: DataConfig) -> list[Problem]:
     try:
-        factory = import_factory(data.name)
+        factory = import_factory(config.name)
     except LookupError as error:
         return [Problem("data.name", str(error))]
     names, takes_any = keyword_names(factory)
     missing = [f"{name}=" for name in ("root", "part") if name not in names and not takes_any]
     if missing:
         text = (
-            f"{data.name!r} is called as factory(root=..., part=...), but takes no "
+            f"{config.name!r} is called as factory(root=..., part=...), but takes no "
             f"{' and '.join(missing)}"
         )
         return [Problem("data.name", text)]
-    return kwargs_problems("data.kwargs", factory, data.kwargs, passed=("root", "part"))
+    return kwargs_problems("data.kwargs", factory, config.kwargs, passed=("root", "part"))
 
 
 def files_source(
-    data: DataConfig, index: ImageIndex, is_training: bool
+    config: DataConfig, index: ImageIndex, is_training: bool
 ) -> tuple[FolderSource, str | None]:
     """The images of a part, and a note about those that `data.exclude` leaves out, or None."""
-    root = Path(data.root).expanduser()
+    root = Path(config.root).expanduser()
     note = None
     left_out = 0
-    if data.exclude is not None:
+    if config.exclude is not None:
         count = len(index)
         part = "training" if is_training else "validation"
-        index, note = exclude_images(index, root, Path(data.exclude).expanduser(), part)
+        index, note = exclude_images(index, root, Path(config.exclude).expanduser(), part)
         left_out = count - len(index)
-    if is_training and data.fraction < 1:
-        index = index.select(fraction_rows(index.names, index.targets, data.fraction))
+    if is_training and config.fraction < 1:
+        index = index.select(fraction_rows(index.names, index.targets, config.fraction))
     check_heif(index)
     # paths of images in archives are known only with the config
     argument = shlex.quote(str(root)) if index.byte_ranges is None else "CONFIG"
     bad_images = (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
     override = f"data.exclude={shlex.quote(str(bad_images))}"
     advice = f"{command_line('verify-data')} {argument}, then {override}"
-    return FolderSource(index, advice, data.decode, data.exif, left_out), note
+    return FolderSource(index, advice, config.decode, config.exif, left_out), note
 
 
 def check_heif(index: ImageIndex) -> None:
@@ -255,32 +259,32 @@ def check_heif(index: ImageIndex) -> None:
 
 
 def _index_files(
-    data: DataConfig, parts: Collection[str]
+    config: DataConfig, parts: Collection[str]
 ) -> tuple[dict[str, ImageIndex], Sequence[str] | None]:
     """The index of each part asked for, and the training classes if there is a training part."""
-    if data.name == "digits":
-        write_digits(Path(data.root).expanduser(), data.train)
-    if data.val is None:
-        whole = index_part(data, data.train)
-        rows, held_out = split_by_config(data, whole.names, whole.targets)
+    if config.name == "digits":
+        write_digits(Path(config.root).expanduser(), config.train)
+    if config.val is None:
+        whole = index_part(config, config.train)
+        rows, held_out = split_by_config(config, whole.names, whole.targets)
         return {"train": whole.select(rows), "val": whole.select(held_out)}, whole.classes
     indexes: dict[str, ImageIndex] = {}
     if "train" in parts:
-        indexes["train"] = index_part(data, data.train)
+        indexes["train"] = index_part(config, config.train)
         classes: Sequence[str] | None = indexes["train"].classes
     else:
-        classes = training_classes(data)
+        classes = training_classes(config)
     if "val" in parts:
-        indexes["val"] = index_part(data, data.val, classes)
+        indexes["val"] = index_part(config, config.val, classes)
     return indexes, classes
 
 
-def index_part(data: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageIndex:
+def index_part(config: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageIndex:
     """The index of a part of `folder`, `list` or `digits`. classes: the training classes, for the
     labels of lists and shards; class folders are not matched to them.
     """
-    root = Path(data.root).expanduser()
-    if data.name == "list":
+    root = Path(config.root).expanduser()
+    if config.name == "list":
         return index_list(root / part, root, classes)
     archives = find_archives(root, part)
     if not archives:
@@ -288,40 +292,40 @@ def index_part(data: DataConfig, part: str, classes: Sequence[str] | None = None
     return index_archives(root, part, archives, classes)
 
 
-def training_classes(data: DataConfig) -> Sequence[str] | None:
+def training_classes(config: DataConfig) -> Sequence[str] | None:
     """The classes of the training part of `folder` or `list`; None without one."""
-    if not has_training_part(data):
+    if not has_training_part(config):
         return None
-    root = Path(data.root).expanduser()
-    if data.name == "folder" and not find_archives(root, data.train):
-        return class_folders(root / data.train)  # the images are not listed
-    return index_part(data, data.train).classes
+    root = Path(config.root).expanduser()
+    if config.name == "folder" and not find_archives(root, config.train):
+        return class_folders(root / config.train)  # the images are not listed
+    return index_part(config, config.train).classes
 
 
-def has_training_part(data: DataConfig) -> bool:
+def has_training_part(config: DataConfig) -> bool:
     """False if `data.val` is given, and the folder, archive or list of `data.train` is missing."""
-    if data.name not in ("folder", "list") or data.val is None:
+    if config.name not in ("folder", "list") or config.val is None:
         return True
-    root = Path(data.root).expanduser()
-    exists = os.path.exists(root / data.train)  # noqa: PTH110 (pathlib raises for names that no file can have)
-    return exists or bool(find_archives(root, data.train))
+    root = Path(config.root).expanduser()
+    exists = os.path.exists(root / config.train)  # noqa: PTH110 (pathlib raises for names that no file can have)
+    return exists or bool(find_archives(root, config.train))
 
 
-def _open_map_style(data: DataConfig, parts: Collection[str]) -> dict[str, ImageSource]:
+def _open_map_style(config: DataConfig, parts: Collection[str]) -> dict[str, ImageSource]:
     """The parts of torchvision's sets and of factories."""
     sources: dict[str, ImageSource] = {}
-    if data.val is None:
-        whole = _map_source(data, data.train)
-        rows, held_out = split_by_config(data, *_names_and_targets(whole))
+    if config.val is None:
+        whole = _map_source(config, config.train)
+        rows, held_out = split_by_config(config, *_names_and_targets(whole))
         sources["train"] = SubsetSource(whole, rows)
         sources["val"] = SubsetSource(whole, held_out)
     else:
-        names = {"train": data.train, "val": data.val}
+        names = {"train": config.train, "val": config.val}
         for part in parts:
-            sources[part] = _map_source(data, names[part])
-    if "train" in sources and data.fraction < 1:
+            sources[part] = _map_source(config, names[part])
+    if "train" in sources and config.fraction < 1:
         train = sources["train"]
-        rows = fraction_rows(*_names_and_targets(train), data.fraction)
+        rows = fraction_rows(*_names_and_targets(train), config.fraction)
         sources["train"] = SubsetSource(train, rows)
     return sources
 
@@ -341,21 +345,23 @@ def _names_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:
     return names, targets
 
 
-def _map_source(data: DataConfig, part: str) -> MapSource:
-    root = Path(data.root).expanduser()
-    name = f"{data.name}/{part}"
+def _map_source(config: DataConfig, part: str) -> MapSource:
+    root = Path(config.root).expanduser()
+    name = f"{config.name}/{part}"
     dataset: Any
     kind = MapSource
-    if data.name.startswith(TORCHVISION):
-        dataset = _open_torchvision(data.name.removeprefix(TORCHVISION), root, part, data.kwargs)
+    if config.name.startswith(TORCHVISION):
+        dataset = _open_torchvision(
+            config.name.removeprefix(TORCHVISION), root, part, config.kwargs
+        )
         if type(dataset).__getitem__ in READ_FROM_ARRAY:
             kind = ArraySource
     else:
-        dataset = import_factory(data.name)(root=str(root), part=part, **data.kwargs)
+        dataset = import_factory(config.name)(root=str(root), part=part, **config.kwargs)
     has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not has_items or isinstance(dataset, str | Mapping):
         raise UserError(
-            f"data.name: {data.name!r} returned {type(dataset).__name__}, which is no dataset.",
+            f"data.name: {config.name!r} returned {type(dataset).__name__}, which is no dataset.",
             "Return a map-style dataset: len(dataset), and dataset[i] -> (image, target).",
         )
     return kind(dataset, name, classes_of_dataset(dataset, name))

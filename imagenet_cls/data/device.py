@@ -113,7 +113,7 @@ def erase(
     return images
 
 
-def build_mixing(mix: MixConfig, num_classes: int) -> Mixup | None:
+def build_mixing(config: MixConfig, num_classes: int) -> Mixup | None:
     """timm's mixup and cutmix, which pairs image i with image B - 1 - i; None where neither is on.
 
     It takes images, float (B, C, H, W) with an even B, which are **changed in place**, and targets,
@@ -121,9 +121,9 @@ def build_mixing(mix: MixConfig, num_classes: int) -> Mixup | None:
     default generator, on the host. With mode `batch` nothing waits for a GPU. Label smoothing is
     left to the loss (`optim.losses`), with the same result.
     """
-    if not mix.is_on:
+    if not config.is_on:
         return None
-    options = asdict(mix)
+    options = asdict(config)
     del options["off_epoch"]
     return Mixup(**options, label_smoothing=0.0, num_classes=num_classes)
 

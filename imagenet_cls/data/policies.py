@@ -44,24 +44,24 @@ _TRIALS, _TRIAL_PX = 16, 224
 
 
 def build_policy(
-    augment: AugmentConfig, size_px: int, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN
+    config: AugmentConfig, size_px: int, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN
 ) -> Policy | None:
-    """The policy of `augment` for images whose short side is size_px: uint8 (C, H, W) -> the same;
-    None without one.
+    """The policy of the section for images whose short side is size_px: uint8 (C, H, W) -> the
+    same; None without one.
 
     mean: per channel (C: 3 or 1), of values scaled to 0..1; timm fills empty corners with it. The
     policy interpolates as the crop does; for `random` timm draws for each operation, and
     torchvision takes bilinear. timm's translations are at most 0.45 of the side
     (`timm.data.transforms_factory`). Expects a config without `policy_problems`.
     """
-    name = augment.policy
+    name = config.policy
     if name is None:
         return None
     if name in FROM_TORCHVISION:
-        return OnPillow(_torchvision_policy(name, augment))
+        return OnPillow(_torchvision_policy(name, config))
     if is_factory_name(name):
-        return import_factory(name)(**augment.policy_kwargs)
-    return OnPillow(_timm_policy(name, augment.interpolation, size_px, mean))
+        return import_factory(name)(**config.policy_kwargs)
+    return OnPillow(_timm_policy(name, config.interpolation, size_px, mean))
 
 
 class OnPillow:
@@ -116,9 +116,9 @@ def posterize(image: Image.Image, bits_to_keep: int, **others: Any) -> Image.Ima
     return timm_policies.posterize(image, bits_to_keep)
 
 
-def _torchvision_policy(name: str, augment: AugmentConfig) -> Any:
-    kwargs = dict(augment.policy_kwargs)
-    by_crop = "bilinear" if augment.interpolation == "random" else augment.interpolation
+def _torchvision_policy(name: str, config: AugmentConfig) -> Any:
+    kwargs = dict(config.policy_kwargs)
+    by_crop = "bilinear" if config.interpolation == "random" else config.interpolation
     kwargs["interpolation"] = InterpolationMode(kwargs.get("interpolation", by_crop))
     if isinstance(kwargs.get("alpha"), int):
         # AugMix draws from a Dirichlet distribution, which needs a float
@@ -128,16 +128,16 @@ def _torchvision_policy(name: str, augment: AugmentConfig) -> Any:
     return FROM_TORCHVISION[name](**kwargs)
 
 
-def policy_problems(augment: AugmentConfig, channels: int = 3) -> list[Problem]:
+def policy_problems(config: AugmentConfig, channels: int = 3) -> list[Problem]:
     """All problems of `augment.policy` and `augment.policy_kwargs` that show without data.
 
     If there is none, the policy is tried on a few images: it must return uint8 images of the same
     size.
     """
-    name = augment.policy
-    if name is None or (":" not in name and augment.policy_kwargs):
+    name = config.policy
+    if name is None or (":" not in name and config.policy_kwargs):
         text = "is an argument of torchvision's policies and your own only"
-        return [Problem(f"augment.policy_kwargs.{kwarg}", text) for kwarg in augment.policy_kwargs]
+        return [Problem(f"augment.policy_kwargs.{kwarg}", text) for kwarg in config.policy_kwargs]
     if ":" not in name:
         problems = _timm_policy_problems(name)
     else:
@@ -147,8 +147,8 @@ def policy_problems(augment: AugmentConfig, channels: int = 3) -> list[Problem]:
             factory = FROM_TORCHVISION.get(name) or import_factory(name)
         except LookupError as error:
             return [Problem("augment.policy", str(error))]
-        problems = kwargs_problems("augment.policy_kwargs", factory, augment.policy_kwargs)
-    return problems or _trial_problems(augment, channels)
+        problems = kwargs_problems("augment.policy_kwargs", factory, config.policy_kwargs)
+    return problems or _trial_problems(config, channels)
 
 
 def _timm_policy_problems(name: str) -> list[Problem]:
@@ -172,13 +172,13 @@ def _unknown(name: str) -> Problem:
     return Problem("augment.policy", f"unknown policy {name!r}{hint} {allowed}")
 
 
-def _trial_problems(augment: AugmentConfig, channels: int) -> list[Problem]:
-    height, width = (min(side, _TRIAL_PX) for side in height_width(augment.size_px))
+def _trial_problems(config: AugmentConfig, channels: int) -> list[Problem]:
+    height, width = (min(side, _TRIAL_PX) for side in height_width(config.size_px))
     pixels = np.arange(channels * height * width, dtype=np.uint32).astype(np.uint8)
     image = torch.from_numpy(pixels.reshape(channels, height, width))
     try:
         with preserve_rng_state():
-            policy = build_policy(augment, min(height, width), IMAGENET_DEFAULT_MEAN[:channels])
+            policy = build_policy(config, min(height, width), IMAGENET_DEFAULT_MEAN[:channels])
             for number in range(_TRIALS):
                 seed_generators(hash_key("policy trial", number))
                 result: Any = policy(image.clone()) if callable(policy) else policy
@@ -187,10 +187,10 @@ def _trial_problems(augment: AugmentConfig, channels: int) -> list[Problem]:
                     if result.dtype == torch.uint8 and result.shape == image.shape:
                         continue
                     kind = f"{result.dtype} {tuple(result.shape)}"
-                text = f"{augment.policy!r} returned {kind}; return a function from uint8 images "
+                text = f"{config.policy!r} returned {kind}; return a function from uint8 images "
                 text += f"to uint8 images of {tuple(image.shape)}, as given"
                 return [Problem("augment.policy", text)]
     except Exception as error:
         reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
-        return [Problem("augment.policy", f"{augment.policy!r} fails on an image: {reason}")]
+        return [Problem("augment.policy", f"{config.policy!r} fails on an image: {reason}")]
     return []

@@ -20,20 +20,20 @@ Names = Sequence[bytes] | np.ndarray
 
 
 def split_by_config(
-    data: DataConfig, names: Names, targets: np.ndarray
+    config: DataConfig, names: Names, targets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows of the training part that are trained on, and those that are held out: int64,
     ascending.
 
     Raises DataError if the config holds out none, and for a name that `data.group` does not match.
     """
-    groups = None if data.group is None else group_names(names, data.group)
-    if data.fold is not None and data.stratify and groups is None:
-        mask = stratified_fold_mask(names, targets, data.fold)
-    elif data.fold is not None:
-        mask = fold_mask(names if groups is None else groups, data.fold)
-    elif data.val_fraction is not None:
-        mask = held_out_mask(names, targets, data.val_fraction, groups)
+    groups = None if config.group is None else group_names(names, config.group)
+    if config.fold is not None and config.stratify and groups is None:
+        mask = stratified_fold_mask(names, targets, config.fold)
+    elif config.fold is not None:
+        mask = fold_mask(names if groups is None else groups, config.fold)
+    elif config.val_fraction is not None:
+        mask = held_out_mask(names, targets, config.val_fraction, groups)
     else:
         raise DataError(
             "No validation images: data.val and data.val_fraction are null.",

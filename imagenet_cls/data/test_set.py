@@ -15,8 +15,8 @@ from imagenet_cls.data.sources import ImageSource, with_classes
 from imagenet_cls.errors import DataError
 
 
-def locate_test_set(path: Path, data: DataConfig, list_root: str | None = None) -> DataConfig:
-    """The section `data` with all images at `path` as the validation part.
+def locate_test_set(path: Path, config: DataConfig, list_root: str | None = None) -> DataConfig:
+    """The section with all images at `path` as the validation part.
 
     path: a folder of classes, or with them in its folder `val`; an archive, a folder of archives, a
     pattern of their names, or a folder in an archive; or a list, whose paths are relative to
@@ -44,23 +44,23 @@ def locate_test_set(path: Path, data: DataConfig, list_root: str | None = None) 
         part = path.name
     else:
         raise DataError(f"{path}: neither a folder nor a file.", "Correct the path after --data.")
-    data = replace(data, name=name, root=str(root), val=part, kwargs={}, exclude=None)
-    return replace(data, val_fraction=None, fold=None, group=None)
+    config = replace(config, name=name, root=str(root), val=part, kwargs={}, exclude=None)
+    return replace(config, val_fraction=None, fold=None, group=None)
 
 
 def open_test_set(
-    data: DataConfig, classes: Sequence[str] | None, *, allow_missing: bool = False
+    config: DataConfig, classes: Sequence[str] | None, *, allow_missing: bool = False
 ) -> ImageSource:
     """The validation part of a `folder` or `list` data set. The training part is not opened.
 
     classes: those of the weights to evaluate, to which the images are matched; None to keep the
     classes of the images. allow_missing: the images need not have all classes. Raises DataError.
     """
-    assert data.val is not None
-    path = Path(data.root).expanduser() / data.val
-    chosen = chosen_classes(data)
-    index = index_part(data, data.val, None if chosen else classes)
-    source, _ = files_source(data, index, is_training=False)
+    assert config.val is not None
+    path = Path(config.root).expanduser() / config.val
+    chosen = chosen_classes(config)
+    index = index_part(config, config.val, None if chosen else classes)
+    source, _ = files_source(config, index, is_training=False)
     # The advice for a bad image would name keys of the training data, and not --data.
     source = replace(source, exclude_advice=None)
     names = chosen or classes
@@ -71,15 +71,15 @@ def open_test_set(
     )
 
 
-def describe_images(data: DataConfig, source: ImageSource) -> str:
+def describe_images(config: DataConfig, source: ImageSource) -> str:
     """How many images of how many classes are evaluated, and where they are from."""
     targets = source.known_targets()
     classes = len(source.classes) if targets is None else len(np.unique(targets))
-    part = data.train if data.val is None else data.val
-    where = f"in {describe_part(data, part)}"
-    if data.val is None:
-        split = f"data.val_fraction={data.val_fraction}"
-        if data.fold is not None:
-            split = f"data.fold={data.fold}"
-        where = f"held out of {describe_part(data, part)} by {split}"
+    part = config.train if config.val is None else config.val
+    where = f"in {describe_part(config, part)}"
+    if config.val is None:
+        split = f"data.val_fraction={config.val_fraction}"
+        if config.fold is not None:
+            split = f"data.fold={config.fold}"
+        where = f"held out of {describe_part(config, part)} by {split}"
     return f"{len(source)} images of {classes} classes, {where}"

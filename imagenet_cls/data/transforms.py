@@ -46,29 +46,29 @@ HAS_AVX2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 BOX_ATTEMPTS = 10
 
 
-def size_px_at(augment: AugmentConfig, epoch: int) -> Size:
+def size_px_at(config: AugmentConfig, epoch: int) -> Size:
     """Size of the training images of epoch `epoch` (from 0): `augment.size_px`, or with progressive
     resizing a side.
 
     Interpolated and rounded to a multiple of `multiple_px` as in FFCV's `rn50_train.py`.
     """
-    if augment.progressive.epochs is None:
-        return augment.size_px
-    return int(_sides_at(augment.progressive, np.array([epoch]))[0])
+    if config.progressive.epochs is None:
+        return config.size_px
+    return int(_sides_at(config.progressive, np.array([epoch]))[0])
 
 
-def sizes_px(augment: AugmentConfig) -> list[Size]:
+def sizes_px(config: AugmentConfig) -> list[Size]:
     """All sizes of a run's training images, ascending."""
-    points = augment.progressive
+    points = config.progressive
     if points.epochs is None:
-        return [augment.size_px]
+        return [config.size_px]
     return np.unique(_sides_at(points, np.arange(math.ceil(points.epochs[-1]) + 1))).tolist()
 
 
-def _sides_at(points: ProgressiveConfig, epochs: NDArray[np.integer]) -> NDArray[np.integer]:
-    assert points.epochs is not None and points.sizes_px is not None
-    sizes = np.interp(epochs, points.epochs, points.sizes_px)
-    return np.rint(sizes / points.multiple_px).astype(np.int64) * points.multiple_px
+def _sides_at(config: ProgressiveConfig, epochs: NDArray[np.integer]) -> NDArray[np.integer]:
+    assert config.epochs is not None and config.sizes_px is not None
+    sizes = np.interp(epochs, config.epochs, config.sizes_px)
+    return np.rint(sizes / config.multiple_px).astype(np.int64) * config.multiple_px
 
 
 class TrainTransform:
@@ -84,20 +84,20 @@ class TrainTransform:
     transform.
     """
 
-    def __init__(self, augment: AugmentConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
+    def __init__(self, config: AugmentConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
         """mean: per channel, of values scaled to 0..1; timm's policies fill empty corners with
         it.
         """
-        self.augment = augment
+        self.augment = config
         self.channels = len(mean)
-        self.splits = augment.splits
+        self.splits = config.splits
         # Built for all sizes at once: a policy that draws in its constructor must not draw from a
         # sample's generators.
-        sizes = [height_width(size_px) for size_px in sizes_px(augment)]
-        self.policies = {size: build_policy(augment, min(size), mean) for size in sizes}
+        sizes = [height_width(size_px) for size_px in sizes_px(config)]
+        self.policies = {size: build_policy(config, min(size), mean) for size in sizes}
         # float32, as in torchvision
-        self.log_ratio: list[float] = torch.tensor(augment.ratio).log().tolist()
-        jitter = augment.color_jitter
+        self.log_ratio: list[float] = torch.tensor(config.ratio).log().tolist()
+        jitter = config.color_jitter
         amounts = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
         self.jitter = v2.ColorJitter(*amounts) if any(amounts) and jitter.prob > 0 else None
 
@@ -238,7 +238,7 @@ def draw_bernoulli(prob: float) -> bool:
     return prob > 0 and torch.rand(1).item() < prob
 
 
-def draw_boxes(erasing: ErasingConfig, size_px: Size) -> torch.Tensor:
+def draw_boxes(config: ErasingConfig, size_px: Size) -> torch.Tensor:
     """Boxes for one image: int32 (max_count, 4) of top, left, height, width in pixels; zeros where
     none.
 
@@ -246,15 +246,15 @@ def draw_boxes(erasing: ErasingConfig, size_px: Size) -> torch.Tensor:
     Unlike algorithm 1 of Zhong et al., "Random Erasing Data Augmentation", 2017, it draws the
     logarithm of the aspect ratio uniformly, and not the ratio itself.
     """
-    boxes = torch.zeros(erasing.max_count, 4, dtype=torch.int32)
-    if random.random() > erasing.prob:
+    boxes = torch.zeros(config.max_count, 4, dtype=torch.int32)
+    if random.random() > config.prob:
         return boxes
-    count = random.randint(1, erasing.max_count) if erasing.max_count > 1 else 1
+    count = random.randint(1, config.max_count) if config.max_count > 1 else 1
     rows, columns = height_width(size_px)
-    log_ratio = [math.log(bound) for bound in erasing.ratio]
+    log_ratio = [math.log(bound) for bound in config.ratio]
     for number in range(count):
         for _ in range(BOX_ATTEMPTS):
-            area = random.uniform(*erasing.scale) * rows * columns / count
+            area = random.uniform(*config.scale) * rows * columns / count
             ratio = math.exp(random.uniform(*log_ratio))
             height = round(math.sqrt(area * ratio))
             width = round(math.sqrt(area / ratio))

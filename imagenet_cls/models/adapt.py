@@ -22,7 +22,7 @@ from imagenet_cls.text import first_line, format_value
 _SIZE_ERRORS = (AssertionError, RuntimeError, ValueError)
 
 
-def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
+def freeze(model: nn.Module, config: ModelConfig, num_classes: int) -> str | None:
     """Freeze parameters, in place. Returns a sentence about what is trained; None if nothing is
     frozen.
 
@@ -33,28 +33,30 @@ def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
     head = head_names(model, num_classes)
     layers = [name for name, layer in model.named_modules() if isinstance(layer, BatchNormBase)]
     problems = []
-    if cfg.head_only and not head:
+    if config.head_only and not head:
         problems.append(
-            f"model.head_only: {cfg.name} has no recognized head; list the other layers in "
+            f"model.head_only: {config.name} has no recognized head; list the other layers in "
             "model.freeze"
         )
-    for pattern in cfg.freeze:
+    for pattern in config.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
             parts = dict.fromkeys(f"{name.partition('.')[0]}.*" for name in names)
             hint = did_you_mean_part(pattern, names) or f" (its parts: {', '.join(parts)})"
-            problems.append(f"model.freeze: {pattern!r} matches no parameter of {cfg.name}{hint}")
-    if cfg.freeze_bn and not layers:
-        problems.append(f"model.freeze_bn: {cfg.name} has no BatchNorm; set it to false")
+            problems.append(
+                f"model.freeze: {pattern!r} matches no parameter of {config.name}{hint}"
+            )
+    if config.freeze_bn and not layers:
+        problems.append(f"model.freeze_bn: {config.name} has no BatchNorm; set it to false")
     frozen = {
         name
         for name in names
-        if any(fnmatchcase(name, pattern) for pattern in cfg.freeze)
-        or (cfg.head_only and name not in head)
-        or (cfg.freeze_bn and name.rpartition(".")[0] in layers)
+        if any(fnmatchcase(name, pattern) for pattern in config.freeze)
+        or (config.head_only and name not in head)
+        or (config.freeze_bn and name.rpartition(".")[0] in layers)
     }
     if not problems and frozen and len(frozen) == len(names):
-        key = "model.freeze" if cfg.freeze else "model.freeze_bn"
-        problems.append(f"{key}: leaves no parameter of {cfg.name} to train; freeze less")
+        key = "model.freeze" if config.freeze else "model.freeze_bn"
+        problems.append(f"{key}: leaves no parameter of {config.name} to train; freeze less")
     if problems:
         raise ConfigError(problems)
     if not frozen:
@@ -64,24 +66,24 @@ def freeze(model: nn.Module, cfg: ModelConfig, num_classes: int) -> str | None:
             parameter.requires_grad_(False)
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    fixed = sum(batch_norm_layers(model, cfg).values())
+    fixed = sum(batch_norm_layers(model, config).values())
     sentence = f"{trained:,} of {total:,} parameters are trained"
     if fixed:
         sentence += f"; {fixed} BatchNorm layers keep their running statistics"
     return sentence
 
 
-def set_training(model: nn.Module, cfg: ModelConfig) -> None:
+def set_training(model: nn.Module, config: ModelConfig) -> None:
     """`model.train()`, but frozen BatchNorm layers in evaluation mode. Dropout stays on in frozen
     parts, as in timm.
     """
     model.train()
-    if cfg.freeze or cfg.head_only or cfg.freeze_bn:
-        for layer, is_frozen in batch_norm_layers(model, cfg).items():
+    if config.freeze or config.head_only or config.freeze_bn:
+        for layer, is_frozen in batch_norm_layers(model, config).items():
             layer.train(not is_frozen)
 
 
-def batch_norm_layers(model: nn.Module, cfg: ModelConfig) -> dict[BatchNormBase, bool]:
+def batch_norm_layers(model: nn.Module, config: ModelConfig) -> dict[BatchNormBase, bool]:
     """Each BatchNorm layer, and whether its running statistics are frozen. With `model.freeze_bn`
     all are, otherwise the layers whose parameters are frozen. A layer without parameters is treated
     like the smallest module around it that has some, so it is not frozen in front of a trained
@@ -97,7 +99,7 @@ def batch_norm_layers(model: nn.Module, cfg: ModelConfig) -> dict[BatchNormBase,
                 owner = owner.rpartition(".")[0]
                 parameters = list(modules[owner].parameters())
             is_trained = any(parameter.requires_grad for parameter in parameters)
-            frozen[layer] = cfg.freeze_bn or (bool(parameters) and not is_trained)
+            frozen[layer] = config.freeze_bn or (bool(parameters) and not is_trained)
     return frozen
 
 
@@ -159,7 +161,7 @@ def size_remedy(model: nn.Module, size_px: Size) -> str:
     return ""
 
 
-def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Module:
+def split_batch_norm(model: nn.Module, config: ModelConfig, splits: int) -> nn.Module:
     """Give every BatchNorm one layer for each of `splits` parts of a batch, if `model.split_bn` is
     on.
 
@@ -168,7 +170,7 @@ def split_batch_norm(model: nn.Module, cfg: ModelConfig, splits: int) -> nn.Modu
     The batch must be a multiple of `splits`. Call it before freezing: it creates parameters. Raises
     ConfigError for a model without BatchNorm2d (LeViT's BatchNorm is of tokens).
     """
-    if not cfg.split_bn:
+    if not config.split_bn:
         return model
     layers = [layer for layer in model.modules() if isinstance(layer, BatchNormBase)]
     others = {type(layer).__name__ for layer in layers if not isinstance(layer, nn.BatchNorm2d)}

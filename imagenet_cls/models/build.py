@@ -48,7 +48,7 @@ if "HF_HUB_VERBOSITY" not in os.environ:
 RESERVED = ("pretrained", "num_classes", "model_name", "checkpoint_path", "device")
 
 
-def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.Module:
+def build_model(config: ModelConfig, num_classes: int, channels: int = 3) -> nn.Module:
     """Build the model on the CPU, in float32 and training mode, with `num_classes` outputs.
 
     channels: the channels of the images; timm's models are built for them. Published weights
@@ -57,72 +57,72 @@ def build_model(model: ModelConfig, num_classes: int, channels: int = 3) -> nn.M
     weights can't be downloaded, CheckpointError where they don't fit the kwargs, ConfigError for a
     malformed name on the Hub, UserError where the user's factory does not return a module.
     """
-    if model.pretrained:
+    if config.pretrained:
         # Printed at once: without a network, the library tries again for most of a minute.
         print(
-            f"Loading the published weights of {model.name!r}, from the network if they are not "
+            f"Loading the published weights of {config.name!r}, from the network if they are not "
             "cached.",
             flush=True,
         )
-    is_hub = model.name.startswith(HUB)
+    is_hub = config.name.startswith(HUB)
     try:
-        return _build(model, num_classes, channels)
+        return _build(config, num_classes, channels)
     except HFValidationError as error:
-        raise ConfigError([f"model.name: {model.name!r}: {first_line(error)}"]) from error
+        raise ConfigError([f"model.name: {config.name!r}: {first_line(error)}"]) from error
     except HfHubHTTPError as error:
-        if is_hub and not model.pretrained:
+        if is_hub and not config.pretrained:
             raise  # the Hub has answered, so the name or the access is wrong
-        raise _download_error(model, error) from error
+        raise _download_error(config, error) from error
     except Exception as error:
-        if model.name.startswith(FOLDER) and isinstance(error, OSError):
+        if config.name.startswith(FOLDER) and isinstance(error, OSError):
             raise CheckpointError(
-                f"model.name: {model.name!r}: {first_line(error)}", "Correct the path."
+                f"model.name: {config.name!r}: {first_line(error)}", "Correct the path."
             ) from error
-        if (model.pretrained or is_hub) and is_download_error(error):
-            raise _download_error(model, error) from error
+        if (config.pretrained or is_hub) and is_download_error(error):
+            raise _download_error(config, error) from error
         # from load_state_dict, or from torch.hub's check of the digest
-        if model.pretrained and isinstance(error, RuntimeError):
+        if config.pretrained and isinstance(error, RuntimeError):
             raise CheckpointError(
-                f"The published weights of {model.name!r} can't be loaded: {first_line(error)}",
+                f"The published weights of {config.name!r} can't be loaded: {first_line(error)}",
                 "Remove arguments that change shapes from model.kwargs, or set "
                 "model.pretrained=false.",
             ) from error
         raise
 
 
-def _build(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
-    if model.name.startswith(TORCHVISION):
-        return _build_torchvision(model, num_classes)
-    if is_user_factory(model.name):
-        built = import_factory(model.name)(num_classes=num_classes, **model.kwargs)
-        if not isinstance(built, nn.Module):
+def _build(config: ModelConfig, num_classes: int, channels: int) -> nn.Module:
+    if config.name.startswith(TORCHVISION):
+        return _build_torchvision(config, num_classes)
+    if is_user_factory(config.name):
+        model = import_factory(config.name)(num_classes=num_classes, **config.kwargs)
+        if not isinstance(model, nn.Module):
             raise UserError(
-                f"model.name: {model.name!r} returned {type(built).__name__}.",
+                f"model.name: {config.name!r} returned {type(model).__name__}.",
                 "Return a torch.nn.Module.",
             )
-        return built
-    kwargs = model.kwargs if channels == 3 else {"in_chans": channels, **model.kwargs}
+        return model
+    kwargs = config.kwargs if channels == 3 else {"in_chans": channels, **config.kwargs}
     return timm.create_model(
-        model.name, pretrained=model.pretrained, num_classes=num_classes, **kwargs
+        config.name, pretrained=config.pretrained, num_classes=num_classes, **kwargs
     )
 
 
-def _build_torchvision(model: ModelConfig, num_classes: int) -> nn.Module:
-    name = model.name.removeprefix(TORCHVISION)
+def _build_torchvision(config: ModelConfig, num_classes: int) -> nn.Module:
+    name = config.name.removeprefix(TORCHVISION)
     if name not in torchvision.models.list_models(module=torchvision.models):
         # Models for other tasks would download a backbone that a checkpoint's config names in
         # `weights_backbone`.
         raise LookupError(f"torchvision has no classification model {name!r}")
-    if not model.pretrained:
+    if not config.pretrained:
         # Other ranks and checkpoints build this model without the weights that the run started
         # from.
-        kwargs = {key: value for key, value in model.kwargs.items() if key != "weights"}
+        kwargs = {key: value for key, value in config.kwargs.items() if key != "weights"}
         return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
     # torchvision rejects another num_classes together with weights: build with the weights' head,
     # then replace it.
-    built = torchvision.models.get_model(name, **{"weights": "DEFAULT", **model.kwargs})
-    replace_head(built, num_classes)
-    return built
+    model = torchvision.models.get_model(name, **{"weights": "DEFAULT", **config.kwargs})
+    replace_head(model, num_classes)
+    return model
 
 
 def replace_head(model: nn.Module, num_classes: int) -> None:
@@ -147,39 +147,39 @@ def replace_head(model: nn.Module, num_classes: int) -> None:
     setattr(model.get_submodule(parent), leaf, new)
 
 
-def describe_initial_weights(model: ModelConfig, built: nn.Module, num_classes: int) -> str:
+def describe_initial_weights(config: ModelConfig, model: nn.Module, num_classes: int) -> str:
     """One sentence: where the weights of a model built by `build_model` come from, and whether its
     head is new.
     """
-    if not model.pretrained:
-        if is_user_factory(model.name):
-            return f"starts from scratch: weights as initialized by {model.name}"
+    if not config.pretrained:
+        if is_user_factory(config.name):
+            return f"starts from scratch: weights as initialized by {config.name}"
         return "starts from scratch"
-    source, old_outputs = published_weights(model, built)
+    source, old_outputs = published_weights(config, model)
     sentence = f"starts from published weights ({source})"
     if old_outputs != num_classes:
-        sentence += f"; {new_head_note(head_names(built, num_classes), old_outputs, num_classes)}"
+        sentence += f"; {new_head_note(head_names(model, num_classes), old_outputs, num_classes)}"
     return sentence
 
 
-def published_weights(model: ModelConfig, built: nn.Module) -> tuple[str, int]:
-    """Name of the published weights that `built` started from, and the number of their classes."""
-    if model.name.startswith(TORCHVISION):
-        weights = _torchvision_weights(model)
-        name = model.name.removeprefix(TORCHVISION)
+def published_weights(config: ModelConfig, model: nn.Module) -> tuple[str, int]:
+    """Name of the published weights that `model` started from, and the number of their classes."""
+    if config.name.startswith(TORCHVISION):
+        weights = _torchvision_weights(config)
+        name = config.name.removeprefix(TORCHVISION)
         return f"torchvision {name}, {weights.name}", len(weights.meta["categories"])
-    cfg: dict[str, Any] = built.pretrained_cfg  # type: ignore[assignment]
-    if is_model_source(model.name):
-        return model.name, cfg["num_classes"]
+    cfg: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+    if is_model_source(config.name):
+        return config.name, cfg["num_classes"]
     name = ".".join(filter(None, [cfg.get("architecture"), cfg.get("tag")]))
     file = f", read from {cfg['file']}" if cfg.get("file") else ""
     return f"timm {name}{file}", cfg["num_classes"]
 
 
-def _torchvision_weights(model: ModelConfig) -> Any:
+def _torchvision_weights(config: ModelConfig) -> Any:
     """The published weights of torchvision that the section names."""
-    published = torchvision.models.get_model_weights(model.name.removeprefix(TORCHVISION))
-    return published[model.kwargs.get("weights", "DEFAULT")]
+    published = torchvision.models.get_model_weights(config.name.removeprefix(TORCHVISION))
+    return published[config.kwargs.get("weights", "DEFAULT")]
 
 
 def new_head_note(head: Sequence[str], old_outputs: int, num_classes: int) -> str:
@@ -205,12 +205,12 @@ def is_download_error(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in libraries
 
 
-def _download_error(model: ModelConfig, error: Exception) -> ResourceError:
+def _download_error(config: ModelConfig, error: Exception) -> ResourceError:
     """The error says what failed, which files to download elsewhere and how to use them."""
     # the hub's own error only says that there was one
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
-    name = model.name
+    name = config.name
     arguments = "model.pretrained=false model.checkpoint=FILE"
     from_scratch = (
         "\nOr start from random weights with model.pretrained=false, which takes many more images "
@@ -221,7 +221,7 @@ def _download_error(model: ModelConfig, error: Exception) -> ResourceError:
         arguments = f"model.name={FOLDER}FOLDER"
         from_scratch = ""  # the Hub has the description of the model, too
     elif name.startswith(TORCHVISION):
-        files = _torchvision_weights(model).url
+        files = _torchvision_weights(config).url
     else:
         cfg = timm.models.get_pretrained_cfg(name)
         hub_id = getattr(cfg, "hf_hub_id", None)
@@ -250,7 +250,7 @@ def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], li
 
 
 def model_problems(
-    model: ModelConfig, grad_checkpointing: bool = False, channels: int = 3
+    config: ModelConfig, grad_checkpointing: bool = False, channels: int = 3
 ) -> list[Problem]:
     """All problems of the section that can be found without data. Downloads no weights; of a model
     on the Hub, only its config.
@@ -259,44 +259,44 @@ def model_problems(
     device, or where that fails on the CPU: timm's and torchvision's factories take `**kwargs`, so
     only this trial shows which argument the constructor rejects.
     """
-    if is_user_factory(model.name):
-        return _factory_problems(model)
-    is_torchvision = model.name.startswith(TORCHVISION)
-    if problem := _name_problem(model.name):
+    if is_user_factory(config.name):
+        return _factory_problems(config)
+    is_torchvision = config.name.startswith(TORCHVISION)
+    if problem := _name_problem(config.name):
         return [problem]
     if is_torchvision and channels != 3:
         text = f"{channels} needs a model of timm or your own; torchvision's take 3"
         return [Problem("data.channels", text)]
     reserved = [
         Problem(f"model.kwargs.{name}", "is set by the program; remove it")
-        for name in model.kwargs
+        for name in config.kwargs
         if name in RESERVED
     ]
     kwargs = {
-        name: value for name, value in model.kwargs.items() if name not in (*RESERVED, "weights")
+        name: value for name, value in config.kwargs.items() if name not in (*RESERVED, "weights")
     }
-    built, problems = _try_build(model.name, kwargs, model.num_classes or 1000, channels)
+    model, problems = _try_build(config.name, kwargs, config.num_classes or 1000, channels)
     problems = reserved + problems
     if is_torchvision:
-        problems += _torchvision_problems(model, built)
-    elif built is not None:
-        problems += _timm_weights_problems(model, built)
-    if built is not None:
-        problems += _adaptation_problems(model, built, grad_checkpointing)
+        problems += _torchvision_problems(config, model)
+    elif model is not None:
+        problems += _timm_weights_problems(config, model)
+    if model is not None:
+        problems += _adaptation_problems(config, model, grad_checkpointing)
     return problems
 
 
 def _adaptation_problems(
-    model: ModelConfig, built: nn.Module, grad_checkpointing: bool
+    config: ModelConfig, model: nn.Module, grad_checkpointing: bool
 ) -> list[Problem]:
     """Adapt the built model as a run does, and return the problems of the first step that fails."""
     try:
         # new layers of split_batch_norm are on the same device
-        with next(built.parameters()).device:
-            split_batch_norm(built, model, splits=2)
-            freeze(built, model, model.num_classes or 1000)
+        with next(model.parameters()).device:
+            split_batch_norm(model, config, splits=2)
+            freeze(model, config, config.num_classes or 1000)
             if grad_checkpointing:
-                checkpoint_activations(built)
+                checkpoint_activations(model)
     except ConfigError as error:
         parts = (line.partition(": ") for line in error.lines)
         return [Problem(key, text) for key, _, text in parts]
@@ -329,34 +329,34 @@ def _name_problem(name: str) -> Problem | None:
     return None
 
 
-def _timm_weights_problems(model: ModelConfig, built: nn.Module) -> list[Problem]:
-    cfg: dict[str, Any] | None = getattr(built, "pretrained_cfg", None)
-    if not model.pretrained or not cfg:  # without a config it is unknown whether there are weights
+def _timm_weights_problems(config: ModelConfig, model: nn.Module) -> list[Problem]:
+    cfg: dict[str, Any] | None = getattr(model, "pretrained_cfg", None)
+    if not config.pretrained or not cfg:  # without a config it is unknown whether there are weights
         return []
     if any(cfg.get(key) for key in ("url", "hf_hub_id", "file")):
         return []
-    text = f"no weights are published for {model.name!r}; set it to false, or use model.checkpoint"
+    text = f"no weights are published for {config.name!r}; set it to false, or use model.checkpoint"
     return [Problem("model.pretrained", text)]
 
 
-def _torchvision_problems(model: ModelConfig, built: nn.Module | None) -> list[Problem]:
+def _torchvision_problems(config: ModelConfig, model: nn.Module | None) -> list[Problem]:
     """The problems of wrong weights, and of models that normalize their input.
 
     ConvNeXt and a few more ignore unknown arguments, so those are not found.
     """
     problems = []
     published = list(
-        torchvision.models.get_model_weights(model.name.removeprefix(TORCHVISION)).__members__
+        torchvision.models.get_model_weights(config.name.removeprefix(TORCHVISION)).__members__
     )
-    given = model.kwargs.get("weights", "DEFAULT")
-    if "weights" in model.kwargs and not model.pretrained:
+    given = config.kwargs.get("weights", "DEFAULT")
+    if "weights" in config.kwargs and not config.pretrained:
         text = "has no effect without model.pretrained=true"
         problems.append(Problem("model.kwargs.weights", text))
     elif given not in (*published, "DEFAULT"):
         hint = did_you_mean(str(given), published)
         text = f"unknown {given!r}{hint} (allowed: {', '.join(published)})"
         problems.append(Problem("model.kwargs.weights", text))
-    if model.pretrained and hasattr(built, "transform_input"):
+    if config.pretrained and hasattr(model, "transform_input"):
         text = (
             "normalizes its input again if it has published weights; use timm's model of that name"
         )
@@ -364,19 +364,21 @@ def _torchvision_problems(model: ModelConfig, built: nn.Module | None) -> list[P
     return problems
 
 
-def _factory_problems(model: ModelConfig) -> list[Problem]:
+def _factory_problems(config: ModelConfig) -> list[Problem]:
     """Problems of the user's factory, which is not called: building may be slow or need data."""
     try:
-        factory = import_factory(model.name)
+        factory = import_factory(config.name)
     except LookupError as error:
         return [Problem("model.name", str(error))]
     problems = kwargs_problems(
-        "model.kwargs", factory, model.kwargs, passed=("num_classes",), reserved=RESERVED
+        "model.kwargs", factory, config.kwargs, passed=("num_classes",), reserved=RESERVED
     )
     names, takes_any = keyword_names(factory)
     if "num_classes" not in names and not takes_any:
-        problems.append(Problem("model.name", f"{model.name!r} must take the argument num_classes"))
-    if model.pretrained:
+        problems.append(
+            Problem("model.name", f"{config.name!r} must take the argument num_classes")
+        )
+    if config.pretrained:
         problems.append(
             Problem("model.pretrained", "is not for your own factory; use model.checkpoint")
         )
@@ -392,8 +394,8 @@ def _try_build(
     again without it.
     """
     try:
-        model = ModelConfig(name, kwargs=dict(kwargs))
-        return _build_on_meta_or_cpu(model, num_classes, channels), []
+        config = ModelConfig(name, kwargs=dict(kwargs))
+        return _build_on_meta_or_cpu(config, num_classes, channels), []
     except ResourceError:
         raise
     except (CheckpointError, ConfigError) as error:
@@ -407,31 +409,31 @@ def _try_build(
             text = f"the model can't be built: {type(error).__name__}: {first_line(error)}"
             return None, [Problem("model.kwargs" if kwargs else "model.name", text)]
     others = {key: value for key, value in kwargs.items() if key not in rejected}
-    built, problems = _try_build(name, others, num_classes, channels)
-    return built, [*(_unknown_argument(word, built) for word in rejected), *problems]
+    model, problems = _try_build(name, others, num_classes, channels)
+    return model, [*(_unknown_argument(word, model) for word in rejected), *problems]
 
 
-def _build_on_meta_or_cpu(model: ModelConfig, num_classes: int, channels: int) -> nn.Module:
+def _build_on_meta_or_cpu(config: ModelConfig, num_classes: int, channels: int) -> nn.Module:
     """Build on the meta device, and where that fails on the CPU, whose error counts."""
     try:
         with torch.device("meta"):
-            return build_model(model, num_classes, channels)
+            return build_model(config, num_classes, channels)
     except ResourceError:  # a failed download, after retries
         raise
     except Exception:
-        return build_model(model, num_classes, channels)
+        return build_model(config, num_classes, channels)
 
 
-def _unknown_argument(name: str, built: nn.Module | None) -> Problem:
-    """built: the model, whose class and, while these take `**kwargs`, base classes have the allowed
+def _unknown_argument(name: str, model: nn.Module | None) -> Problem:
+    """model: its class and, while these take `**kwargs`, its base classes have the allowed
     arguments.
     """
     allowed: list[str] = []
-    for owner in type(built).__mro__ if built is not None else ():
+    for owner in type(model).__mro__ if model is not None else ():
         names, takes_any = keyword_names(owner)
         allowed += [name for name in names if name not in (*RESERVED, "cfg", *allowed)]
         if not takes_any:
             break
-    listing = f" (arguments of {type(built).__name__}: {', '.join(allowed)})" if allowed else ""
+    listing = f" (arguments of {type(model).__name__}: {', '.join(allowed)})" if allowed else ""
     text = f"unknown argument{did_you_mean(name, allowed)}{listing}"
     return Problem(f"model.kwargs.{name}", text)

@@ -50,21 +50,21 @@ class ModelEma:
             self.average.update(model, step=(step + 1) // self.every_steps)
 
 
-def build_ema(model: nn.Module, ema: EmaConfig, global_batch_size: int) -> ModelEma:
+def build_ema(model: nn.Module, config: EmaConfig, global_batch_size: int) -> ModelEma:
     """The average of `model`, which starts as a copy. model: on its device, in its memory format,
     not yet compiled.
     """
-    decay = ema_decay(ema, global_batch_size)
+    decay = ema_decay(config, global_batch_size)
     if decay is None:
         return ModelEma()
-    average = ModelEmaV3(model, decay=decay, use_warmup=ema.warmup)
+    average = ModelEmaV3(model, decay=decay, use_warmup=config.warmup)
     # For bfloat16 weights timm rounds at random, with a generator whose state no checkpoint has.
     average.stochastic_rounding = False
-    return ModelEma(average, ema.every_steps)
+    return ModelEma(average, config.every_steps)
 
 
-def ema_decay(ema: EmaConfig, global_batch_size: int) -> float | None:
+def ema_decay(config: EmaConfig, global_batch_size: int) -> float | None:
     """The decay of each update; None where EMA is off."""
-    if ema.half_life_images is None:
-        return ema.decay
-    return 0.5 ** (global_batch_size * ema.every_steps / ema.half_life_images)
+    if config.half_life_images is None:
+        return config.decay
+    return 0.5 ** (global_batch_size * config.every_steps / config.half_life_images)

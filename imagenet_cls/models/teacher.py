@@ -112,19 +112,19 @@ def enable_distillation_token(model: nn.Module) -> bool:
     return enable is not None
 
 
-def distillation_problems(distill: DistillConfig) -> list[Problem]:
+def distillation_problems(config: DistillConfig) -> list[Problem]:
     """All problems of the teacher that can be found without data: name, tag, published weights,
     kwargs.
     """
-    teacher = distill.teacher
-    if distill.kind == "none" or teacher.name is None:
+    teacher = config.teacher
+    if config.kind == "none" or teacher.name is None:
         return []
-    model = ModelConfig(
+    model_config = ModelConfig(
         teacher.name, teacher.pretrained, None, teacher.checkpoint, kwargs=teacher.kwargs
     )
     return [
         Problem(_teacher_keys(problem.key), _teacher_keys(problem.message))
-        for problem in model_problems(model)
+        for problem in model_problems(model_config)
     ]
 
 
@@ -133,11 +133,11 @@ def _load_network(
 ) -> tuple[nn.Module, MeanStd]:
     """The network with its weights, on the CPU, and the normalization that they expect."""
     assert config.name is not None, "checked by the rules across keys"
-    model = ModelConfig(name=config.name, pretrained=config.pretrained, kwargs=config.kwargs)
+    model_config = ModelConfig(name=config.name, pretrained=config.pretrained, kwargs=config.kwargs)
     try:
-        network = build_model(model, num_classes)
+        network = build_model(model_config, num_classes)
         if config.pretrained:
-            _check_classes(config, published_weights(model, network)[1], num_classes)
+            _check_classes(config, published_weights(model_config, network)[1], num_classes)
             permute_outputs(network, order)
         if config.checkpoint is None:
             return network, model_mean_std(network)
