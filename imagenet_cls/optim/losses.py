@@ -121,9 +121,9 @@ def jensen_shannon_loss(
     """Cross-entropy of the first split + alpha times the Jensen-Shannon divergence between the
     splits of an image.
 
-    Hendrycks et al., "AugMix", 2020, section 3. The batch has the first split of all images, then
-    the second, and so on, and so may have the targets. Equal to timm's JsdCrossEntropy, whose
-    gradients are NaN where a probability is 0.
+    Hendrycks et al., "AugMix", 2020, section 3. The logits are ordered by split, as in
+    `TrainBatch`. Only the first targets, one for each image, are used. Equal to timm's
+    JsdCrossEntropy, whose gradients are NaN where a probability is 0.
     """
     assert len(logits) % splits == 0, (logits.shape, splits)
     images = len(logits) // splits
