@@ -48,7 +48,7 @@ class CheckpointSaver:
         # the one that the link `best` names is kept until a better one is saved.
         best = checkpoints / "best"
         linked = best.readlink().name if best.is_symlink() else None
-        self._saved_best = {step_of(path) for path in present if path.name == linked}
+        self._kept_best = {step_of(path) for path in present if path.name == linked}
         # The run resumed from the newest intact checkpoint, so later ones are damaged.
         self._damaged = {step for step in map(step_of, present) if step > progress.step}
 
@@ -94,9 +94,10 @@ class CheckpointSaver:
         present = {step_of(path): path.name for path in list_checkpoints(self.checkpoints)}
         best_steps = {entry["step"] for entry in best.values()}
         if best_steps <= present.keys():
-            self._saved_best = best_steps
+            # All best checkpoints are in this folder, so older best ones are no longer needed.
+            self._kept_best = best_steps
             if best:
                 link(self.checkpoints / "best", present[best[best_weights(best)]["step"]])
         link(self.checkpoints / "last", present[step])
-        keep_steps = best_steps | self._saved_best
+        keep_steps = best_steps | self._kept_best
         prune(self.checkpoints, step, self.config.keep_last, keep_steps, self._damaged)
