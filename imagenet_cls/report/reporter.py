@@ -163,7 +163,9 @@ class Reporter:
         self._write_scalars(records)
 
     def _write_scalars(self, records: Sequence[Record]) -> None:
-        """Pass the steps before the newest one to the writers."""
+        """Merge the records of a step into one row, and pass all rows but the newest to the
+        writers: an evaluation of the newest step may follow.
+        """
         rows = []
         for record in records:
             values = scalars(record)
