@@ -89,8 +89,11 @@ class Reporter:
     def first_batch(self, images: "Tensor", targets: "Tensor", classes: Sequence[str]) -> None:
         """Pass the first augmented images, at most 32, and their class names to the writers.
 
-        images: uint8 (B, 3, H, W), on any device. targets: int64 (B,). classes: by target.
+        images: uint8 (B, C, H, W), on any device; not read without a writer. targets: int64 (B,).
+        classes: by target.
         """
+        if not self._writers:
+            return
         labels = [classes[target] for target in targets[:_MAX_IMAGES].tolist()]
         shown = images[:_MAX_IMAGES].cpu().clone()  # a writer may change it
         self._to_writers(lambda writer: writer.first_batch(shown, labels))

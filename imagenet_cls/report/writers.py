@@ -53,7 +53,9 @@ class Writer:
         raise NotImplementedError
 
     def first_batch(self, images: "Tensor", labels: Sequence[str]) -> None:
-        """Show the first batch of a run: uint8 images (B, 3, H, W) on the CPU, and their labels."""
+        """Show the first batch of a run: uint8 images (B, C, H, W) on the CPU, and their labels. C
+        is `data.channels`.
+        """
 
     def flush(self) -> None:
         """Write everything to the files, before a checkpoint. Called by another thread."""

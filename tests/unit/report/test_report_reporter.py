@@ -133,6 +133,16 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_first_batch_is_not_read_without_a_writer(tmp_path):
+    """Tensors on the meta device have no values to read."""
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8, device="meta")
+    targets = torch.zeros(2, dtype=torch.int64, device="meta")
+    with make_reporter(tmp_path, writers=[]) as reporter:
+        reporter.first_batch(images, targets, ("ant",))
+    with make_reporter(tmp_path, writers=["tensorboard"], is_main=False) as reporter:
+        reporter.first_batch(images, targets, ("ant",))
+
+
 @pytest.mark.parametrize("resume_step", [0, 4])
 def test_history_after_resume_has_each_step_once(tmp_path, resume_step):
     """0: the first attempt died before its first checkpoint, and the second starts from scratch."""
