@@ -36,7 +36,7 @@ _MAX_TIMEOUT_SEC = 60.0  # shorter than a run's
 def check_command(argv: Sequence[str]) -> int:
     """Check the ranks of any launcher, or of --gpus N. Returns the exit code."""
     arguments, rank_info = parse_rank_arguments(check_parser(), argv)
-    if rank_info is None:
+    if rank_info is None:  # this process starts the ranks
         loaded = load_config(None, arguments.overrides)
         return start_ranks("check-dist", check_command, arguments, loaded, argv)
     with RankProcess(rank_info, arguments.traceback) as process:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate weights, on one rank or many. Returns the exit code."""
     arguments, rank_info = parse_rank_arguments(evaluation_parser(), argv)
-    if rank_info is None:
+    if rank_info is None:  # this process starts the ranks
         loaded = load_for_testing(arguments)
         check_files(arguments, loaded)
         check_components(loaded, ranks_to_start(arguments), training=False)

@@ -29,7 +29,7 @@ from imagenet_cls.text import command_line
 def train_command(argv: Sequence[str]) -> int:
     """Train from a config, on one rank or many. Returns the exit code."""
     arguments, rank_info = parse_rank_arguments(train_parser(), argv)
-    if rank_info is None:
+    if rank_info is None:  # this process starts the ranks
         loaded = load_for_training(arguments)
         check_files(arguments, loaded)
         check_components(loaded, ranks_to_start(arguments))
