@@ -2,6 +2,7 @@
 import torch.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -22,6 +23,10 @@ from forked_ranks import RankServer  # noqa: E402
 # slow, and their number changes the bits of sums. torch takes MKL's number, too. Set before the
 # import of torch.
 os.environ["MKL_NUM_THREADS"] = os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# All that is imported until the tests begin stays. To look for garbage in it takes seconds in each
+# process of pytest.
+gc.disable()
 
 # No test downloads a model. Read when huggingface_hub is imported, here and in started processes.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -46,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, except in what is there before the tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def in_ci() -> bool:
