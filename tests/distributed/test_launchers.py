@@ -136,23 +136,24 @@ def test_torch_distributed_launch_under_nohup_ignores_sighup(
 def test_ranks_started_by_hand_agree_with_one_rank(
     one_rank: Path, digits: Path, tmp_path: Path
 ) -> None:
-    """One process started for each rank; the local rank also as old launchers passed it."""
-    words = words_for(digits, tmp_path / "run")
+    """One process started for each rank, each with a run folder of its own; the local rank also as
+    old launchers passed it.
+    """
+    folders = [tmp_path / "rank0", tmp_path / "rank1"]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    commands = [
-        (
-            [sys.executable, TRAIN, f"--local_rank={rank}", *words],
-            {"RANK": rank, "LOCAL_RANK": rank, **shared},
-        )
-        for rank in ("0", "1")
-    ]
-    assert_agrees(one_rank, [tmp_path / "run"], run_together(commands))
+    commands: list[Command] = []
+    for rank, folder in enumerate(folders):
+        words = [f"--local_rank={rank}", *words_for(digits, folder)]
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}
+        commands.append(([sys.executable, TRAIN, *words], env))
+    assert_agrees(one_rank, folders, run_together(commands))
 
 
 # ---- several nodes
 
 
-@pytest.mark.parametrize("launcher", ["pytorch", pytest.param("spawn", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", ["pytorch", "spawn"])
 def test_two_nodes_agree_with_one_rank(
     one_rank: Path, digits: Path, tmp_path: Path, launcher: str
 ) -> None:
@@ -238,6 +239,7 @@ def test_ssh_train_agrees_with_one_rank_and_passes_the_exit_code(
     for words, code in ((rest, 0), (["optimizer.lr=many"], 2)):
         done = run(["bash", script, config, "1", *words], cwd=tmp_path, **env)
         assert done.returncode == code, done.stderr
+        assert done.stdout.count("done\n") == (code == 0), "only rank 0 prints"
     assert losses(tmp_path / "a run") == pytest.approx(losses(one_rank), rel=1e-4)
     assert sorted(path.name for path in (tmp_path / "a run" / "logs").iterdir()) == [
         "rank0.log",
