@@ -2,8 +2,6 @@
 
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_ranks import RankServer
 from PIL import Image
+from sklearn.datasets import load_sample_images
 
 from imagenet_cls.config.schema import EvalConfig
 from imagenet_cls.data import turbojpeg
@@ -152,12 +152,11 @@ def mutate(data: bytes, draws: np.random.Generator) -> bytes:
     return bytes(mutated[: int(draws.integers(len(mutated)))] if draws.random() < 0.2 else mutated)
 
 
-def decode_mutated_files(number: int) -> None:
+def decode_mutated_files(rank: int, ranks: int, folder: Path) -> None:
     """Run in a process of its own: compare regions of mutated files, and check the memory around
     the pixels.
     """
-    from sklearn.datasets import load_sample_images
-
+    number = int((folder / "number").read_text())
     library, draws, equal = find_turbojpeg(), np.random.default_rng(1), 0
     guarded: list[torch.Tensor] = []
     empty = torch.empty
@@ -199,13 +198,10 @@ def decode_mutated_files(number: int) -> None:
 
 @pytest.mark.parametrize("number", [300, pytest.param(3000, marks=pytest.mark.nightly)])
 def test_mutated_files_equal_pixels_or_error_and_no_write_past_the_buffer(
-    library: TurboJpeg, number: int
+    library: TurboJpeg, rank_server: RankServer, tmp_path: Path, number: int
 ) -> None:
-    code = f"import test_data_turbojpeg as t; t.decode_mutated_files({number})"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    (tmp_path / "number").write_text(str(number))
+    rank_server.call(decode_mutated_files, 1, tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["crop", "squash", "pad"])
