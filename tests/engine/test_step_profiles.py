@@ -24,8 +24,12 @@ def traced_updates(run: Path, name: str) -> int:
 def test_profiled_run_has_the_same_bits_and_a_trace_of_its_steps(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Over the end of an epoch, and with a resume in the range."""
-    words = arguments(digits, tmp_path, train__profile="[9, 14]", ema__decay=0.5)
+    """Over the end of an epoch, and with a resume in the range. The images are read by a worker, so
+    that the traces are small.
+    """
+    words = arguments(
+        digits, tmp_path, train__profile="[9, 14]", ema__decay=0.5, data__num_workers=1
+    )
     train_here([*words, "train.max_steps=10"])
     train_here([*words, "train.max_steps=15", "--resume"])
     profiled = state_digest(tmp_path)
