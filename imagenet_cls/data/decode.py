@@ -40,7 +40,7 @@ _TURNS: dict[int, tuple[bool, list[int]]] = {
     8: (True, [1]),
 }
 
-# Kinds of a file that begins as ISO/IEC 14496-12 says, for images coded with HEVC (HEIF).
+# The brands of HEIF files with images coded in HEVC, at bytes 8 to 12 (ISO/IEC 14496-12, `ftyp`).
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
 
 # baseline, extended, progressive Huffman: what torchvision decodes
@@ -52,7 +52,8 @@ def decode_rgb(data: bytes) -> torch.Tensor:
     `Image.open(...).convert("RGB")`.
 
     Gray images of 16 bits are divided by 256 (Pillow would clip them at 255); an animation gives
-    its first frame. An EXIF orientation is not applied. The memory may be channels-last. Raises
+    its first frame. An EXIF orientation is not applied, except to TIFF and HEIF, where Pillow
+    applies it. The memory may be channels-last. Raises
     DataError with the reason, without the file's name, for broken, truncated and too large images
     (`MAX_PIXELS`).
     """
@@ -144,8 +145,9 @@ def rgb_tensor(image: Image.Image) -> torch.Tensor:
     """A Pillow image as uint8 (3, H, W), converted to RGB as in torchvision's loader."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # palettes with transparency
-        # Pillow's RGB images of 16 bits have the high bytes, too.
-        if image.mode.startswith("I;16"):
+        # Of RGB images of 16 bits Pillow keeps the high bytes. It would clip gray ones, which have
+        # the mode I if they are from a PGM file.
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
             image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 

@@ -65,11 +65,13 @@ def fixtures(photograph: Image.Image) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "big-endian TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "big-endian TIFF", "PGM"])
 def test_decode_rgb_divides_gray_images_of_16_bits_by_256(kind: str) -> None:
     values = np.arange(107 * 161, dtype=np.uint16).reshape(107, 161) * 3
     if kind == "big-endian TIFF":
         data = encode(Image.frombytes("I;16B", (161, 107), values.astype(">u2").tobytes()), "TIFF")
+    elif kind == "PGM":
+        data = b"P5 161 107 65535\n" + values.astype(">u2").tobytes()
     else:
         data = encode(Image.fromarray(values), kind)
     expected = torch.from_numpy((values // 256).astype(np.uint8)).expand(3, -1, -1)
