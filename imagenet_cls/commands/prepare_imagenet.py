@@ -70,9 +70,10 @@ def prepare(source: Path, out: Path, labels: Path | None, copy: bool) -> None:
         # Kaggle's labels are next to ILSVRC, so above a SOURCE that is ILSVRC/Data/CLS-LOC itself.
         wnids = validation_labels(labels or find_labels(source, *source.resolve().parents[:3]))
     try:
-        (out / "train").mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         with take_lock(out, "Wait for that process, or stop it; then the same command continues."):
             if train is not None:
+                (out / "train").mkdir(exist_ok=True)
                 _write_train(train, out / "train", copy)
             if val is not None and not (out / "val").exists():
                 with _complete_folder(out / "val") as folder:
@@ -92,8 +93,15 @@ def prepare(source: Path, out: Path, labels: Path | None, copy: bool) -> None:
 
 def check_counts(out: Path, must_be_imagenet: bool) -> None:
     """Print the counts in `out`: classes, training and validation images. Raises DataError unless
-    they are ImageNet's.
+    they are ImageNet's. Of a single part only its images are counted.
     """
+    parts = {"train": "training", "val": "validation"}
+    present = [part for part in parts if (out / part).is_dir()]
+    if len(present) == 1:
+        (missing,) = parts.keys() - present
+        count = len(index_folder(out / present[0]))
+        print(f"{out}: {count:,} {parts[present[0]]} images, no {parts[missing]} images yet")
+        return
     train = index_folder(out / "train")
     val = index_folder(out / "val")
     if must_be_imagenet:

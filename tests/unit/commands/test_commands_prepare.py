@@ -131,6 +131,9 @@ def test_prepare_links_images_and_copies_with_copy(tmp_path: Path) -> None:
 def test_prepare_flat_folder_with_the_devkit_keeps_the_training_images(tmp_path: Path) -> None:
     kaggle = write_kaggle(tmp_path / "in") / CLS_LOC
     write_devkit(tmp_path / "devkit.tar.gz", WNIDS, VAL_LABELS)
+    alone = tmp_path / "alone"
+    assert prepare(kaggle / "val", alone, "--labels", tmp_path / "devkit.tar.gz") == 0
+    assert sorted(path.name for path in (alone / "val").iterdir()) == WNIDS
     (tmp_path / "out").mkdir()
     (kaggle / "train").rename(tmp_path / "out" / "train")
     assert prepare(kaggle / "val", tmp_path / "out", "--labels", tmp_path / "devkit.tar.gz") == 0
