@@ -129,6 +129,11 @@ def test_all_mistakes_are_reported_at_once_and_nothing_starts(tmp_path: Path) ->
     assert len(lines) == len(set(lines)) == 4  # of each wrong value one
 
 
+def test_runs_with_several_metrics_are_an_error(tmp_path: Path, call: Callable) -> None:
+    argv = [*words("nowhere")[:1], "checkpoint.best=top1,loss", "--out", tmp_path / "out"]
+    assert call(sweep_command, *argv)[0] == 2 and list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "more",
     [
