@@ -122,7 +122,7 @@ def check_reports(context: RankContext, own: RankReport, show_always: bool = Fal
     every rank.
     """
     reports = all_gather_objects(own, context)
-    problems = rank_problems(reports)
+    problems = report_problems(reports)
     if context.is_main and (problems or show_always or context.world_size == 1):
         print(table(reports))
     if problems:
@@ -168,7 +168,7 @@ def measure_all_reduce(context: RankContext, process_group: Any) -> tuple[bool, 
     return bool((tensor == expected).all()), moved_bytes / min(seconds[1:]) / 1e9
 
 
-def rank_problems(reports: Sequence[RankReport]) -> list[str]:
+def report_problems(reports: Sequence[RankReport]) -> list[str]:
     """A line for each problem of these ranks together."""
     problems = []
     for name in ("torch", "python", "nccl"):

@@ -20,7 +20,8 @@ from imagenet_cls.errors import DataError
 from imagenet_cls.files import read_text
 from imagenet_cls.text import format_value, join_names
 
-NO_VALIDATION = "data.val=null data.val_fraction=0.1"
+# The keys that hold out images of a dataset without validation images.
+HOLD_OUT_ADVICE = "data.val=null data.val_fraction=0.1"
 IMAGENET_CLASSES = 1000
 # Longer numbers are names of classes.
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
@@ -98,8 +99,10 @@ def match_labels(
     """The target of each label that is known, and the names of the classes.
 
     Labels are names of `classes` if all of them are. Otherwise, if all are numbers, they are
-    indices of `classes`. Without `classes`, labels that are all numbers name the classes 0 to
-    K - 1; other labels name their classes, sorted.
+    indices of `classes`. Otherwise they are names, and unknown ones have no target.
+
+    Without `classes`, labels that are all numbers name the classes 0 to K - 1; other labels name
+    their classes, sorted.
 
     path: the path of the part, for messages. numbers_are_indices: numbers are indices even if they
     are names, too. Raises DataError for numbers that leave out a class, and for numbers that may be

@@ -15,7 +15,7 @@ import torchvision.datasets
 from imagenet_cls.config.schema import COUNT, DataConfig
 from imagenet_cls.data.archives import find_archives, index_archives
 from imagenet_cls.data.builtin import SyntheticSource, write_digits
-from imagenet_cls.data.classes import chosen_classes, classes_of_dataset
+from imagenet_cls.data.classes import HOLD_OUT_ADVICE, chosen_classes, classes_of_dataset
 from imagenet_cls.data.decode import has_heif
 from imagenet_cls.data.index import (
     HEIF_SUFFIXES,
@@ -389,7 +389,7 @@ def _torchvision_set_problems(
         passed.append("split")
     problems = kwargs_problems("data.kwargs", factory, kwargs, passed, more_names=accepted)
     if val is not None and not {"train", "split"} & set(accepted):
-        text = f"{name} has one part only: use data.val=null data.val_fraction=0.1"
+        text = f"{name} has one part only: use {HOLD_OUT_ADVICE}"
         problems.append(Problem("data.val", text))
     return problems
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from imagenet_cls.data.archive_files import ByteRanges
-from imagenet_cls.data.classes import NO_VALIDATION
+from imagenet_cls.data.classes import HOLD_OUT_ADVICE
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import command_line, join_names, printable, shorten
@@ -302,7 +302,8 @@ def _layout_remedy(missing: Path) -> str:
         )
     return (
         f"{root} holds {join_names(found) or 'nothing'}: set data.root, data.train, data.val. "
-        f"Without validation images: {NO_VALIDATION}; for class folders in data.root: data.train=."
+        f"Without validation images: {HOLD_OUT_ADVICE}; "
+        "for class folders in data.root: data.train=."
     )
 
 
@@ -315,7 +316,7 @@ def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
         return
     train = next((name for name in classes if name.lower().startswith("train")), classes[0])
     others = [name for name in classes if name != train]
-    val_keys = NO_VALIDATION
+    val_keys = HOLD_OUT_ADVICE
     if others:
         val_keys = f"data.val={max(others, key=str.lower)} data.val_fraction=null"
     raise DataError(

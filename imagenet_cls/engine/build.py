@@ -183,7 +183,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     normalize = Normalize(mean, std, device, train.channels_last)
 
     micro_batch = train_loader.sampler.micro_batch_sizes[0]
-    rebuild_buckets(config, wrapped, criterion, normalize, micro_batch, autocast_dtype)
+    rebuild_buckets_with_zeros(config, wrapped, criterion, normalize, micro_batch, autocast_dtype)
     keep_gradients = overwrites_gradients(train) and plan.accumulation > 1
     weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
     messages = [devices.note, data.note, scaling_message]
@@ -284,31 +284,31 @@ def compile_model(model: nn.Module, train: TrainConfig, augment: AugmentConfig) 
         model.compile(mode=mode, dynamic=False if is_static else None)
 
 
-def rebuild_buckets(
+def rebuild_buckets_with_zeros(
     config: Config,
     wrapped: nn.Module,
     criterion: TrainingLoss,
     normalize: Normalize,
     micro_batch: int,
-    dtype: torch.dtype | None,
+    autocast_dtype: torch.dtype | None,
 ) -> None:
-    """`rebuild_ddp_buckets` by passes over zeros. They have the batch size of training, so that
-    torch.compile compiles the model once.
+    """Make DDP rebuild its gradient buckets, by passes over images of zeros. They have the batch
+    size of training, so that torch.compile compiles the model once.
 
-    micro_batch: the images of this rank's first micro-batch. dtype: the dtype of autocast, if any.
+    micro_batch: the images of this rank's first micro-batch.
     """
     augment = config.augment
     shape = (micro_batch * augment.splits, config.data.channels, *height_width(augment.size_px))
     device = normalize.device
 
-    def forward_backward() -> None:
+    def pass_over_zeros() -> None:
         images = normalize(torch.zeros(shape, dtype=torch.uint8))
         targets = torch.zeros(micro_batch, dtype=torch.int64, device=device)
-        with autocast(device, dtype):
+        with autocast(device, autocast_dtype):
             loss = criterion(wrapped(images), targets, images)
         loss.backward()
 
-    rebuild_ddp_buckets(wrapped, forward_backward)
+    rebuild_ddp_buckets(wrapped, pass_over_zeros)
 
 
 def overwrites_gradients(train: TrainConfig) -> bool:

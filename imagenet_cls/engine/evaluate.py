@@ -92,8 +92,8 @@ class Evaluation:
         num_classes: int,
         metrics: Mapping[str, UserMetrics] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """The results of the models `names` from their outputs: see `evaluate`."""
-        return evaluate(outputs, names, self.context, num_classes, self.labels, metrics)
+        """The results of the models `names` from their outputs: see `compute_results`."""
+        return compute_results(outputs, names, self.context, num_classes, self.labels, metrics)
 
 
 @torch.no_grad()
@@ -162,7 +162,7 @@ class Sums:
         return cls(*row.split([1, 1, 1, 1, 1, 1, classes, classes]))
 
 
-def evaluate(
+def compute_results(
     outputs: Iterable[EvalOutputs],
     names: Sequence[str],
     context: RankContext,

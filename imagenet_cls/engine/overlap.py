@@ -11,6 +11,7 @@ from imagenet_cls.checkpoint.format import config_from_state, invalid_content_er
 from imagenet_cls.checkpoint.select import state_of_newest
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config, DataConfig
+from imagenet_cls.data.classes import HOLD_OUT_ADVICE
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.sources import ImageSource, size_fingerprint
 from imagenet_cls.engine.build import RunData
@@ -33,7 +34,7 @@ _PART_KEYS = (
 )
 
 
-def same_parts_warning(data: DataConfig, opened: RunData) -> str | None:
+def same_images_warning(data: DataConfig, opened: RunData) -> str | None:
     """A warning if the training and the validation part seem to be the same images.
 
     It compares the names, classes and sizes of image files. For the datasets of a user's factory,
@@ -44,7 +45,7 @@ def same_parts_warning(data: DataConfig, opened: RunData) -> str | None:
     if train.digest() == val.digest() and size_fingerprint(train) == size_fingerprint(val):
         return (
             f"the validation part has the {len(train)} images of the training part; name another "
-            "data.val, or hold out some: data.val=null data.val_fraction=0.1"
+            f"data.val, or hold out some: {HOLD_OUT_ADVICE}"
         )
     if not is_user_factory(data.name) or data.val is None:
         return None

@@ -137,7 +137,8 @@ class Run:
         self.saver.check()  # raises if a save in the background has failed
         if due.save and not due.evaluation:  # otherwise `after_epoch` saves
             self.log_steps()
-            # After a non-finite step nothing is saved: it would displace an older, good checkpoint.
+            # Not after a non-finite step: an older, good checkpoint would be removed. A stop and
+            # the end of the run save in any case, if the weights are finite.
             if self.nonfinite_guard.last_step_finite:
                 self.save()
             self.meter.restart_clock()

@@ -89,8 +89,11 @@ class RunOptions:
 class RunFolder:
     """The paths of one run folder, and its lock.
 
-    As a context manager it unlocks the folder that `open` has locked. If the run has not started,
-    it removes what `open` created.
+    As a context manager it unlocks the folder that `open` has locked. What stays in the folder:
+
+    * of a run that has not started (`mark_started`), nothing that `open` created;
+    * of a run without --resume that failed before its first step, nothing (`clear`);
+    * else everything.
     """
 
     def __init__(self, path: Path):

@@ -28,7 +28,7 @@ from imagenet_cls.report.jsonl import EVAL_FIELDS
 from imagenet_cls.text import first_line, printable
 
 UserMetrics = dict[str, Any]
-"""UserMetrics of one set of weights, by the names of their factories."""
+"""The metrics of one kind of weights, by the names of their factories."""
 
 _TRIAL_IMAGES = 8
 _DOCS = "docs/extending.md, A metric"

@@ -87,16 +87,18 @@ def replicated_tensors(
     """All tensors that a step changes and that are the same on every rank: of buffers only
     BatchNorm's. Not copies.
     """
-    own = {
+    may_differ = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
         if not isinstance(module, BatchNormBase)
         for name, _ in module.named_buffers(recurse=False)
     }
-    tensors = {name: tensor for name, tensor in weights_of(model).items() if name not in own}
+    tensors = {name: tensor for name, tensor in weights_of(model).items() if name not in may_differ}
     if ema is not None:
         tensors |= {
-            f"EMA of {name}": tensor for name, tensor in weights_of(ema).items() if name not in own
+            f"EMA of {name}": tensor
+            for name, tensor in weights_of(ema).items()
+            if name not in may_differ
         }
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer_state.items():

@@ -58,7 +58,7 @@ class WeightsEvaluation:
     """The result of an evaluation."""
 
     messages: list[str]  # lines about the images and the weights
-    results: dict[str, dict[str, Any]]  # of `evaluate`, for each kind of weights, `raw` or `ema`
+    results: dict[str, dict[str, Any]]  # of `compute_results`, for `raw` and `ema`
     model_name: str
     origin: str  # where the weights are from
     kind: str  # the kind of weights whose outputs `rows` describes
@@ -301,7 +301,7 @@ class OutputRecorder:
 
 def image_rows(logits: torch.Tensor, targets: torch.Tensor, indices: torch.Tensor) -> np.ndarray:
     """An array of `image_dtype` for a batch: logits (B, classes), targets (B,), indices (B,)."""
-    # as in `evaluate`, also for ties
+    # as in `compute_results`, also for ties
     top = logits.topk(min(5, logits.shape[1]), dim=1).indices
     rows = np.empty(len(targets), image_dtype(top.shape[1]))
     rows["index"] = indices

@@ -44,7 +44,7 @@ class ModelEma:
 
         model: without its DDP wrapper. step: index of the optimizer step just made, from 0. For
         update n = 1, 2, ... d is 0 for n = 1, then `ema_decay`, or with warm-up min(ema_decay, 1 -
-        n ** (-2/3)), timm's with inv_gamma 1.
+        n ** (-2/3)), timm's with warmup_gamma 1 and warmup_power 2/3.
         """
         if self.average is not None and (step + 1) % self.every_steps == 0:
             self.average.update(model, step=(step + 1) // self.every_steps)

@@ -8,7 +8,7 @@ import pytest
 from helpers import REPOSITORY, free_port, run
 from test_launchers import run_together
 
-from imagenet_cls.commands.check_dist import RankReport, rank_problems, table
+from imagenet_cls.commands.check_dist import RankReport, report_problems, table
 
 CHECK = str(REPOSITORY / "tools" / "check_dist.py")
 GOOD = RankReport(
@@ -86,5 +86,5 @@ def test_missing_rank_exits_5_and_is_named() -> None:
 )
 def test_rank_problems_name_the_ranks(other: dict, problem: str | None) -> None:
     reports = [GOOD, replace(GOOD, rank=1, local_rank=1, **other)]
-    assert rank_problems(reports) == ([problem] if problem else [])
+    assert report_problems(reports) == ([problem] if problem else [])
     assert len(table(reports).splitlines()) == 3

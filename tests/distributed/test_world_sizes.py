@@ -27,7 +27,7 @@ from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.engine.build import TrainingParts, build
-from imagenet_cls.engine.evaluate import evaluate, model_outputs
+from imagenet_cls.engine.evaluate import compute_results, model_outputs
 from imagenet_cls.engine.evaluation_labels import EvaluationLabels
 from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.train import train
@@ -109,7 +109,7 @@ def counts(context: RankContext, num_images: int) -> dict[str, Any]:
         {"raw": model}, batches, lambda images: images.float() / 255, context.device, None
     )
     own = build_metrics(OWN_METRICS, 7, ["raw"], context)
-    result = evaluate(outputs, ["raw"], context, 7, EvaluationLabels(), own)["raw"]
+    result = compute_results(outputs, ["raw"], context, 7, EvaluationLabels(), own)["raw"]
     return {name: value for name, value in result.items() if name != "seconds"}
 
 
@@ -178,7 +178,7 @@ def counts_of_each_rank_alone_end_the_run(context: RankContext) -> None:
         )
     ]
     with pytest.raises(ConfigError, match=r"eval\.metrics: 'hit_images' differs between ranks"):
-        evaluate(batches, ["raw"], context, 7, EvaluationLabels(), own)
+        compute_results(batches, ["raw"], context, 7, EvaluationLabels(), own)
 
 
 def starting_weights(context: RankContext) -> None:

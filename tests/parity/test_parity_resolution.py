@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import functional as reference
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.engine.evaluate import evaluate, model_outputs
+from imagenet_cls.engine.evaluate import compute_results, model_outputs
 from imagenet_cls.engine.evaluation_labels import EvaluationLabels
 from imagenet_cls.models.adapt import resize_model
 from imagenet_cls.models.weights import load_weights
@@ -148,7 +148,7 @@ def test_flip_tta_is_the_mean_of_two_passes() -> None:
             ours = torch.cat([out[kind] for out, _, _ in flipped])
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
             assert not torch.allclose(ours, logits(dtype, False, kind), rtol=0, atol=1e-6)
-    results = evaluate(
+    results = compute_results(
         iter(flipped),
         list(models),
         single_rank(),

@@ -15,7 +15,7 @@ from PIL import Image
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, DataConfig, ModelConfig
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.engine.overlap import initial_weights_warning, same_parts_warning
+from imagenet_cls.engine.overlap import initial_weights_warning, same_images_warning
 
 
 class Numbered:
@@ -60,10 +60,10 @@ def test_same_folder_or_a_copy_of_it_as_validation_part_warns(tmp_path: Path) ->
     found = {}
     for val in ("train", "copy", "other"):
         data = DataConfig(root=str(tmp_path), val=val)
-        found[val] = same_parts_warning(data, open_datasets(data)) is not None
+        found[val] = same_images_warning(data, open_datasets(data)) is not None
     assert found == {"train": True, "copy": True, "other": False}
     split = DataConfig(root=str(tmp_path), val=None, val_fraction=0.5)
-    assert same_parts_warning(split, open_datasets(split)) is None
+    assert same_images_warning(split, open_datasets(split)) is None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_same_folder_or_a_copy_of_it_as_validation_part_warns(tmp_path: Path) ->
     ],
 )
 def test_factory_that_ignores_its_part_warns(data: DataConfig, warns: bool) -> None:
-    assert (same_parts_warning(data, open_datasets(data)) is not None) is warns
+    assert (same_images_warning(data, open_datasets(data)) is not None) is warns
 
 
 def test_dry_run_prints_the_warning(call: Callable, digits: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from helpers import arguments, single_rank
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, EvalConfig
-from imagenet_cls.engine.evaluate import evaluate
+from imagenet_cls.engine.evaluate import compute_results
 from imagenet_cls.engine.evaluation_labels import EvaluationLabels
 from imagenet_cls.engine.user_metrics import build_metrics, values_by_field
 from imagenet_cls.errors import ConfigError
@@ -151,5 +151,5 @@ def test_metric_that_changes_its_arguments_changes_no_result(own_module: str) ->
     batch = torch.eye(3), torch.arange(3), torch.arange(3)
     outputs = [({"raw": batch[0], "ema": batch[0]}, *batch[1:])]
     metrics = {name: {"Erasing": Erasing(3)} for name in ("raw", "ema")}
-    results = evaluate(outputs, ["raw", "ema"], ALONE, 3, EvaluationLabels(), metrics)
+    results = compute_results(outputs, ["raw", "ema"], ALONE, 3, EvaluationLabels(), metrics)
     assert [result["top1_pct"] for result in results.values()] == [100, 100]
