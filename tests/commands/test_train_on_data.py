@@ -245,10 +245,16 @@ def test_class_without_validation_images_is_a_warning(photos: Path, single: bool
 
 
 def test_python_api_trains_evaluates_and_predicts(photos: Path) -> None:
-    settings = {**SMALL, "data.root": photos}  # a path
     succeeds(train_command, "photos", *ARGUMENTS, "--work-dir", "runs/a")
-    longer: Any = {"epochs": 2, "device": "cpu", "work_dir": "runs/a", "resume": True}
-    run = imagenet_cls.train("photos", settings, **longer, allow_change=["train.epochs"])
+    run = imagenet_cls.train(
+        "photos",
+        {**SMALL, "data.root": photos},  # a path
+        epochs=2,
+        device="cpu",
+        work_dir="runs/a",
+        resume=True,
+        allow_change=["train.epochs"],
+    )
     assert run.folder == Path("runs/a")
     assert {record["epoch"] for record in run.metrics if record["kind"] == "eval"} == {0, 1}
     assert run.best["top1_pct"] == max(

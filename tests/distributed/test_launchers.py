@@ -139,14 +139,15 @@ def test_ranks_started_by_hand_agree_with_one_rank(
     """One process started for each rank, each with a run folder of its own; the local rank also as
     old launchers passed it.
     """
-    folders = [tmp_path / "rank0", tmp_path / "rank1"]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    commands: list[Command] = []
-    for rank, folder in enumerate(folders):
-        words = [f"--local_rank={rank}", *words_for(digits, folder)]
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), **shared}
-        commands.append(([sys.executable, TRAIN, *words], env))
-    assert_agrees(one_rank, folders, run_together(commands))
+    commands = [
+        (
+            [sys.executable, TRAIN, f"--local_rank={rank}", *words_for(digits, tmp_path / rank)],
+            {"RANK": rank, "LOCAL_RANK": rank, **shared},
+        )
+        for rank in "01"
+    ]
+    assert_agrees(one_rank, [tmp_path / "0", tmp_path / "1"], run_together(commands))
 
 
 # ---- several nodes
