@@ -90,15 +90,21 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     data = open_datasets(loaded.config.data)
     assert data.train is not None
     batch = batch_size_for(len(data.train))
+    notes = []
     if not has_checkpoint and not loaded.config.model.pretrained:
         # It slows down the first layers, which start from random values here.
         derived += _without(["optimizer.layer_decay=null"], overrides)
+        if _without(["optimizer.lr=0.01"], overrides):
+            notes = [
+                "the learning rate is for published weights: from random weights, try a higher "
+                "one, such as lr=0.01"
+            ]
     derived += _without([f"train.global_batch_size={batch}"], overrides)
     loaded = load_config(OWN_DATASET, [*derived, *overrides])
-    note = describe_data(source, loaded, data)
+    notes = [describe_data(source, loaded, data), *notes]
     full = path.resolve()
     name = full.name if full.is_dir() else full.stem
-    return replace(loaded, name=name, notes=[note, *loaded.notes])
+    return replace(loaded, name=name, notes=[*notes, *loaded.notes])
 
 
 def expand_short_keys(overrides: Sequence[str], pretrained: bool) -> list[str]:

@@ -214,7 +214,7 @@ def _download_error(config: ModelConfig, error: Exception) -> ResourceError:
     arguments = "model.pretrained=false model.checkpoint=FILE"
     from_scratch = (
         "\nOr start from random weights with model.pretrained=false, which takes many more images "
-        "and epochs."
+        "and epochs, and often a higher learning rate, such as optimizer.lr=0.01."
     )
     if name.startswith(HUB):
         files = "its config.json and model.safetensors into one folder"

@@ -120,6 +120,22 @@ def test_training_from_scratch_has_no_layer_decay(
     assert load_with_data("photos", overrides).config.optimizer.layer_decay == decay
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_noted"),
+    [
+        ([], False),
+        (["model.checkpoint=a.pth"], False),
+        (["model.pretrained=false"], True),
+        (["model.pretrained=false", "lr=0.001"], False),
+    ],
+)
+def test_training_from_scratch_with_the_rate_for_published_weights_is_noted(
+    photos: Path, overrides: list[str], is_noted: bool
+) -> None:
+    notes = load_with_data("photos", overrides).notes
+    assert any("lr=0.01" in note for note in notes) == is_noted
+
+
 def test_archive_and_list_are_data(photos: Path) -> None:
     files = sorted(photos.rglob("*.jpg"))
     with zipfile.ZipFile("photos.zip", "w") as archive:

@@ -88,6 +88,7 @@ def test_pretrained_without_network_is_a_resource_error(
     assert (
         file in message
         and "model.pretrained=false model.checkpoint=FILE" in message
+        and "optimizer.lr=" in message
         and len(message.splitlines()) <= 3
     )
 
