@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+import huggingface_hub
 import timm
 import torch
 import torchvision
@@ -58,10 +59,10 @@ def build_model(config: ModelConfig, num_classes: int, channels: int = 3) -> nn.
     malformed name on the Hub, UserError where the user's factory does not return a module.
     """
     if config.pretrained:
-        # Printed at once: without a network, the library tries again for most of a minute.
+        # Printed at once: no setting of huggingface_hub shortens its retries.
         print(
             f"Loading the published weights of {config.name!r}, from the network if they are not "
-            "cached.",
+            "cached. Without a network, the error comes after up to a minute.",
             flush=True,
         )
     is_hub = config.name.startswith(HUB)
@@ -211,6 +212,7 @@ def _download_error(config: ModelConfig, error: Exception) -> ResourceError:
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     name = config.name
+    source = huggingface_hub.constants.ENDPOINT
     arguments = "model.pretrained=false model.checkpoint=FILE"
     from_scratch = (
         "\nOr start from random weights with model.pretrained=false, which takes many more images "
@@ -221,15 +223,15 @@ def _download_error(config: ModelConfig, error: Exception) -> ResourceError:
         arguments = f"model.name={FOLDER}FOLDER"
         from_scratch = ""  # the Hub has the description of the model, too
     elif name.startswith(TORCHVISION):
-        files = _torchvision_weights(config).url
+        files = source = _torchvision_weights(config).url
     else:
         cfg = timm.models.get_pretrained_cfg(name)
         hub_id = getattr(cfg, "hf_hub_id", None)
         files = f"model.safetensors of {hub_id} from the Hugging Face Hub"
         if not hub_id:
-            files = str(getattr(cfg, "url", None))
+            files = source = str(getattr(cfg, "url", None))
     return ResourceError(
-        f"Can't download the model or weights of {name!r}: {first_line(error)}",
+        f"Can't download the model or weights of {name!r} from {source}: {first_line(error)}",
         f"Download {files} on another machine, and start with {arguments}.{from_scratch}",
     )
 

@@ -69,14 +69,14 @@ def test_build_passes_kwargs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "file"),
+    ("name", "file", "host"),
     [
-        ("resnet18.a1_in1k", "timm/resnet18.a1_in1k"),
-        ("torchvision:resnet18", "resnet18-f37072fd.pth"),
+        ("resnet18.a1_in1k", "timm/resnet18.a1_in1k", huggingface_hub.constants.ENDPOINT),
+        ("torchvision:resnet18", "resnet18-f37072fd.pth", "download.pytorch.org"),
     ],
 )
 def test_pretrained_without_network_is_a_resource_error(
-    name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, file: str, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # nothing listens there: torch.hub fails at once
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
@@ -85,6 +85,7 @@ def test_pretrained_without_network_is_a_resource_error(
     with pytest.raises(ResourceError) as caught:
         build_model(ModelConfig(name, pretrained=True), 5)
     message = str(caught.value)
+    assert host in caught.value.problem
     assert (
         file in message
         and "model.pretrained=false model.checkpoint=FILE" in message
@@ -107,6 +108,7 @@ def test_retries_of_a_download_are_not_reported(
         build_model(ModelConfig("resnet18.a1_in1k", pretrained=True), 5)
     out, err = capfd.readouterr()
     assert err == "" and "resnet18.a1_in1k" in out  # named before the download
+    assert "a minute" in out
 
 
 def test_pretrained_torchvision_with_other_classes_replaces_the_head(
