@@ -55,6 +55,12 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {key: value for key, value in state.items() if key not in tensors}
 
 
+def group_members(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of the parameters of each group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
 def load_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -72,7 +78,7 @@ def load_optimizer(
     """
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
-    here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    here = group_members(model, optimizer)
     there = [group["members"] for group in values["groups"]]
     if here != there:
         raise CheckpointError(

@@ -1,5 +1,6 @@
 """The state of a run: what a checkpoint contains of it, and how a run resumes from a checkpoint."""
 
+import shlex
 import shutil
 from collections.abc import Collection
 from contextlib import suppress
@@ -21,6 +22,7 @@ from imagenet_cls.checkpoint.format import (
 )
 from imagenet_cls.checkpoint.optimizer_state import (
     copy_to_host,
+    group_members,
     load_optimizer,
     optimizer_to_tensors,
 )
@@ -40,7 +42,7 @@ from imagenet_cls.optim.build import layer_with_gradients, optimizer_of_layer, s
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.reporter import Reporter
-from imagenet_cls.text import format_value
+from imagenet_cls.text import command_line, format_value
 from imagenet_cls.versions import library_versions
 
 # A run can't resume if one of these changed.
@@ -228,10 +230,11 @@ def check_checkpoint(
     """Check that a run can resume from a checkpoint: see `check_resumable`; also that its weights
     and optimizer state fit. Returns messages. Raises CheckpointError.
     """
-    # Another model changes many keys. The error that names the model helps more.
-    if snapshot.state["config"]["model"]["name"] != parts.config.model.name:
-        check_same_model(parts.model, snapshot.model, snapshot.path)
-    messages = check_resumable(snapshot.state, parts, allowed, snapshot.path)
+    groups = [group["members"] for group in snapshot.optimizer_values["groups"]]
+    fits = groups == group_members(parts.model, parts.optimizer) and not state_dict_mismatch(
+        parts.model.state_dict(), snapshot.model
+    )
+    messages = check_resumable(snapshot.state, parts, allowed, snapshot.path, fits)
     check_same_model(parts.model, snapshot.model, snapshot.path)
     check_optimizer_state(snapshot, parts.config.optimizer, parts.context.device)
     return messages
@@ -242,19 +245,24 @@ def check_same_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | 
     if mismatch := state_dict_mismatch(model.state_dict(), tensors):
         raise CheckpointError(
             f"{path}: the checkpoint's model is not the one that this config builds: {mismatch}",
-            "A run can't resume with another model: use the config of the checkpoint's run, or "
-            "start a new run.",
+            "A run can't resume with another model. Resume with the config of the run: "
+            f"{resume_command(path)}",
         )
 
 
 def check_resumable(
-    state: dict[str, Any], parts: TrainingParts, allowed: Collection[str], path: Path | None = None
+    state: dict[str, Any],
+    parts: TrainingParts,
+    allowed: Collection[str],
+    path: Path | None = None,
+    fits: bool = True,
 ) -> list[str]:
     """Compare a checkpoint's `state.json` with this run; returns a line for each difference that is
     no error.
 
     allowed: dotted keys, or whole sections, of the recipe that may have changed. path: the path of
-    the checkpoint, for messages. Raises CheckpointError.
+    the checkpoint, for messages. fits: whether its weights and optimizer state can be loaded into
+    this run, so that changes can be allowed. Raises CheckpointError.
     """
     if "averaged" in state:
         raise CheckpointError(
@@ -270,10 +278,12 @@ def check_resumable(
     for name in conditions_before.keys() & conditions_now.keys():
         before[name] = conditions_before[name]
         now[name] = conditions_now[name]
-    names = sorted({*before, *now} - {*ineffective_keys(stored), *ineffective_keys(parts.config)})
+    names = {*before, *now} - {*ineffective_keys(stored), *ineffective_keys(parts.config)}
+    # The defaults of other keys may depend on those of the model.
+    ordered = sorted(names, key=lambda name: (not name.startswith("model."), name))
     changed = {
         name: f"{name}: {format_value(before.get(name))} -> {format_value(now.get(name))}"
-        for name in names
+        for name in ordered
         if before.get(name) != now.get(name)
     }
     forbidden = [line for name, line in changed.items() if name in _MUST_NOT_CHANGE]
@@ -289,14 +299,17 @@ def check_resumable(
         may_change -= {"eval.every_epochs"}
     not_allowed = [name for name in changed if not _includes([*may_change, *allowed], name)]
     if not_allowed:
-        shown = not_allowed[:_MAX_LISTED]
-        others = len(not_allowed) - len(shown)
+        listed = [name for name in changed if name.startswith("model.") or name in not_allowed]
+        shown = listed[:_MAX_LISTED]
+        others = len(listed) - len(shown)
         more = f" and {others} more" if others else ""
         differences = "; ".join(changed[name] for name in shown)
-        flags = " ".join(f"--allow-change {name}" for name in shown)
+        remedy = f"Resume with the config of the run: {resume_command(path)}"
+        if fits:
+            flags = " ".join(f"--allow-change {name}" for name in shown if name in not_allowed)
+            remedy += f"\nOr allow the change: {flags}"
         raise CheckpointError(
-            f"The config differs from the checkpoint's: {differences}{more}.",
-            f"Restore it, or allow the change: {flags}",
+            f"The config differs from the checkpoint's: {differences}{more}.", remedy
         )
     lines = [f"changed since the checkpoint: {line}" for line in changed.values()]
     if any(_includes(_AFFECTS_ROUNDING, name) for name in changed):
@@ -305,6 +318,19 @@ def check_resumable(
             "bitwise identical"
         )
     return lines
+
+
+def resume_command(checkpoint: Path | None) -> str:
+    """The command that resumes the run of a checkpoint with the config of that run. `RUN` stands
+    for an unknown run folder.
+    """
+    run = Path("RUN")
+    if checkpoint is not None and (checkpoint.parent.parent / "config.yaml").exists():
+        run = checkpoint.parent.parent
+    words = [str(run / "config.yaml")]
+    if run.parent != Path("work_dirs"):  # the default folder of a config of that name
+        words += ["--work-dir", str(run)]
+    return f"{command_line('train')} {shlex.join(words)} --resume"
 
 
 def compare_with_existing_run(parts: TrainingParts, folder: RunFolder) -> str:

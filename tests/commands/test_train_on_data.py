@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -204,6 +205,23 @@ def test_folder_is_trained_into_a_run_folder_of_its_name(photos: Path) -> None:
     assert "class folders, 3 classes (a, b, c), 20% held out" in out
     assert "seed=1 has no effect" in out
     assert Path("work_dirs/photos/checkpoints").is_dir()
+
+
+def test_resume_without_the_keys_of_the_run_names_them_and_the_command_that_works(
+    call: Callable[..., tuple[int, str, str]], photos: Path
+) -> None:
+    words = ["photos", "size=32", "epochs=1", "data.num_workers=0", "log.tensorboard=false"]
+    succeeds(train_command, *words, "model=test_resnet", "model.pretrained=false")
+    for model, changed in (
+        ("test_resnet", "model.pretrained: false -> true"),
+        ("resnet18", "model.name: 'test_resnet' -> 'resnet18'"),
+    ):
+        code, _, err = call(train_command, *words, f"model={model}", "--resume")
+        assert code == 4
+        assert changed in err and "--allow-change" not in err  # which could not load the state
+    resume = shlex.split(err.partition("tools/train.py ")[2])
+    assert resume == ["work_dirs/photos/config.yaml", "--resume"]
+    assert "resumed from" in succeeds(train_command, *resume)
 
 
 def test_mistyped_folder_is_named(

@@ -158,7 +158,7 @@ def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (3, {"train.global_batch_size": 5000}, ["--overwrite"], "1438"),
         (4, {}, ["--overwrite", "--resume-from", "nowhere"], "nowhere"),
         (4, {"model.checkpoint": "nowhere.pth"}, ["--overwrite"], "nowhere.pth"),
-        (4, {"model.name": "helpers:noisy"}, ["--resume"], "another model"),
+        (4, {"model.name": "helpers:noisy"}, ["--resume"], "model.name: "),
     ],
 )
 def test_run_that_cannot_begin_leaves_its_folder_unchanged(
