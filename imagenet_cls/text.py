@@ -8,13 +8,13 @@ from typing import Any
 
 def command_line(name: str) -> str:
     """How a user calls a command, for messages: `imagenet-cls train`, or `python tools/train.py` in
-    a clone.
+    the folder of a clone.
     """
     tool = Path("tools", f"{name.replace('-', '_')}.py")
-    has_tool = (Path(__file__).resolve().parents[1] / tool).is_file()
+    in_clone = tool.is_file() and tool.resolve() == Path(__file__).resolve().parents[1] / tool
     return (
         f"python {tool}"
-        if has_tool and Path(sys.argv[0]).stem != "imagenet-cls"
+        if in_clone and Path(sys.argv[0]).stem != "imagenet-cls"
         else f"imagenet-cls {name}"
     )
 

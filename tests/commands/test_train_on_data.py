@@ -184,7 +184,7 @@ def test_dataset_as_a_key_names_the_argument(
 ) -> None:
     code, _, err = call(train_command, "data=photos", "model=resnet18")
     assert code == 2
-    assert "train.py photos" in err and "model" not in err
+    assert "imagenet-cls train photos" in err and "model" not in err
 
 
 @pytest.mark.parametrize("name", ["photos #1", "[a] b", "x: y", "null", "v1.2"])
@@ -219,7 +219,7 @@ def test_resume_without_the_keys_of_the_run_names_them_and_the_command_that_work
         code, _, err = call(train_command, *words, f"model={model}", "--resume")
         assert code == 4
         assert changed in err and "--allow-change" not in err  # which could not load the state
-    resume = shlex.split(err.partition("tools/train.py ")[2])
+    resume = shlex.split(err.partition("imagenet-cls train ")[2])
     assert resume == ["work_dirs/photos/config.yaml", "--resume"]
     assert "resumed from" in succeeds(train_command, *resume)
 
@@ -278,7 +278,9 @@ def test_class_without_validation_images_is_a_warning(photos: Path, single: bool
     assert ("warning: no validation image" in out) == single
 
 
-def test_python_api_trains_evaluates_and_predicts(photos: Path) -> None:
+def test_python_api_trains_evaluates_and_predicts(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     succeeds(train_command, "photos", *ARGUMENTS, "--work-dir", "runs/a")
     run = imagenet_cls.train(
         "photos",
@@ -289,6 +291,7 @@ def test_python_api_trains_evaluates_and_predicts(photos: Path) -> None:
         resume=True,
         allow_change=["train.epochs"],
     )
+    assert "imagenet-cls test runs/a " in capsys.readouterr().out  # there is no folder `tools` here
     assert run.folder == Path("runs/a")
     assert {record["epoch"] for record in run.metrics if record["kind"] == "eval"} == {0, 1}
     assert run.best["top1_pct"] == max(
