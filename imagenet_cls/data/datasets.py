@@ -237,7 +237,10 @@ def files_source(
     argument = shlex.quote(str(root)) if index.byte_ranges is None else "CONFIG"
     bad_images = (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
     override = f"data.exclude={shlex.quote(str(bad_images))}"
-    advice = f"{command_line('verify-data')} {argument}, then {override}"
+    advice = (
+        f"{command_line('verify-data')} {argument}, then {override} (a training that has begun "
+        "also needs --resume; in Python: resume=True)"
+    )
     return FolderSource(index, advice, config.decode, config.exif, left_out), note
 
 

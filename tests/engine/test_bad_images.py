@@ -90,6 +90,18 @@ def test_excluded_image_gives_the_bits_of_a_run_without_the_file(
     assert len(losses(tmp_path / "deleted")) == 8
 
 
+def test_training_that_has_begun_resumes_without_the_bad_image(
+    folder: Path, tmp_path: Path
+) -> None:
+    """It has no checkpoint yet, so it starts from scratch."""
+    changes = {"train__global_batch_size": 4}
+    error = fails(3, train_command, *of_folder(folder, tmp_path / "run", **changes))
+    assert "--resume" in error and losses(tmp_path / "run")
+    fails(3, verify_command, folder)
+    train_here([*of_folder(folder, tmp_path / "run", **changes, **EXCLUDE), "--resume"])
+    assert len(losses(tmp_path / "run")) == 6
+
+
 def test_evaluations_say_how_many_images_are_left_out(folder: Path, tmp_path: Path) -> None:
     """One of 80 training images and one of 20 validation images."""
     bad = sorted((folder / "val" / "7").iterdir())[1]
