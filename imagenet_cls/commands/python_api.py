@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -108,6 +109,9 @@ class TrainedRun:
         """A `Predictor` with the best weights of the run. options: those of `Predictor`."""
         return Predictor(self.folder, **options)
 
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
     def __repr__(self) -> str:
         return f"TrainedRun({str(self.folder)!r})"
 
@@ -167,7 +171,7 @@ def train(
 
 
 def evaluate(
-    weights: str | Path,
+    weights: str | os.PathLike[str],
     data: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     *,
@@ -175,7 +179,7 @@ def evaluate(
     gpus: int | None = None,
     allow_import: Sequence[str] = (),
 ) -> dict[str, dict[str, float]]:
-    """Evaluate a run folder or a checkpoint in a child process.
+    """Evaluate a `TrainedRun`, a run folder or a checkpoint in a child process.
 
     data: a separate test set, see docs/your_data.md; None for the validation images of the run.
     device: as in the config. gpus: ranks to start on this machine. allow_import: as for
@@ -184,7 +188,7 @@ def evaluate(
     Returns the results of the raw weights and of the EMA by name (`raw`, `ema`), such as
     `{"raw": {"top1_pct": 97.2, ...}}`. Raises the errors of the command as a UserError.
     """
-    argv = [str(weights), *_override_arguments(overrides or {})]
+    argv = [os.fspath(weights), *_override_arguments(overrides or {})]
     if device is not None:
         argv.append(f"device={device}")
     for name in allow_import:

@@ -74,7 +74,7 @@ class Predictor:
 
     def __init__(
         self,
-        checkpoint: str | Path,
+        checkpoint: str | os.PathLike[str],
         device: str = "auto",
         weights: str | None = None,
         allow_import: Collection[str] = (),
@@ -326,7 +326,7 @@ class OnnxPredictor(Predictor):
 
 
 def load_model(
-    checkpoint: str | Path,
+    checkpoint: str | os.PathLike[str],
     device: str = "auto",
     weights: str | None = None,
     allow_import: Collection[str] = (),

@@ -301,15 +301,13 @@ def test_python_api_trains_evaluates_and_predicts(
     assert len(figure.axes) == 3
     assert figure._repr_png_().startswith(b"\x89PNG")  # in a notebook
     image = photos / "a" / "1.jpg"
-    predictor = run.predictor(allow_import=["helpers:plain"])
+    predictor = imagenet_cls.Predictor(run, allow_import=["helpers:plain"])
     row = predictor(image)
     assert isinstance(row, dict) and row["image"] == str(image)
     assert [row["image"] for row in predictor([image, Image.open(image)])] == [str(image), 1]
     assert len(predictor(photos)) == 30
     assert len(predictor("photos/a/*.jpg")) == 10
-    results = imagenet_cls.evaluate(
-        run.folder, data=photos, device="cpu", allow_import=["helpers:plain"]
-    )
+    results = imagenet_cls.evaluate(run, data=photos, device="cpu", allow_import=["helpers:plain"])
     assert results["raw"]["images"] == 30
     with pytest.raises(UserError, match="already holds a run"):
         imagenet_cls.train("photos", SMALL, epochs=2, work_dir="runs/a")
