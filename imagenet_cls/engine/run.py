@@ -90,7 +90,7 @@ class Run:
             raise Stopped(
                 f"Stopped by {name} after step {step} of {self.parts.plan.total_steps}, saved in "
                 f"{checkpoint_path(self.saver.checkpoints, step)}",
-                f"Resume with the same command and --resume{instead}.",
+                f"Resume with the same command and --resume{instead} (in Python: resume=True).",
                 request.signal_number,
             ) from None
         finally:

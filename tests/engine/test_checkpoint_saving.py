@@ -152,7 +152,8 @@ def test_lost_rank_in_the_broadcast_is_no_error_of_the_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("options", "advice"), [([], r"--resume\."), (["--overwrite"], "--resume in place of --over")]
+    ("options", "advice"),
+    [([], r"--resume \(.*resume=True"), (["--overwrite"], "--resume in place of --over")],
 )
 def test_stopped_run_says_how_to_resume(
     digits: Path, tmp_path: Path, options: list[str], advice: str
