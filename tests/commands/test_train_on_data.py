@@ -25,7 +25,9 @@ from imagenet_cls.commands.own_data import (
     load_with_data,
 )
 from imagenet_cls.commands.plot_schedule import plot_schedule_command
+from imagenet_cls.commands.print_config import print_config_command
 from imagenet_cls.commands.train import train_command
+from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ConfigError, DataError, UsageError, UserError
 from imagenet_cls.inference.predictor import find_images
 
@@ -246,6 +248,10 @@ def test_data_takes_the_place_of_a_config_in_other_commands(call: Callable, phot
     code, out, _ = call(plot_schedule_command, "photos", "epochs=3", "--out", "schedule.png")
     assert code == 0
     assert "3 epochs" in out and Path("schedule.png").exists()
+    code, out, _ = call(print_config_command, "photos", "epochs=3")
+    assert code == 0
+    Path("printed.yaml").write_text(out)
+    assert load_config("printed.yaml").config == load_with_data("photos", ["epochs=3"]).config
 
 
 def test_path_without_images_is_named(photos: Path) -> None:
