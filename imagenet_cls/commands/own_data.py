@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from imagenet_cls.config.keys import ALIASES, sections, value_types
 from imagenet_cls.config.layers import CONFIGS, shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.data.archives import find_archives, is_archive, part_folders
 from imagenet_cls.data.index import list_folder
-from imagenet_cls.errors import UsageError
-from imagenet_cls.text import count_of, join_names
+from imagenet_cls.errors import ConfigError, UsageError
+from imagenet_cls.lookup import nearest
+from imagenet_cls.text import count_of, join_names, shorten
 
 if TYPE_CHECKING:
     from imagenet_cls.data.datasets import DataSets
@@ -74,6 +76,7 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     has_checkpoint = any(
         key_of(text) == "model.checkpoint" and text != "model.checkpoint=null" for text in overrides
     )
+    check_short_keys(overrides)
     overrides = expand_short_keys(overrides, pretrained=not has_checkpoint)
     derived = data_overrides(path)
     if has_checkpoint:  # replaces the published weights of the config
@@ -105,6 +108,18 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     full = path.resolve()
     name = full.name if full.is_dir() else full.stem
     return replace(loaded, name=name, notes=[*notes, *loaded.notes])
+
+
+def check_short_keys(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for an unknown key that is similar to a short one."""
+    for override in overrides:
+        key = key_of(override)
+        similar = nearest(key, SHORT_KEYS)
+        if "." in key or key in {*SHORT_KEYS, *sections(), *value_types()} or not similar:
+            continue
+        short = similar[0]
+        if ALIASES.get(key, SHORT_KEYS[short][0]) in SHORT_KEYS[short]:  # no name of another key
+            raise ConfigError([f"{shorten(override, 100)}: unknown key; did you mean {short!r}?"])
 
 
 def expand_short_keys(overrides: Sequence[str], pretrained: bool) -> list[str]:

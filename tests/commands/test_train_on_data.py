@@ -169,6 +169,20 @@ def test_error_for_an_unknown_key_names_the_short_keys(photos: Path) -> None:
     assert set(SHORT_KEYS) <= set(re.findall(r"\w+", str(raised.value)))
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("sise=64", "size"),
+        ("epoch=1", "epochs"),
+        ("modle=resnet18", "model"),
+        ("model_ema=0.9", "ema.decay"),
+    ],
+)
+def test_typo_of_a_short_key_suggests_it(photos: Path, override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{key}'"):
+        load_with_data("photos", [override])
+
+
 def test_option_of_another_project_beside_a_dataset_names_the_short_key(
     call: Callable[..., tuple[int, str, str]], photos: Path
 ) -> None:
