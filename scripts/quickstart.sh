@@ -40,6 +40,7 @@ The run folder is $root/$run:
 Look at the curves:   .venv/bin/tensorboard --logdir work_dirs
 A page of its errors: .venv/bin/python tools/test.py $run --report reports/quickstart
 A page of the run:    .venv/bin/python tools/report.py $run
+Your own photos:      .venv/bin/python tools/train.py photos    # class folders: photos/CLASS/*.jpg
 Your own ImageNet:    .venv/bin/python tools/train.py configs/resnet50.yaml data.root=/path/to/imagenet
 On several GPUs:      bash scripts/dist_train.sh configs/resnet50.yaml 8 data.root=/path/to/imagenet
 TEXT

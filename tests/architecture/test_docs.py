@@ -221,6 +221,18 @@ def test_page_of_the_python_api_names_every_argument_and_name() -> None:
     assert named == list(signature(imagenet_cls.train).parameters)
 
 
+def test_page_of_the_python_api_names_what_opens_the_notebook() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    (notebook,) = re.findall(r"jupyter lab (\S+\.ipynb)", page)
+    assert (ROOT / notebook).is_file() and "pip install jupyterlab" in page
+
+
+def test_quickstart_suggests_own_images_before_imagenet() -> None:
+    end = (ROOT / "scripts" / "quickstart.sh").read_text().partition("cat <<TEXT\n")[2]
+    suggested = re.findall(r"tools/train\.py (\S+)", end)
+    assert suggested == ["photos", "configs/resnet50.yaml"]
+
+
 def test_short_keys_are_those_of_the_page() -> None:
     page = (ROOT / "docs" / "your_data.md").read_text().partition("### Short keys\n")[2]
     rows = re.findall(r"^\| `(\w+)=\w+` \| `([^`]+)`", page, re.M)
