@@ -7,11 +7,22 @@ from typing import Any
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.commands import cli
 from imagenet_cls.config.compare import differing_values
-from imagenet_cls.config.load import load_config
+from imagenet_cls.config.load import load_config, values_by_key
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import UsageError, UserError
 from imagenet_cls.files import explain_write_errors, write_output
 from imagenet_cls.text import first_line
+
+# The settings of a single run that the page shows in a table.
+_MAIN_KEYS = (
+    "model.name",
+    "data.name",
+    "data.root",
+    "train.epochs",
+    "train.global_batch_size",
+    "optimizer.lr",
+    "augment.size_px",
+)
 
 
 def report_command(argv: Sequence[str]) -> None:
@@ -67,17 +78,20 @@ def write_page(
     settings: tuple[Sequence[tuple[str, str]], Sequence[Sequence[Any]]] | None = None,
 ) -> None:
     """Write the page of run folders. settings: columns and rows of a table above the runs, see
-    `table` in templates/macros.html. Raises a UserError.
+    `table` in templates/macros.html; None for `_MAIN_KEYS` of a single run. Raises a UserError.
     """
     from imagenet_cls.report.render import PLOTLY_FILE, check_packages, plotly_script
     from imagenet_cls.report.runs import read_run, run_names, runs_page
 
     check_packages()
     configs: dict[Path, Config] = {}
+    texts: dict[Path, str] = {}
     notes = []
     for run in runs:
+        file = run / "config.yaml"
         try:
-            configs[run] = load_config(run / "config.yaml").config
+            configs[run] = load_config(file).config
+            texts[run] = file.read_text("utf-8")
         except UserError as error:
             notes.append(
                 f"{run}: its config can't be read and is not compared: {first_line(error)}"
@@ -86,12 +100,18 @@ def write_page(
     for key, values in differing_values(list(configs.values())).items():
         by_run = dict(zip(configs, values, strict=True))
         differences[key] = [by_run.get(run) for run in runs]
+    if len(runs) == 1 and configs and settings is None:
+        by_key = values_by_key(configs[runs[0]])
+        settings = [(key, "") for key in _MAIN_KEYS], [[by_key[key] for key in _MAIN_KEYS]]
     batches = [configs[run].train.global_batch_size if run in configs else None for run in runs]
     records = []
     for run, name in zip(runs, run_names(runs), strict=True):
         checkpoints = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
         records.append(read_run(run, name, checkpoints))
-    page = runs_page(records, batches, differences, notes, out.parent, link_js, settings)
+    config_texts = [texts.get(run) for run in runs]
+    page = runs_page(
+        records, batches, config_texts, differences, notes, out.parent, link_js, settings
+    )
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
     if link_js:

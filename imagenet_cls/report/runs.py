@@ -17,7 +17,7 @@ from imagenet_cls.files import is_locked
 from imagenet_cls.report.figures import curve_figures
 from imagenet_cls.report.jsonl import Record, read_metrics, user_metrics
 from imagenet_cls.report.render import DURATION, render
-from imagenet_cls.text import utf8_text
+from imagenet_cls.text import command_line, utf8_text
 
 _MAX_COLUMNS = 6  # differing keys that are columns of the table of runs
 
@@ -161,6 +161,7 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
 def runs_page(
     runs: Sequence[RunRecords],
     global_batches: Sequence[int | None],
+    config_texts: Sequence[str | None],
     differences: Mapping[str, Sequence[str | None]],
     notes: Sequence[str],
     folder: Path,
@@ -169,10 +170,11 @@ def runs_page(
 ) -> bytes:
     """The page of the runs. Raises CheckpointError for records with missing values.
 
-    global_batches: the global batch sizes of each run, None if unknown. differences: values of the
+    global_batches: the global batch size of each run, None if unknown. config_texts: the content of
+    config.yaml of each run, None if it can't be read. differences: values of the
     configs by key, in the order of the runs. notes: to be said first. folder: the folder of the
     page, from which the links to checkpoints lead. link_js: see `render`. settings: columns and
-    rows of the table of settings of a sweep.
+    rows of the table of settings of a sweep or of a single run.
     """
     statistics = []
     for run, global_batch in zip(runs, global_batches, strict=True):
@@ -191,6 +193,8 @@ def runs_page(
         notes=notes,
         settings=settings,
         runs=runs,
+        config_texts=config_texts,
+        test_command=command_line("test"),
         statistics=statistics,
         states=states,
         num_states=Counter(re.split("[:,]", state)[0] for state in states),

@@ -1,5 +1,6 @@
 """`report.py`: one page about runs that are finished, interrupted or new; wrong folders."""
 
+import html
 import json
 import os
 import re
@@ -42,6 +43,10 @@ def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def cells(page: str) -> list[str]:
     return re.findall(r"<td[^>]*>(.*?)</td>", page)
+
+
+def configs_of(page: str) -> list[str]:
+    return re.findall(r"<pre>\n(.*?)</pre>", page, re.DOTALL)
 
 
 def figures(page: str) -> list[dict[str, Any]]:
@@ -157,7 +162,8 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(
     best = max(results, key=lambda record: record["top1_pct"])
     waits = [record["data_wait_pct"] for record in train if "data_wait_pct" in record]
     found = cells((tmp_path / "page.html").read_text())
-    assert found[:12] == [
+    first = found.index("done, 22 steps") - 1
+    assert found[first : first + 12] == [
         f"{best['top1_pct']:.2f}",
         "done, 22 steps",
         str(best["step"]),
@@ -189,6 +195,24 @@ def test_median_of_two_runs_is_their_mean(tmp_path: Path, call: Callable) -> Non
     runs = [tmp_path / "60.0", tmp_path / "61.5"]
     assert call(report_command, *runs, "--out", tmp_path / "page.html")[0] == 0
     assert "<strong>60.75</strong>" in (tmp_path / "page.html").read_text()
+
+
+def test_page_has_the_config_of_each_run(run: Path, tmp_path: Path) -> None:
+    config = (run / "config.yaml").read_text()
+    succeeds(report_command, run, "--out", tmp_path / "one.html")
+    one = (tmp_path / "one.html").read_text()
+    assert [html.unescape(text) for text in configs_of(one)] == [config]
+    assert ">model.name</button></th>" in one and "helpers:plain" in cells(one)
+    assert "test.py RUN --report DIR" in one
+
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    (other / "config.yaml").write_text(config + "# </pre>\n")
+    invalid = Path(shutil.copytree(run, tmp_path / "invalid"))
+    (invalid / "config.yaml").write_text("unknown: 1\n")
+    succeeds(report_command, invalid, run, other, "--out", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert [html.unescape(text) for text in configs_of(page)] == [config, config + "# </pre>\n"]
+    assert ">model.name</button></th>" not in page
 
 
 def test_run_that_continues_another_and_has_a_metric_named_like_a_column(
