@@ -25,9 +25,9 @@ _MAX_COLUMNS = 6  # differing keys that are columns of the table of runs
 _RESULTS = (
     ("at step", "best_step", ",d"),
     ("weights", "best_weights", ""),
-    ("last top-1 %", "last_top1_pct", ".2f"),
-    ("last balanced %", "last_balanced_pct", ".2f"),
-    ("last loss", "last_loss", ".4f"),
+    ("last validation top-1 %", "last_top1_pct", ".2f"),
+    ("last validation balanced %", "last_balanced_pct", ".2f"),
+    ("last training loss", "last_loss", ".4f"),
     ("time", "hours", DURATION),
     ("img/s", "images_per_sec", ",.0f"),
     ("waiting %", "data_wait_pct", ".1f"),

@@ -235,7 +235,17 @@ def test_run_that_continues_another_and_has_a_metric_named_like_a_column(
     )
     assert call(report_command, tmp_path, "--out", tmp_path / "page.html")[0] == 0
     page = (tmp_path / "page.html").read_text()
-    assert page.count(">last top-1 %</button></th>") == 2 and "0.2500" in cells(page)
+    assert page.count(">last validation top-1 %</button></th>") == 2 and "0.2500" in cells(page)
+
+
+def test_columns_name_training_or_validation(run: Path, tmp_path: Path) -> None:
+    succeeds(report_command, run, "--out", tmp_path / "page.html")
+    titles = re.findall(
+        r"<th[^>]*><button[^>]*>(.*?)</button>", (tmp_path / "page.html").read_text()
+    )
+    results = [title for title in titles if re.match("best|last", title)]
+    assert len(results) == 5 and "last validation mean_target" in results
+    assert all(re.search("training|validation", title) for title in results)
 
 
 def test_last_result_is_of_the_weights_with_the_best_one(tmp_path: Path) -> None:

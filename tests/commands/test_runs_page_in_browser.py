@@ -103,7 +103,7 @@ def test_table_of_runs_is_sorted_and_filtered(browser: Browser, run: Path, tmp_p
     numbers = "[...document.querySelectorAll('tr[data-run]')].map((row) => row.dataset.run)"
     column = "(title) => [...document.querySelectorAll('.runs thead th')].find((th) => "
     column += "th.textContent === title)"
-    for title in ("best top-1 %", "time", "optimizer.lr", "run"):
+    for title in ("best validation top-1 %", "time", "optimizer.lr", "run"):
         orders = []
         for _ in range(2):
             browser.evaluate(f"({column})({json.dumps(title)}).click()")
