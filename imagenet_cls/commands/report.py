@@ -26,7 +26,9 @@ _MAIN_KEYS = (
 
 
 def report_command(argv: Sequence[str]) -> None:
-    """Write the page. Raises UsageError for a folder without a run, CheckpointError for an invalid
+    """Write the page. Of several paths, those that are no run folders are left out.
+
+    Raises UsageError if a path is missing or none is a run folder, CheckpointError for an invalid
     file of a run.
     """
     parser = cli.build_parser(
@@ -48,9 +50,20 @@ def report_command(argv: Sequence[str]) -> None:
     )
     cli.add_link_js(parser)
     arguments = cli.parse(parser, argv)
-    runs = list(dict.fromkeys(arguments.runs))
-    for run in runs:
-        check_run_folder(run)
+    paths = list(dict.fromkeys(arguments.runs))
+    runs = []
+    for path in paths:
+        try:
+            check_run_folder(path)
+            runs.append(path)
+        except UsageError as error:
+            # work_dirs/* may have other files. A path without permission or that is missing is an
+            # error.
+            if len(paths) == 1 or error.__cause__ or not path.exists():
+                raise
+            print(f"left out {error.problem}")
+    if not runs:
+        raise UsageError("None of the paths is a run folder.", "Give a folder like work_dirs/demo.")
     folder = runs[0] if len(runs) == 1 else Path()
     out = arguments.out or folder / "report.html"
     if out.suffix.lower() != ".html" or out.is_dir():

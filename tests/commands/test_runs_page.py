@@ -371,10 +371,24 @@ def test_points_of_a_figure_are_exact_or_say_what_they_are_the_mean_of() -> None
     assert [curve["run"] for curve in lr["curves"]] == [0, 1]
 
 
+def test_other_files_and_folders_among_several_paths_are_left_out(
+    run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "average").mkdir()
+    (tmp_path / "picture.png").touch()
+    others = [tmp_path / "average", tmp_path / "picture.png"]
+    out = succeeds(report_command, others[0], run, others[1], "--out", tmp_path / "page.html")
+    assert all(f"left out {path}: " in out for path in others)
+    assert (tmp_path / "page.html").read_text().count("<tr data-run") == 1
+
+
 def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path) -> None:
-    for wrong in (tmp_path, tmp_path / "missing", run / "config.yaml"):
-        err = fails(2, report_command, run, wrong)
+    missing = tmp_path / "missing"
+    for wrong in (tmp_path, run / "config.yaml"):
+        err = fails(2, report_command, wrong)
         assert str(wrong) in err
+    fails(2, report_command, tmp_path, run / "config.yaml")
+    assert str(missing) in fails(2, report_command, run, missing)
     err = fails(2, report_command, run, "--out", run / "config.yaml")
     assert "--out" in err
 
