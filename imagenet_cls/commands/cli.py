@@ -198,13 +198,13 @@ def add_picture_option(parser: argparse.ArgumentParser, kind: str) -> None:
         "--out",
         type=path,
         metavar="FILE.png",
-        help=f"default: work_dirs/<config name>_{kind}.png",
+        help=f"default: reports/<config name>_{kind}.png",
     )
 
 
 def picture_path(arguments: argparse.Namespace, loaded: LoadedConfig, kind: str) -> Path:
     """The file to draw. Raises UsageError for one that is no PNG file."""
-    out = arguments.out or Path(f"work_dirs/{loaded.name}_{kind}.png")
+    out = arguments.out or Path(f"reports/{loaded.name}_{kind}.png")
     if out.suffix.lower() != ".png" or out.is_dir():
         raise UsageError(f"--out {out}: the picture is a PNG file.", "Name it *.png.")
     return out

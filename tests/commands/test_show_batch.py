@@ -33,6 +33,14 @@ def test_picture_of_mixed_images(digits: Path, tmp_path: Path) -> None:
     assert np.asarray(Image.open(tmp_path / "batch.png")).std() > 10
 
 
+def test_picture_is_not_among_the_run_folders(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    succeeds(show_batch.show_batch_command, *without_work_dir(arguments(digits, tmp_path)))
+    assert [path.parent.name for path in tmp_path.glob("**/*.png")] == ["reports"]
+
+
 def test_images_are_those_of_the_epoch(digits: Path, tmp_path: Path, drawn: dict[str, Any]) -> None:
     words = without_work_dir(arguments(digits, tmp_path))
 
