@@ -110,7 +110,8 @@ def train_parser() -> argparse.ArgumentParser:
 
 
 def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
-    """Load and check the config, without importing torch. A data set in its place is listed, too.
+    """Load and check the config, without importing torch. Of a dataset in its place the files are
+    listed, and the config follows from them.
 
     Replaces `--resume CKPT` in `arguments`.
     """
@@ -128,8 +129,7 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
                     f"{override}: a dataset is given by its path alone.",
                     f"Write: {command_line('train')} {path}",
                 )
-        if arguments.resume_from is not None and not overrides:
-            # else the embedded demo, which does not fit
+        if arguments.resume_from is not None:
             raise UsageError(
                 f"The checkpoint {arguments.resume_from} is given without a config or dataset.",
                 "Give the config or dataset of its run, too.",

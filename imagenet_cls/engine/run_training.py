@@ -188,7 +188,7 @@ def dry_run(
     plan = parts.plan
     with closing(parts.train_loader), open_reporter(loaded, parts, None, progress) as reporter:
         if context.is_main and not options.resume and folder.holds_run():
-            messages.append(compare_with_existing_run(parts, folder))
+            messages.append(compare_with_existing_run(parts, folder, options.allow_change))
         for message in messages:
             reporter.message(message)
         set_training(parts.model, parts.config.model)

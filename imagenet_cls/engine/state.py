@@ -333,7 +333,9 @@ def resume_command(checkpoint: Path | None) -> str:
     return f"{command_line('train')} {shlex.join(words)} --resume"
 
 
-def compare_with_existing_run(parts: TrainingParts, folder: RunFolder) -> str:
+def compare_with_existing_run(
+    parts: TrainingParts, folder: RunFolder, allow_change: Collection[str]
+) -> str:
     """What `--resume` would say about the run in the folder. For a dry run, on rank 0."""
     state = None
     with suppress(CheckpointError):
@@ -342,7 +344,7 @@ def compare_with_existing_run(parts: TrainingParts, folder: RunFolder) -> str:
         return f"{folder.path} already holds a run, which has no checkpoint yet"
     step = state["progress"]["step"]
     try:
-        lines = check_resumable(state, parts, ())
+        lines = check_resumable(state, parts, allow_change)
     except CheckpointError as error:
         lines = [f"--resume would be an error: {error.problem}"]
     lines = lines or ["nothing that --resume compares has changed"]

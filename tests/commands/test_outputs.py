@@ -416,7 +416,9 @@ def test_dry_run_beside_a_run_says_what_resume_would_compare(digits: Path, tmp_p
     assert "already holds a run, saved up to step 1" in out
     assert "nothing that --resume compares has changed" in out
     out = succeeds(train_command, *words, "seed=7", "--dry-run")
-    assert "seed: 0 -> 7" in out
+    assert "seed: 0 -> 7" in out and "would be an error" in out
+    out = succeeds(train_command, *words, "seed=7", "--dry-run", "--allow-change", "seed")
+    assert "seed: 0 -> 7" in out and "would be an error" not in out
     assert contents(tmp_path) == before
 
 

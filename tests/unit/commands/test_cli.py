@@ -131,6 +131,13 @@ def test_resume_takes_an_optional_checkpoint(
     assert resume or arguments.gpus == 2
 
 
+@pytest.mark.parametrize("overrides", [[], ["seed=1"]])
+def test_checkpoint_without_its_config_is_an_error(call: Callable, overrides: list[str]) -> None:
+    """The default, the config of the demo, is rarely the config of the checkpoint."""
+    code, _, err = call(train_command, "--resume-from", "some/checkpoint", *overrides)
+    assert code == 2 and "some/checkpoint" in err
+
+
 def test_libraries_are_those_of_setup_cfg() -> None:
     """By the names that they are imported by, which are not always those that they are installed
     by.
