@@ -33,14 +33,14 @@ def optimizer_to_tensors(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
     groups = []
+    members = group_members(model, optimizer)
     parameters = {}
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key not in ("params", "names")}
         tensors, others = _split(settings)
         for key, tensor in tensors.items():
             found[f"group{_SEPARATOR}{index}{_SEPARATOR}{key}"] = tensor
-        members = [names[id(parameter)] for parameter in group["params"]]
-        groups.append({"members": members, "values": others})
+        groups.append({"members": members[index], "values": others})
     for parameter, state in base_optimizer(optimizer).state.items():
         name = names[id(parameter)]
         tensors, parameters[name] = _split(state)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from imagenet_cls.checkpoint.folders import list_checkpoints
 from imagenet_cls.checkpoint.format import (
@@ -230,24 +230,19 @@ def check_checkpoint(
     """Check that a run can resume from a checkpoint: see `check_resumable`; also that its weights
     and optimizer state fit. Returns messages. Raises CheckpointError.
     """
-    groups = [group["members"] for group in snapshot.optimizer_values["groups"]]
-    fits = groups == group_members(parts.model, parts.optimizer) and not state_dict_mismatch(
-        parts.model.state_dict(), snapshot.model
-    )
+    mismatch = state_dict_mismatch(parts.model.state_dict(), snapshot.model)
+    fits = not mismatch and group_members(parts.model, parts.optimizer) == [
+        group["members"]
+        for group in snapshot.optimizer_values.get("groups", [])  # an average has none
+    ]
     messages = check_resumable(snapshot.state, parts, allowed, snapshot.path, fits)
-    check_same_model(parts.model, snapshot.model, snapshot.path)
+    if mismatch:
+        raise CheckpointError(
+            f"{snapshot.path}: the model is not the one that this config builds: {mismatch}",
+            "A run can't resume with another model: use the config of its run, or start a new one.",
+        )
     check_optimizer_state(snapshot, parts.config.optimizer, parts.context.device)
     return messages
-
-
-def check_same_model(model: nn.Module, tensors: dict[str, Tensor], path: Path | None) -> None:
-    """Raise CheckpointError unless a checkpoint's weights have the model's names and shapes."""
-    if mismatch := state_dict_mismatch(model.state_dict(), tensors):
-        raise CheckpointError(
-            f"{path}: the checkpoint's model is not the one that this config builds: {mismatch}",
-            "A run can't resume with another model. Resume with the config of the run: "
-            f"{resume_command(path)}",
-        )
 
 
 def check_resumable(
@@ -278,12 +273,10 @@ def check_resumable(
     for name in conditions_before.keys() & conditions_now.keys():
         before[name] = conditions_before[name]
         now[name] = conditions_now[name]
-    names = {*before, *now} - {*ineffective_keys(stored), *ineffective_keys(parts.config)}
-    # The defaults of other keys may depend on those of the model.
-    ordered = sorted(names, key=lambda name: (not name.startswith("model."), name))
+    names = sorted({*before, *now} - {*ineffective_keys(stored), *ineffective_keys(parts.config)})
     changed = {
         name: f"{name}: {format_value(before.get(name))} -> {format_value(now.get(name))}"
-        for name in ordered
+        for name in names
         if before.get(name) != now.get(name)
     }
     forbidden = [line for name, line in changed.items() if name in _MUST_NOT_CHANGE]
@@ -291,22 +284,25 @@ def check_resumable(
         raise CheckpointError(
             "A run can't resume with another optimizer, other training images or other classes: "
             f"{'; '.join(forbidden)}",
-            "Restore them, or start a new run from the checkpoint's weights: "
-            "model.checkpoint=CHECKPOINT.",
+            "Restore them, or start a new run from its weights: model.checkpoint=CHECKPOINT.",
         )
     may_change = keys_without_recipe() | _MAY_CHANGE
     if parts.config.schedule.name == "plateau":  # which depends on when evaluations are made
         may_change -= {"eval.every_epochs"}
     not_allowed = [name for name in changed if not _includes([*may_change, *allowed], name)]
     if not_allowed:
-        listed = [name for name in changed if name.startswith("model.") or name in not_allowed]
-        shown = listed[:_MAX_LISTED]
-        others = len(listed) - len(shown)
-        more = f" and {others} more" if others else ""
-        differences = "; ".join(changed[name] for name in shown)
-        remedy = f"Resume with the config of the run: {resume_command(path)}"
+        # First, since the defaults of other keys depend on them.
+        of_model = [name for name in changed if name.startswith("model.")]
+        listed = list(dict.fromkeys([*of_model, *not_allowed]))
+        more = f" and {len(listed) - _MAX_LISTED} more" if listed[_MAX_LISTED:] else ""
+        differences = "; ".join(changed[name] for name in listed[:_MAX_LISTED])
+        run = shlex.quote(str(path.parent.parent)) if path else "RUN"
+        remedy = (
+            f"Resume with the config of the run: {command_line('train')} {run}/config.yaml "
+            f"--work-dir {run} --resume"
+        )
         if fits:
-            flags = " ".join(f"--allow-change {name}" for name in shown if name in not_allowed)
+            flags = " ".join(f"--allow-change {name}" for name in not_allowed[:_MAX_LISTED])
             remedy += f"\nOr allow the change: {flags}"
         raise CheckpointError(
             f"The config differs from the checkpoint's: {differences}{more}.", remedy
@@ -314,23 +310,9 @@ def check_resumable(
     lines = [f"changed since the checkpoint: {line}" for line in changed.values()]
     if any(_includes(_AFFECTS_ROUNDING, name) for name in changed):
         lines.append(
-            "the samples are the same, but rounding may differ: results may not be "
-            "bitwise identical"
+            "the samples are the same, but rounding may differ: results may not be identical"
         )
     return lines
-
-
-def resume_command(checkpoint: Path | None) -> str:
-    """The command that resumes the run of a checkpoint with the config of that run. `RUN` stands
-    for an unknown run folder.
-    """
-    run = Path("RUN")
-    if checkpoint is not None and (checkpoint.parent.parent / "config.yaml").exists():
-        run = checkpoint.parent.parent
-    words = [str(run / "config.yaml")]
-    if run.parent != Path("work_dirs"):  # the default folder of a config of that name
-        words += ["--work-dir", str(run)]
-    return f"{command_line('train')} {shlex.join(words)} --resume"
 
 
 def compare_with_existing_run(

@@ -236,7 +236,6 @@ def test_resume_without_the_keys_of_the_run_names_them_and_the_command_that_work
         assert code == 4
         assert changed in err and "--allow-change" not in err  # which could not load the state
     resume = shlex.split(err.partition("imagenet-cls train ")[2])
-    assert resume == ["work_dirs/photos/config.yaml", "--resume"]
     assert "resumed from" in succeeds(train_command, *resume)
 
 
