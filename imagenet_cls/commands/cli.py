@@ -310,10 +310,10 @@ def is_override(argument: str) -> bool:
 
 
 def load_one_config(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> LoadedConfig:
-    """The config of a command that takes one, or a data set, and overrides. parser: with a usage,
+    """The config of a command that takes one, or a dataset, and overrides. parser: with a usage,
     for the error without a config.
     """
-    overrides, sources = split_overrides(arguments, ["one config or data set"])
+    overrides, sources = split_overrides(arguments, ["one config or dataset"])
     if not sources:
         raise UsageError("No config given.", f"Usage: {parser.usage}")
     return load_config_or_data(sources[0], overrides)

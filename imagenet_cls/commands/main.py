@@ -10,7 +10,7 @@ from imagenet_cls.lookup import did_you_mean
 # Function and description. The function's module has the name of the command, and is imported when
 # the command runs.
 COMMANDS = {
-    "train": ("train_command", "train on a data set, or from a config"),
+    "train": ("train_command", "train on a dataset, or from a config"),
     "test": ("evaluate_command", "evaluate a checkpoint, foreign weights or published weights"),
     "predict": ("predict_command", "classify images with a checkpoint or an ONNX file"),
     "export": ("export_command", "write a model as ONNX or torch.export"),

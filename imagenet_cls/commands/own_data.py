@@ -1,6 +1,6 @@
-"""Train on a data set that is given in place of a config: `tools/train.py photos`.
+"""Train on a dataset that is given in place of a config: `tools/train.py photos`.
 
-The config is `configs/finetune/own_dataset.yaml` with that data set.
+The config is `configs/finetune/own_dataset.yaml` with that dataset.
 """
 
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from imagenet_cls.data.datasets import DataSets
 
 OWN_DATASET = CONFIGS / "finetune" / "own_dataset.yaml"
-# Keys of the config for the short keys that are allowed beside a data set, and in Python.
+# Keys of the config for the short keys that are allowed beside a dataset, and in Python.
 SHORT_KEYS = {
     "model": ("model.name",),
     "epochs": ("train.epochs",),
@@ -43,7 +43,7 @@ def key_of(override: str) -> str:
 
 
 def is_data(source: str) -> bool:
-    """Whether an argument of `train` is a data set: an existing path that is neither a config nor a
+    """Whether an argument of `train` is a dataset: an existing path that is neither a config nor a
     run folder.
     """
     path = Path(source).expanduser()
@@ -56,7 +56,7 @@ def is_config(source: str) -> bool:
 
 
 def load_config_or_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
-    """The config of a file, or of a training on the data set that is given in its place."""
+    """The config of a file, or of a training on the dataset that is given in its place."""
     if is_data(source):
         return load_with_data(source, overrides)
     loaded = load_config(source, overrides)
@@ -67,7 +67,7 @@ def load_config_or_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
 
 
 def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
-    """The config of a training on a data set. overrides: `key=value`, also with `SHORT_KEYS`.
+    """The config of a training on a dataset. overrides: `key=value`, also with `SHORT_KEYS`.
 
     Lists the images, since the batch size follows from their number. Raises ConfigError, DataError
     or UsageError.
@@ -85,7 +85,7 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     loaded = load_config(OWN_DATASET, [*derived, *overrides])
     if loaded.config.data.name not in ("folder", "list"):
         raise UsageError(
-            f"data.name={loaded.config.data.name} beside {source}: that data set is not a path.",
+            f"data.name={loaded.config.data.name} beside {source}: that dataset is not a path.",
             "Give a config in place of the path, such as configs/finetune/own_dataset.yaml.",
         )
     from imagenet_cls.data.datasets import open_datasets  # imports torch
@@ -185,7 +185,7 @@ def batch_size_for(num_images: int) -> int:
 
 
 def describe_data(source: str, loaded: LoadedConfig, data: "DataSets") -> str:
-    """One line: the form of the data set, its classes, the held-out images, the batch size."""
+    """One line: the form of the dataset, its classes, the held-out images, the batch size."""
     config = loaded.config.data
     form = "class folders"
     if config.name == "list":

@@ -17,7 +17,7 @@ def print_config_command(argv: Sequence[str]) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG",
-        help="a config file, such as configs/resnet50.yaml, or a data set",
+        help="a config file, such as configs/resnet50.yaml, or a dataset",
     )
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="such as optimizer.lr=0.2"

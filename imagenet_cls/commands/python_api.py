@@ -131,7 +131,7 @@ def train(
     overwrite: bool = False,
     allow_change: Sequence[str] = (),
 ) -> TrainedRun:
-    """Train on a data set, or from a config, in a child process. Returns the run.
+    """Train on a dataset, or from a config, in a child process. Returns the run.
 
     source: a folder of class folders, an archive or a list of images; or a config, such as
     `"configs/resnet50.yaml"`; None for the demo. overrides: values by key, such as

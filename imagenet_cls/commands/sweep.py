@@ -101,7 +101,7 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     """Start the runs that are not finished. Returns the names of those that failed."""
     check_is_no_rank()
     out = arguments.out
-    overrides, source = cli.split_overrides(arguments, ["one config or data set"])
+    overrides, source = cli.split_overrides(arguments, ["one config or dataset"])
     is_search = arguments.search is not None
     if is_search and (arguments.folds is not None or arguments.launcher == "slurm"):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""`tools/train.py`: train on a data set, or from a config."""
+"""`tools/train.py`: train on a dataset, or from a config."""
 
 import argparse
 import os
@@ -52,7 +52,7 @@ def train_command(argv: Sequence[str]) -> int:
 def train_parser() -> argparse.ArgumentParser:
     parser = cli.build_parser(
         "train",
-        "Train an image classifier on a data set (class folders, an archive or a list of images), "
+        "Train an image classifier on a dataset (class folders, an archive or a list of images), "
         "or from a config. Without either: the demo, on real handwritten digits. Beside a data "
         "set, these short keys are allowed: model, epochs, size, lr.",
         "[CONFIG | DATA] [key=value ...] [options]",
@@ -116,7 +116,7 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
     Replaces `--resume CKPT` in `arguments`.
     """
     replace_resume_checkpoint(arguments)
-    overrides, sources = cli.split_overrides(arguments, ["one config or data set"])
+    overrides, sources = cli.split_overrides(arguments, ["one config or dataset"])
     if arguments.syncbn:
         overrides.append("parallel.sync_bn=true")
     if arguments.device is not None:

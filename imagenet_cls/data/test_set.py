@@ -51,7 +51,7 @@ def locate_test_set(path: Path, config: DataConfig, list_root: str | None = None
 def open_test_set(
     config: DataConfig, classes: Sequence[str] | None, *, allow_missing: bool = False
 ) -> ImageSource:
-    """The validation part of a `folder` or `list` data set. The training part is not opened.
+    """The validation part of a `folder` or `list` dataset. The training part is not opened.
 
     classes: those of the weights to evaluate, to which the images are matched; None to keep the
     classes of the images. allow_missing: the images need not have all classes. Raises DataError.

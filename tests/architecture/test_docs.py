@@ -146,7 +146,7 @@ def test_options_exist(page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def with_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the data sets that the pages train on in place of a config, and `configs/`."""
+    """A folder with the datasets that the pages train on in place of a config, and `configs/`."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "configs").symlink_to(ROOT / "configs")
     rows = ["image,label"]
@@ -178,7 +178,7 @@ def test_commands_are_valid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The real parser accepts them, and a config of the repository loads with their overrides. A
-    data set in place of a config exists in `with_data`.
+    dataset in place of a config exists in `with_data`.
     """
     monkeypatch.chdir(with_data if words and words[0] in READERS_DATA else ROOT)
     tool = script.removeprefix("tools/").removesuffix(".py")

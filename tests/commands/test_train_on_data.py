@@ -1,4 +1,4 @@
-"""`train` with a data set in place of a config, and the Python API that does the same."""
+"""`train` with a dataset in place of a config, and the Python API that does the same."""
 
 import os
 import re
