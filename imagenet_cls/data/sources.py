@@ -73,12 +73,63 @@ class ImageSource(Protocol):
         return self.digest(), np.arange(len(self))
 
 
+class EncodedSource(ImageSource):
+    """Images that are stored as files, in a folder or elsewhere.
+
+    decode, exif: keys of `data`. targets: int64 (N,).
+    """
+
+    decode: str
+    exif: str
+    targets: np.ndarray
+
+    def __post_init__(self) -> None:
+        self.turbojpeg = find_turbojpeg() if self.decode == "auto" else None
+
+    def read(self, i: int) -> bytes:
+        """The content of the file of image `i`. Raises OSError or DataError (`reason_of`)."""
+        raise NotImplementedError
+
+    def describe(self, i: int) -> str:
+        """Where image `i` is, for a message."""
+        raise NotImplementedError
+
+    def remedy(self, i: int) -> str:
+        """What to do about image `i`, which can't be read, in at most two lines."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def known_targets(self) -> np.ndarray:
+        return self.targets
+
+    def load(self, i: int) -> tuple[torch.Tensor, int]:
+        decode = decode_upright if self.exif == "apply" else decode_rgb
+        return self._decode(i, decode), int(self.targets[i])
+
+    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
+        def decode(data: bytes) -> tuple[torch.Tensor, Box]:
+            return decode_region(data, choose, self.turbojpeg, self.exif)
+
+        image, box = self._decode(i, decode)
+        return image, box, int(self.targets[i])
+
+    def _decode(self, i: int, decode: Callable[[bytes], T]) -> T:
+        try:
+            return decode(self.read(i))
+        except ArchiveChangedError:  # about the archive, and not about this image
+            raise
+        except (OSError, DataError) as error:
+            reason = reason_of(error)
+        raise DataError(f"{self.describe(i)}: {reason}.", self.remedy(i))
+
+
 @dataclass(eq=False)
-class FolderSource(ImageSource):
+class FolderSource(EncodedSource):
     """Image files of an `ImageIndex`, in folders or in archives.
 
-    exclude_advice: how to leave bad images out, for the error about one. decode, exif: keys of
-    `data`.
+    exclude_advice: how to leave bad images out, for the error about one.
     """
 
     index: ImageIndex
@@ -88,35 +139,15 @@ class FolderSource(ImageSource):
     left_out: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.classes = self.index.classes
-        self.turbojpeg = find_turbojpeg() if self.decode == "auto" else None
+        self.targets = self.index.targets
         self._root = os.fsencode(self.index.root)
 
-    def __len__(self) -> int:
-        return len(self.index)
+    def describe(self, i: int) -> str:
+        return self.index.describe(i)
 
-    def load(self, i: int) -> tuple[torch.Tensor, int]:
-        decode = decode_upright if self.exif == "apply" else decode_rgb
-        return self._decode(i, decode), int(self.index.targets[i])
-
-    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
-        def decode(data: bytes) -> tuple[torch.Tensor, Box]:
-            return decode_region(data, choose, self.turbojpeg, self.exif)
-
-        image, box = self._decode(i, decode)
-        return image, box, int(self.index.targets[i])
-
-    def _decode(self, i: int, decode: Callable[[bytes], T]) -> T:
-        try:
-            return decode(self.read(i))
-        except ArchiveChangedError:  # about the archive, and not about this image
-            raise
-        except (OSError, DataError) as error:
-            reason = reason_of(error)
-        raise DataError(f"{self.index.describe(i)}: {reason}.", self._remedy(i))
-
-    def _remedy(self, i: int) -> str:
-        """What to do about image `i`, which can't be read, in at most two lines."""
+    def remedy(self, i: int) -> str:
         remedy = "Replace the archive, or make it again without this image."
         if self.index.byte_ranges is None:
             path = shlex.quote(str(self.index.path(i)))
@@ -129,13 +160,9 @@ class FolderSource(ImageSource):
         return f"{remedy}\nOr leave it out: {self.exclude_advice}"
 
     def read(self, i: int) -> bytes:
-        """The content of the file of image `i`. Raises OSError or DataError (`reason_of`)."""
         if self.index.byte_ranges is not None:
             return self.index.byte_ranges.read(i)
-        path = os.path.join(self._root, self.index.names[i])  # noqa: PTH118 (pathlib is slower)
-        with open(path, "rb", buffering=0, opener=open_at_once) as file:
-            check_regular(file.fileno())
-            return file.read()
+        return read_image(os.path.join(self._root, self.index.names[i]))  # noqa: PTH118 (pathlib is slower)
 
     def name(self, i: int) -> str:
         return self.index.name(i)
@@ -143,11 +170,15 @@ class FolderSource(ImageSource):
     def digest(self) -> str:
         return self.index.digest
 
-    def known_targets(self) -> np.ndarray:
-        return self.index.targets
-
     def collection(self) -> tuple[str, np.ndarray]:
         return str(self.index.root), self.index.names
+
+
+def read_image(path: bytes | str) -> bytes:
+    """The content of a file. Raises OSError or DataError (`reason_of`)."""
+    with open(path, "rb", buffering=0, opener=open_at_once) as file:
+        check_regular(file.fileno())
+        return file.read()
 
 
 def reason_of(error: OSError | DataError) -> str:
@@ -181,7 +212,7 @@ def exif_warning(source: ImageSource) -> str | None:
     It stops reading files after three seconds. Files that can't be read are ignored: they are
     errors when the run uses them.
     """
-    if not isinstance(source, FolderSource) or source.exif == "apply":
+    if not isinstance(source, EncodedSource) or source.exif == "apply":
         return None
     rows = np.linspace(0, len(source) - 1, min(len(source), _MAX_ORIENTATIONS)).astype(int)
     end = time.monotonic() + _ORIENTATIONS_SEC
