@@ -212,6 +212,7 @@ def exif_warning(source: ImageSource) -> str | None:
     It stops reading files after three seconds. Files that can't be read are ignored: they are
     errors when the run uses them.
     """
+    source = without_subsets(source)
     if not isinstance(source, EncodedSource) or source.exif == "apply":
         return None
     rows = np.linspace(0, len(source) - 1, min(len(source), _MAX_ORIENTATIONS)).astype(int)
@@ -356,6 +357,13 @@ class SubsetSource(ImageSource):
 
     def collection(self) -> tuple[str, np.ndarray]:
         return self.source.digest(), self.rows
+
+
+def without_subsets(source: ImageSource) -> ImageSource:
+    """The source that a `SubsetSource` takes its images from; another source itself."""
+    while isinstance(source, SubsetSource):
+        source = source.source
+    return source
 
 
 def with_classes(

@@ -13,7 +13,12 @@ from imagenet_cls.checkpoint.progress import Progress, best_metric, best_weights
 from imagenet_cls.config.schema import EmaConfig, MixConfig
 from imagenet_cls.data.index import describe_unread
 from imagenet_cls.data.samplers import samples_per_epoch
-from imagenet_cls.data.sources import EncodedSource, FolderSource, ImageSource
+from imagenet_cls.data.sources import (
+    EncodedSource,
+    FolderSource,
+    ImageSource,
+    without_subsets,
+)
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.build import TrainingParts, batch_norm_images
 from imagenet_cls.engine.loaders import describe_workers
@@ -145,6 +150,7 @@ def _unread_files(parts: TrainingParts) -> Counter[bytes]:
 
 def describe_decoder(source: ImageSource) -> str:
     """How the JPEG files of a source are decoded; "" for images that are not files."""
+    source = without_subsets(source)
     if not isinstance(source, EncodedSource):
         return ""
     if source.turbojpeg is not None:
