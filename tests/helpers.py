@@ -246,6 +246,19 @@ def datasets_in(root: Path, parts: Sequence[str] = ("train", "val"), **settings:
     return open_datasets(DataConfig(root=str(root), **settings), parts)
 
 
+def digits_as_rows(digits: Path) -> Any:
+    """The files of the digits as a `datasets.Dataset`, in the order of the class folders."""
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    files = sorted((digits / "train").glob("*/*"))
+    rows = {
+        "image": [{"bytes": file.read_bytes(), "path": file.name} for file in files],
+        "label": [int(file.parent.name) for file in files],
+    }
+    classes = ClassLabel(names=[str(digit) for digit in range(10)])
+    return Dataset.from_dict(rows, features=Features({"image": Image(), "label": classes}))
+
+
 def single_rank() -> Any:
     """The `RankContext` of a run on one rank, on a CPU."""
     import torch

@@ -134,7 +134,8 @@ FACTORIES = (
 
 # When keys have an effect.
 READS_FILES = Condition(
-    "data.name folder, list or digits", lambda c: c.data.name in ("folder", "list", "digits")
+    "data.name folder, list, digits or hf:USER/NAME",
+    lambda c: c.data.name in ("folder", "list", "digits") or c.data.name.startswith("hf:"),
 )
 REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
 HOLDS_OUT = Condition(
@@ -224,15 +225,15 @@ class DataConfig:
 
     # `folder` (root/train/CLASS/*.JPEG, also in tar or zip archives, or WebDataset shards:
     # docs/data.md), `list` (files of `path label` lines or CSV), `digits` (scikit-learn's, written
-    # under root once), `synthetic` (random, made on the device), `torchvision:CIFAR10`, or
-    # `my_module:my_factory`.
+    # under root once), `synthetic` (random, made on the device), `torchvision:CIFAR10`,
+    # `hf:USER/NAME` (of the Hugging Face Hub, or a folder), or `my_module:my_factory`.
     name: str = "folder"
     # The dataset's folder, or an archive with the folders `train` and `val`. May be relative to the
     # working directory.
     root: str = key("data/imagenet", recipe=False, per_machine=True)
     # Training part, below root: a folder of class folders or of archives, an archive, archives by a
     # pattern (`train-{0000..1023}.tar`, `train-*.tar`), or for `list` an annotation file.
-    # torchvision's datasets and factories get it as an argument.
+    # torchvision's datasets and factories get it as an argument. The name of a split on the Hub.
     train: str = "train"
     # Validation part, likewise. null: split from the training part by val_fraction or fold.
     val: str | None = "val"
@@ -300,7 +301,7 @@ class DataConfig:
     # (docs/data.md).
     balance: float = key(0.0, SHARE)
     # Further arguments of a class or factory; of `synthetic` {train_images, val_images,
-    # num_classes, size_px}.
+    # num_classes, size_px}; of `hf:USER/NAME` {image, label, subset, revision}.
     kwargs: Kwargs = key({})
 
 

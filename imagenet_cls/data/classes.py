@@ -357,6 +357,8 @@ def _match_imagenet(classes: Sequence[str]) -> tuple[list[int], list[str]]:
     """`imagenet_order`, and the names of all classes by the kind of name that `classes` have."""
     names = [name.replace("_", " ").partition(",")[0] for name in classes]
     names = [str(int(name)) if name.isdecimal() else name for name in names]
+    # The Hub's ILSVRC/imagenet-1k calls the machine so, since names of a ClassLabel are unique.
+    names = ["crane" if name == "crane2" else name for name in names]
     candidates = _imagenet_names()
     if len(classes) < IMAGENET_CLASSES:
         candidates = candidates[1:]  # with fewer than 1,000 classes, numbers are not accepted

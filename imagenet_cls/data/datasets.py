@@ -17,6 +17,7 @@ from imagenet_cls.data.archives import find_archives, index_archives
 from imagenet_cls.data.builtin import SyntheticSource, write_digits
 from imagenet_cls.data.classes import HOLD_OUT_ADVICE, chosen_classes, classes_of_dataset
 from imagenet_cls.data.decode import has_heif
+from imagenet_cls.data.hub import HUB, hub_problems, open_hub
 from imagenet_cls.data.index import (
     HEIF_SUFFIXES,
     ImageIndex,
@@ -163,6 +164,8 @@ def describe_part(config: DataConfig, part: str) -> str:
 
 def data_problems(config: DataConfig) -> list[Problem]:
     """All problems of names and arguments. Imports what is named, and reads no data."""
+    if config.name.startswith(HUB):
+        return hub_problems(config)
     if config.name.startswith(TORCHVISION):
         return _torchvision_set_problems(
             config.name.removeprefix(TORCHVISION), config.kwargs, config.val
@@ -172,7 +175,11 @@ def data_problems(config: DataConfig) -> list[Problem]:
     if config.name not in BUILT_IN:
         known = [*BUILT_IN, *(TORCHVISION + name for name in CLASSIFICATION_SETS)]
         hint = did_you_mean(config.name, known) or did_you_mean(TORCHVISION + config.name, known)
-        allowed = f"{', '.join(BUILT_IN)}, torchvision:NAME or my_module:my_factory"
+        if config.name.startswith("hfds/"):  # these two are timm's names
+            hint = f"; did you mean {HUB + config.name.removeprefix('hfds/')!r}?"
+        elif config.name.startswith("wds/"):
+            hint = "; did you mean 'folder', with the shards as data.train and data.val?"
+        allowed = f"{', '.join(BUILT_IN)}, torchvision:NAME, hf:USER/NAME or my_module:my_factory"
         return [Problem("data.name", f"no dataset {config.name!r}{hint} (allowed: {allowed})")]
     problems = []
     if config.name == "synthetic":
@@ -315,7 +322,7 @@ def has_training_part(config: DataConfig) -> bool:
 
 
 def _open_map_style(config: DataConfig, parts: Collection[str]) -> dict[str, ImageSource]:
-    """The parts of torchvision's sets and of factories."""
+    """The parts of torchvision's sets, of the Hub's and of factories."""
     sources: dict[str, ImageSource] = {}
     if config.val is None:
         whole = _map_source(config, config.train)
@@ -348,7 +355,9 @@ def _names_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:
     return names, targets
 
 
-def _map_source(config: DataConfig, part: str) -> MapSource:
+def _map_source(config: DataConfig, part: str) -> ImageSource:
+    if config.name.startswith(HUB):
+        return open_hub(config.name, part, config.decode, config.exif, **config.kwargs)
     root = Path(config.root).expanduser()
     name = f"{config.name}/{part}"
     dataset: Any

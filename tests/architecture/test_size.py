@@ -16,7 +16,7 @@ CEILINGS = {
     "checkpoint": 4_300,
     "commands": 35_300,
     "config": 12_000,
-    "data": 28_900,
+    "data": 30_700,
     "engine": 21_650,
     "guards": 4_100,
     "inference": 10_650,

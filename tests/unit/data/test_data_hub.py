@@ -1,0 +1,342 @@
+"""Datasets of the Hugging Face Hub: parts, columns, classes and digests of local folders, bad rows,
+and errors without a network. tests/distributed/test_hub_on_ranks.py downloads.
+"""
+
+import io
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
+from helpers import digits_as_rows
+from PIL import Image as PillowImage
+
+from imagenet_cls.config.check import unused_values
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data.classes import imagenet_order
+from imagenet_cls.data.datasets import data_problems, open_datasets
+from imagenet_cls.data.index import index_folder
+from imagenet_cls.data.sources import FolderSource, ImageSource
+from imagenet_cls.data.turbojpeg import Box
+from imagenet_cls.errors import DataError, ResourceError, UsageError, UserError
+
+NAMES = [str(digit) for digit in range(10)]
+FEATURES = {"image": Image(), "label": ClassLabel(names=NAMES)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+        patch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", cache / "downloads")
+        datasets.disable_progress_bars()
+        yield
+        datasets.enable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`folder/saved` and `folder/parquet` have the digits as rows, and every ninth of them as
+    `validation`; `folder/one` has no parts.
+    """
+    folder = tmp_path_factory.mktemp("hub")
+    train = digits_as_rows(digits)
+    parts = {"train": train, "validation": train.select(range(0, len(train), 9))}
+    DatasetDict(parts).save_to_disk(folder / "saved")
+    train.save_to_disk(folder / "one")
+    for part, rows in parts.items():
+        rows.to_parquet(folder / "parquet" / f"{part}-00000-of-00001.parquet")
+    return folder
+
+
+def save(folder: Path, columns: dict[str, list[Any]], **features: Any) -> DataConfig:
+    """A config of a dataset with these columns. Its validation part is the training part."""
+    rows = Dataset.from_dict(columns, features=Features(features or FEATURES))
+    DatasetDict({"train": rows}).save_to_disk(folder)
+    return DataConfig(name=f"hf:{folder}", val="train")
+
+
+def encoded(format_: str = "png", size: tuple[int, int] = (4, 6), **options: Any) -> bytes:
+    file = io.BytesIO()
+    PillowImage.new("RGB", size, (10, 20, 30)).save(file, format_, **options)
+    return file.getvalue()
+
+
+def opened(data: DataConfig) -> ImageSource:
+    source = open_datasets(data, ("train",)).train
+    assert source is not None
+    return source
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet"])
+def test_rows_are_the_files_of_class_folders(folder: Path, digits: Path, kind: str) -> None:
+    files = FolderSource(index_folder(digits / "train"))
+    rows = opened(DataConfig(name=f"hf:{folder / kind}"))
+    assert rows.classes == files.classes and len(rows) == len(files)
+
+    def corner(height: int, width: int) -> Box:
+        return Box(2, 4, 8, 16)
+
+    for i in (0, 99, 100, 1000, len(files) - 1):
+        image, target = rows.load(i)
+        expected, expected_target = files.load(i)
+        assert torch.equal(image, expected) and target == expected_target
+        region, box, _ = rows.load_region(i, corner)
+        expected, expected_box, _ = files.load_region(i, corner)
+        assert box == expected_box and torch.equal(region[:, 2:10, 4:20], expected[:, 2:10, 4:20])
+
+
+def test_copy_for_a_worker_opens_the_files_again(folder: Path) -> None:
+    """Where workers are not forked. The images are not in the message to them."""
+    source = opened(DataConfig(name=f"hf:{folder / 'saved'}", kwargs={"label": "label"}))
+    message = pickle.dumps(source)
+    assert len(message) < 1000
+    copy = pickle.loads(message)
+    assert copy.digest() == source.digest()
+    assert torch.equal(copy.load(5)[0], source.load(5)[0])
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet"])
+def test_val_also_means_validation(folder: Path, kind: str) -> None:
+    opened = open_datasets(DataConfig(name=f"hf:{folder / kind}"))
+    assert (len(opened.train), len(opened.val)) == (1797, 200)
+    with pytest.raises(DataError, match="train, validation"):
+        open_datasets(DataConfig(name=f"hf:{folder / kind}", val="test"))
+
+
+@pytest.mark.parametrize("held_out", [{"val_fraction": 0.2}, {"fold": [1, 5], "stratify": True}])
+def test_held_out_rows_are_those_of_other_map_style_sets(
+    folder: Path, held_out: dict[str, Any]
+) -> None:
+    """By the numbers of the rows; also of a dataset that was saved without parts."""
+    kept = [
+        open_datasets(DataConfig(name=f"hf:{folder / kind}", val=None, fraction=0.5, **held_out))
+        for kind in ("saved", "one")
+    ]
+    names = [{opened.val.name(i) for i in range(len(opened.val))} for opened in kept]
+    assert {name.rpartition("[")[2] for name in names[0]} == {
+        name.rpartition("[")[2] for name in names[1]
+    }
+    assert len(kept[0].train) < 0.55 * 0.8 * 1797
+    assert {kept[0].train.name(i) for i in range(len(kept[0].train))}.isdisjoint(names[0])
+
+
+def test_digest_is_that_of_the_content(folder: Path, tmp_path: Path) -> None:
+    """Of saved rows, of Parquet files, and of a copy with other times; the fingerprints of the
+    library differ.
+    """
+    shutil.copytree(folder / "parquet", tmp_path / "copy")
+    for file in (tmp_path / "copy").iterdir():
+        os.utime(file, (1, 1))
+    places = [folder / "saved", folder / "parquet", tmp_path / "copy"]
+    digests = {opened(DataConfig(name=f"hf:{place}")).digest() for place in places}
+    assert len(digests) == 1
+
+
+def test_digest_changes_with_the_rows(tmp_path: Path) -> None:
+    images = [encoded(), encoded(size=(40, 60)), encoded("jpeg")]
+    changes: dict[str, Any] = {
+        "same": (images, [0, 1, 2], FEATURES),
+        "label": (images, [0, 1, 1], FEATURES),
+        "image": ([images[0], images[1], encoded("bmp")], [0, 1, 2], FEATURES),
+        "order": (images[::-1], [2, 1, 0], FEATURES),
+        "classes": (images, [0, 1, 2], FEATURES | {"label": ClassLabel(names=list("abcdefghij"))}),
+    }
+    digests = {
+        name: opened(save(tmp_path / name, {"image": image, "label": label}, **features)).digest()
+        for name, (image, label, features) in changes.items()
+    }
+    assert len(set(digests.values())) == len(changes)
+
+
+@pytest.mark.parametrize(
+    ("feature", "values", "classes", "targets"),
+    [
+        (Value("int16"), [2, 0, 2], ("0", "1", "2"), [2, 0, 2]),
+        (Value("string"), ["dog", "cat", "dog"], ("cat", "dog"), [1, 0, 1]),
+        (Value("large_string"), ["b", "a", "ä"], ("a", "b", "ä"), [1, 0, 2]),
+    ],
+)
+def test_values_of_a_named_column_are_classes(
+    tmp_path: Path, feature: Value, values: list[Any], classes: tuple[str, ...], targets: list[int]
+) -> None:
+    columns = {"picture": [encoded()] * 3, "animal": values, "id": ["x", "y", "z"]}
+    data = save(tmp_path, columns, picture=Image(), animal=feature, id=Value("string"))
+    with pytest.raises(DataError, match=r"animal \(Value\)"):  # no column is a ClassLabel
+        opened(data)
+    data.kwargs["label"] = "animal"
+    source = opened(data)
+    assert source.classes == classes
+    assert [source.load(i)[1] for i in range(3)] == targets
+
+
+def test_validation_classes_are_matched_by_name(tmp_path: Path) -> None:
+    features = Features({"image": Image(), "label": Value("string")})
+    parts = {"train": ["b", "a", "c"], "validation": ["c", "b", "b"]}
+    DatasetDict(
+        {
+            part: Dataset.from_dict({"image": [encoded()] * 3, "label": labels}, features)
+            for part, labels in parts.items()
+        }
+    ).save_to_disk(tmp_path)
+    data = DataConfig(name=f"hf:{tmp_path}", kwargs={"label": "label"})
+    with pytest.raises(DataError):
+        open_datasets(data)
+    val = open_datasets(data, allow_missing=True).val
+    assert [val.load(i)[1] for i in range(3)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("feature", "labels"),
+    [
+        (ClassLabel(names=NAMES), [1, -1]),
+        (ClassLabel(names=NAMES), [None, 1]),
+        (Value("int64"), [-1, 1]),
+        (Value("int64"), [None, None]),
+        (Value("string"), ["a", None]),
+        (Value("float32"), [0.0, 1.0]),
+        (Value("bool"), [False, True]),
+        (Value("int64"), [10**12, 0]),
+    ],
+)
+def test_rows_without_a_class_raise(tmp_path: Path, feature: Any, labels: list[Any]) -> None:
+    columns = {"image": [encoded()] * 2, "label": labels}
+    data = save(tmp_path, columns, image=Image(), label=feature)
+    data.kwargs["label"] = "label"
+    with pytest.raises(DataError, match="column 'label'"):
+        opened(data)
+
+
+def test_columns_of_images(tmp_path: Path) -> None:
+    """Bytes without a type are images if the column is named. Two columns of images must be
+    chosen from.
+    """
+    columns = {"one": [encoded()], "two": [encoded(size=(8, 9))], "label": [3]}
+    columns["raw"] = columns["two"]
+    features = FEATURES | {"one": Image(), "two": Image(), "raw": Value("binary")}
+    del features["image"]
+    data = save(tmp_path, columns, **features)
+    with pytest.raises(DataError, match="2 columns"):
+        opened(data)
+    for column in ("two", "raw"):
+        data.kwargs["image"] = column
+        assert opened(data).load(0)[0].shape == (3, 9, 8)
+    for column in ("label", "three"):
+        data.kwargs["image"] = column
+        with pytest.raises(DataError, match=column):
+            opened(data)
+
+
+def test_row_may_name_a_file(tmp_path: Path) -> None:
+    """As the rows of a folder of images, which `datasets` loads, too."""
+    files = [tmp_path / "train" / name / "1.png" for name in ("cat", "dog")]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(encoded())
+    source = opened(DataConfig(name=f"hf:{tmp_path}", val="train"))
+    assert source.classes == ("cat", "dog")
+    image, target = source.load(1)
+    assert image[:, 5, 3].tolist() == [10, 20, 30] and target == 1
+    files[1].unlink()
+    with pytest.raises(DataError, match=r"train\[1\] \(.*dog/1.png\): No such file"):
+        source.load(1)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", encoded("jpeg", (64, 64))[:400], None])
+def test_bad_row_raises_with_its_name(tmp_path: Path, content: bytes | None) -> None:
+    good = {"bytes": encoded(), "path": None}
+    bad = None if content is None else {"bytes": content, "path": "bad.jpg"}
+    source = opened(save(tmp_path, {"image": [good, bad], "label": [0, 1]}))
+    source.load(0)
+    with pytest.raises(DataError) as caught:
+        source.load(1)
+    assert str(caught.value).startswith(f"hf:{tmp_path}/train[1]")
+    assert ("bad.jpg" in str(caught.value)) == (content is not None)
+
+
+def test_exif_orientation_is_applied_if_asked_for(tmp_path: Path) -> None:
+    exif = PillowImage.Exif()
+    exif[0x0112] = 6
+    rotated = encoded("jpeg", (8, 16), exif=exif)
+    data = save(tmp_path, {"image": [rotated], "label": [0]})
+    assert opened(data).load(0)[0].shape == (3, 16, 8)
+    assert opened(replace(data, exif="apply")).load(0)[0].shape == (3, 8, 16)
+    config = load_config("configs/resnet50.yaml", [f"data.name={data.name}", "data.exif=apply"])
+    assert "data.exif" not in [problem.key for problem in unused_values(config.config)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "key"),
+    [
+        ("hf:photos", {}, "name"),
+        ("hf:user/name", {"lable": "y"}, "kwargs.lable"),
+        ("hf:user/name", {"part": "train"}, "kwargs.part"),
+        ("hf:user/name", {"revision": 1234567}, "kwargs.revision"),
+        ("hfds/user/name", {}, "name"),
+        ("wds/imagenet", {}, "name"),
+    ],
+)
+def test_problems_of_names(name: str, kwargs: dict[str, Any], key: str) -> None:
+    found = data_problems(DataConfig(name=name, kwargs=kwargs))
+    assert [problem.key for problem in found] == [f"data.{key}"]
+    if "/" in name and not kwargs:
+        assert "did you mean" in found[0].message
+
+
+def test_valid_names_have_no_problems() -> None:
+    kwargs = {"image": "img", "label": "fine_label", "subset": None, "revision": "main"}
+    for name in ("hf:user/name", "hf:./photos", "hf:/photos", "hf:~/photos"):
+        assert data_problems(DataConfig(name=name, kwargs=kwargs)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "kind"),
+    [
+        ("hf:nobody/nothing", {}, ResourceError),
+        ("hf:a b/c", {}, UserError),
+        ("hf:a/b/c", {}, DataError),
+        ("hf:./nothing", {}, DataError),
+        ("hf:{folder}/parquet", {"subset": "other"}, DataError),
+        ("hf:{folder}/parquet", {"revision": "main"}, DataError),
+        ("hf:{folder}/broken", {}, DataError),
+        ("hf:{folder}/empty", {}, DataError),
+    ],
+)
+def test_dataset_that_cannot_be_opened_raises(
+    folder: Path, name: str, kwargs: dict[str, Any], kind: type[UserError]
+) -> None:
+    """Tests are offline: HF_HUB_OFFLINE, set in conftest.py."""
+    (folder / "empty").mkdir(exist_ok=True)
+    if "broken" in name and not (folder / "broken").exists():
+        shutil.copytree(folder / "saved", folder / "broken")
+        os.truncate(next((folder / "broken").glob("train/*.arrow")), 5000)
+    with pytest.raises(kind) as caught:
+        opened(DataConfig(name=name.format(folder=folder), kwargs=kwargs))
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_without_the_library_the_error_names_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match="pip install datasets"):
+        opened(DataConfig(name=f"hf:{folder / 'saved'}"))
+
+
+def test_hub_s_names_of_imagenet_are_in_the_order_of_the_outputs() -> None:
+    """Descriptions as of ILSVRC/imagenet-1k, which makes the second crane unique."""
+    from timm.data import ImageNetInfo
+
+    names = ImageNetInfo("imagenet-1k").label_descriptions()
+    names[517] = "crane2"
+    assert imagenet_order(names) == list(range(1000))
