@@ -71,6 +71,7 @@ def test_resumed_run_ends_in_the_bits_of_class_folders(
     assert saved_bytes(tmp_path / "run") == saved_bytes(folder_run)
 
 
+@pytest.mark.nightly
 def test_two_ranks_resume_after_a_kill(
     rows: Path, digits: Path, tmp_path: Path, rank_server: RankServer
 ) -> None:
