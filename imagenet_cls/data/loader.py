@@ -48,7 +48,8 @@ _USE_FEWER = "use fewer data.num_workers or data.prefetch_batches"
 # Iterators of DataLoaders whose workers were killed. torch's clean-up, which runs when an iterator
 # is deleted, could wait forever for a lock that a killed worker held.
 _failed_iterators: list[Any] = []
-_workers: set[BaseProcess] = set()  # that have not been ended
+# The workers of each iterator that have not been ended.
+_open_workers: list[list[BaseProcess]] = []
 _OUT_OF_MEMORY = (
     "No space left on device",
     "Cannot allocate memory",
@@ -301,19 +302,21 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
                 raise batch
             yield batch
     finally:
-        # Wait for the thread unless it may hang: it may still refer to the iterator.
-        has_arrived = future.done() and future.exception() is None
-        executor.shutdown(wait=has_arrived)
-        if not has_arrived or any(worker.exitcode for worker in workers):
-            _failed_iterators.append(iterator)
-        # Else torch ends the workers here, when the last reference to their iterator goes. It waits
-        # five seconds for each one that hangs.
-        del iterator
-        for worker in workers:
-            worker.kill()
-        for worker in workers:
-            worker.join(_JOIN_SEC)
-        _workers.difference_update(workers)
+        # `_kill_workers` has removed the workers if Python exits, and its modules may be gone.
+        if workers:
+            # Wait for the thread unless it may hang: it may still refer to the iterator.
+            has_arrived = future.done() and future.exception() is None
+            executor.shutdown(wait=has_arrived)
+            if not has_arrived or any(worker.exitcode for worker in workers):
+                _failed_iterators.append(iterator)
+            # Else torch ends the workers here, when the last reference to their iterator goes. It
+            # waits five seconds for each one that hangs.
+            del iterator
+            for worker in workers:
+                worker.kill()
+            for worker in workers:
+                worker.join(_JOIN_SEC)
+            _open_workers.remove(workers)
 
 
 def _start_workers(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[BaseProcess]]:
@@ -333,15 +336,16 @@ def _start_workers(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[BasePro
         # notices a dead worker within five seconds of waiting for it.
         signal.signal(signal.SIGCHLD, handler)
     started = set(multiprocessing.active_children()) - others
-    _workers.update(started)
+    # Names end with a number that counts up, as in ForkProcess-3. Process ids may start over.
+    workers = sorted(started, key=lambda worker: int(re.split("[-:]", worker.name)[-1]))
+    _open_workers.append(workers)
     if len(started) < loader.num_workers:
         _failed_iterators.append(iterator)
         raise ResourceError(
             f"{loader.num_workers - len(started)} data workers were killed when they started.",
             f"Most often memory or /dev/shm ran out: {_USE_FEWER}.",
         )
-    # Names end with a number that counts up, as in ForkProcess-3. Process ids may start over.
-    return iterator, sorted(started, key=lambda worker: int(re.split("[-:]", worker.name)[-1]))
+    return iterator, workers
 
 
 def _describe_worker(workers: list[BaseProcess], number: int) -> str:
@@ -382,8 +386,10 @@ def init_worker(worker_id: int) -> None:
 @atexit.register
 def _kill_workers() -> None:
     """Kill the workers of loaders that were not closed."""
-    for worker in _workers:
-        worker.kill()
+    for workers in _open_workers:
+        for worker in workers:
+            worker.kill()
+        workers.clear()
 
 
 def worker_exception_error(error: Exception, worker_id: int) -> ResourceError:
