@@ -45,11 +45,6 @@ from imagenet_cls.report.reporter import Reporter
 from imagenet_cls.text import command_line, format_value
 from imagenet_cls.versions import library_versions
 
-# A run can't resume if one of these changed.
-_MUST_NOT_CHANGE = {"optimizer.name", "training images", "classes"}
-# Conditions outside of the config, whose changes are reported and allowed.
-_AFFECTS_ROUNDING = {"ranks", "CPU threads", "versions"}
-_MAY_CHANGE = {"validation images", "validation files", "steps per epoch", *_AFFECTS_ROUNDING}
 # The changes that the message of an error lists.
 _MAX_LISTED = 4
 
@@ -245,6 +240,35 @@ def check_checkpoint(
     return messages
 
 
+# A resumed run compares keys of the config and the names of `run_conditions` with the checkpoint.
+# Changes of these are errors,
+_MUST_NOT_CHANGE = {"optimizer.name", "training images", "classes"}
+# and changes of these are reported, as are those of keys that are not part of the recipe
+# (`keys_without_recipe`). All others need --allow-change.
+_AFFECTS_ROUNDING = {"ranks", "CPU threads", "versions"}
+_MAY_CHANGE = {"validation images", "validation files", "steps per epoch", *_AFFECTS_ROUNDING}
+
+
+def run_conditions(state: dict[str, Any]) -> dict[str, Any]:
+    """What `describe_run` states besides the config, by the names that messages show. Unknown
+    values are left out.
+    """
+    conditions = {
+        "training images": state["data_digest"],
+        "classes": state["classes"],
+        "validation images": state.get("val_digest"),
+        # The sizes of training files. A change is an error without `--allow-change data.files`.
+        "data.files": state.get("data_sizes"),
+        "validation files": state.get("val_sizes"),
+        "distill.teacher": state.get("teacher_digest"),
+        "steps per epoch": state["plan"]["steps_per_epoch"],
+        "ranks": state["world_size"],
+        "CPU threads": state["cpu_threads"],
+        **{f"versions.{name}": version for name, version in state["versions"].items()},
+    }
+    return {name: value for name, value in conditions.items() if value is not None}
+
+
 def check_resumable(
     state: dict[str, Any],
     parts: TrainingParts,
@@ -368,26 +392,6 @@ def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torc
             "Restore them, or start a new run from the checkpoint's weights: "
             f"model.checkpoint={snapshot.path}",
         ) from error
-
-
-def run_conditions(state: dict[str, Any]) -> dict[str, Any]:
-    """What `describe_run` states besides the config, by the names that messages show. Unknown
-    values are left out.
-    """
-    conditions = {
-        "training images": state["data_digest"],
-        "classes": state["classes"],
-        "validation images": state.get("val_digest"),
-        # The sizes of training files. A change is an error without `--allow-change data.files`.
-        "data.files": state.get("data_sizes"),
-        "validation files": state.get("val_sizes"),
-        "distill.teacher": state.get("teacher_digest"),
-        "steps per epoch": state["plan"]["steps_per_epoch"],
-        "ranks": state["world_size"],
-        "CPU threads": state["cpu_threads"],
-        **{f"versions.{name}": version for name, version in state["versions"].items()},
-    }
-    return {name: value for name, value in conditions.items() if value is not None}
 
 
 def _includes(names: Collection[str], name: str) -> bool:
