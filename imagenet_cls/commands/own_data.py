@@ -76,13 +76,19 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     has_checkpoint = any(
         key_of(text) == "model.checkpoint" and text != "model.checkpoint=null" for text in overrides
     )
-    check_short_keys(overrides)
+    typos = typos_of_short_keys(overrides)
+    overrides = [text for text in overrides if text not in typos]
     overrides = expand_short_keys(overrides, pretrained=not has_checkpoint)
     derived = data_overrides(path)
     if has_checkpoint:  # replaces the published weights of the config
         derived.append("model.pretrained=false")
     derived = _without(derived, overrides)
-    loaded = load_config(OWN_DATASET, [*derived, *overrides])
+    try:
+        loaded = load_config(OWN_DATASET, [*derived, *overrides])
+    except ConfigError as error:
+        raise ConfigError([*typos.values(), *error.lines]) from None
+    if typos:
+        raise ConfigError(list(typos.values()))
     if loaded.config.data.name not in ("folder", "list"):
         raise UsageError(
             f"data.name={loaded.config.data.name} beside {source}: that dataset is not a path.",
@@ -110,8 +116,9 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     return replace(loaded, name=name, notes=[*notes, *loaded.notes])
 
 
-def check_short_keys(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for an unknown key that is similar to a short one."""
+def typos_of_short_keys(overrides: Sequence[str]) -> dict[str, str]:
+    """A line about each override with an unknown key that is similar to a short one."""
+    typos = {}
     for override in overrides:
         key = key_of(override)
         similar = nearest(key, SHORT_KEYS)
@@ -119,7 +126,8 @@ def check_short_keys(overrides: Sequence[str]) -> None:
             continue
         short = similar[0]
         if ALIASES.get(key, SHORT_KEYS[short][0]) in SHORT_KEYS[short]:  # no name of another key
-            raise ConfigError([f"{shorten(override, 100)}: unknown key; did you mean {short!r}?"])
+            typos[override] = f"{shorten(override, 100)}: unknown key; did you mean {short!r}?"
+    return typos
 
 
 def expand_short_keys(overrides: Sequence[str], pretrained: bool) -> list[str]:

@@ -11,6 +11,7 @@ from imagenet_cls.config.load import load_config, values_by_key
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import UsageError, UserError
 from imagenet_cls.files import explain_write_errors, write_output
+from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import first_line
 
 # The settings of a single run that the page shows in a table.
@@ -77,6 +78,11 @@ def check_run_folder(folder: Path) -> None:
         is_run = (folder / "metrics.jsonl").is_file()
     except PermissionError as error:
         raise UsageError(f"{folder}: {error.strerror}.", "Give this user access to it.") from error
+    if not folder.exists():
+        near = did_you_mean(str(folder), [str(path) for path in folder.parent.glob("*")])
+        raise UsageError(
+            f"{folder}: there is no such folder{near or '.'}", "Give a folder like work_dirs/demo."
+        )
     if not is_run:
         raise UsageError(
             f"{folder}: not a run folder (it has no metrics.jsonl).",

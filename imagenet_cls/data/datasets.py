@@ -144,12 +144,16 @@ def open_datasets(
                 allow_extra=chosen is not None,
             )
         if len(source) == 0:
+            place = describe_part(config, getattr(config, part) or config.train)
+            if part == "val" and config.val is None and chosen is None:
+                raise DataError(
+                    f"{place}: none of the {len(sources['train'])} images is held out.",
+                    "Add images, or hold out a larger share (data.val_fraction).",
+                )
             keys = f"data.root, data.{part}, data.val_fraction, data.fold"
             if config.group:
                 keys += ", data.group"
-            raise DataError(
-                f"{config.name}: part {part!r} holds no image.", f"Correct one of {keys}"
-            )
+            raise DataError(f"{place}: part {part!r} holds no image.", f"Correct one of {keys}.")
         opened[part] = source
     names = next(iter(opened.values())).classes
     return DataSets(opened.get("train"), opened.get("val"), names, "; ".join(notes) or None)

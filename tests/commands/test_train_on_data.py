@@ -183,6 +183,19 @@ def test_typo_of_a_short_key_suggests_it(photos: Path, override: str, key: str) 
         load_with_data("photos", [override])
 
 
+def test_typos_of_short_and_other_keys_are_reported_at_once(photos: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_with_data("photos", ["sise=64", "epoch=1", "train.epoch=2"])
+    assert [line.partition("=")[0] for line in raised.value.lines[:2]] == ["sise", "epoch"]
+    assert "train.epoch" in raised.value.lines[2] and len(raised.value.lines) == 3
+
+
+def test_too_few_images_to_hold_any_out_is_an_error_that_names_the_list(photos: Path) -> None:
+    Path("two.csv").write_text("image,label\nphotos/a/0.jpg,a\nphotos/b/0.jpg,b\n")
+    with pytest.raises(DataError, match=r"two\.csv"):
+        load_with_data("two.csv", [])
+
+
 def test_option_of_another_project_beside_a_dataset_names_the_short_key(
     call: Callable[..., tuple[int, str, str]], photos: Path
 ) -> None:
