@@ -105,7 +105,7 @@ class RankServer:
         """Call `function(rank, ranks, folder)` of a test module on each rank; fails with their
         output if one raises.
 
-        The function creates the process group itself (`join_group`).
+        The function creates the process groups itself (`join_ranks`).
         """
         output = folder / f"{function.__name__}.txt"
         codes = self._start(

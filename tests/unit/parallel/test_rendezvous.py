@@ -69,7 +69,7 @@ def test_wait_until_reachable_waits_for_a_late_server() -> None:
         (SECOND, "no..host", "label"),
     ],
 )
-def test_init_group_with_an_unreachable_machine_gives_the_reason(
+def test_init_process_groups_with_an_unreachable_machine_gives_the_reason(
     rank_info: RankInfo, host: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """torch's store writes two dozen lines from C++."""
@@ -118,14 +118,14 @@ def test_wait_for_all_ranks_without_rank_0_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_init_group_with_a_silent_server_aborts_after_the_timeout() -> None:
+def test_init_process_groups_with_a_silent_server_aborts_after_the_timeout() -> None:
     """torch's store would wait forever."""
     with closing(create_server(("127.0.0.1", 0))) as silent:
         code = (
             "import torch; from imagenet_cls.parallel import process_group as group\n"
             "from imagenet_cls.parallel.environment import RankInfo\n"
             "group._RENDEZVOUS_EXTRA_SEC = 0.0\n"
-            "group.init_group(RankInfo(1, 1, 2, 2), torch.device('cpu'), 'auto', 'gloo', "
+            "group.init_process_groups(RankInfo(1, 1, 2, 2), torch.device('cpu'), 'auto', 'gloo', "
             f"'tcp://127.0.0.1:{silent.getsockname()[1]}', 0.5)"
         )
         rank = run([sys.executable, "-c", code], timeout_sec=240)
