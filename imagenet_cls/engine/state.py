@@ -240,11 +240,11 @@ def check_checkpoint(
     return messages
 
 
-# A resumed run compares keys of the config and the names of `run_conditions` with the checkpoint.
-# Changes of these are errors,
+# A resumed run compares the keys of the config and the names of `run_conditions` with the
+# checkpoint. A change of one of these is an error.
 _MUST_NOT_CHANGE = {"optimizer.name", "training images", "classes"}
-# and changes of these are reported, as are those of keys that are not part of the recipe
-# (`keys_without_recipe`). All others need --allow-change.
+# A change of one of these is reported, as is a change of a key that is not part of the recipe
+# (`keys_without_recipe`). Any other change needs --allow-change.
 _AFFECTS_ROUNDING = {"ranks", "CPU threads", "versions"}
 _MAY_CHANGE = {"validation images", "validation files", "steps per epoch", *_AFFECTS_ROUNDING}
 

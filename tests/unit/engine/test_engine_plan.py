@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imagenet_cls.config.load import load_config
-from imagenet_cls.config.schema import Config, TrainConfig
+from imagenet_cls.config.schema import AugmentConfig, Config, ParallelConfig, TrainConfig
 from imagenet_cls.engine.plan import (
     Plan,
     batch_problem,
+    describe_batch_sizes,
     due_after,
     micro_batch_for,
     part_sizes,
@@ -128,3 +129,19 @@ def test_what_is_due_after_a_step(name: str, overrides: list[str], expected: lis
 def test_an_early_stop_is_the_end_of_the_run() -> None:
     for name in ("end", "save", "evaluation"):
         assert 13 in steps_due(name, config_with(), stopped_early=13)
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "images"), [("dp", 1, 12), ("dp", 2, 3), ("ddp", 1, 12)]
+)
+def test_stated_batch_of_a_device_is_the_one_that_runs(
+    mode: str, devices: int, images: int
+) -> None:
+    """With three splits; 10 images in micro-batches of at most 4, of equal size on two devices."""
+    train = TrainConfig(global_batch_size=10, micro_batch_size=4)
+    config = Config(
+        train=train, augment=AugmentConfig(splits=3), parallel=ParallelConfig(mode=mode)
+    )
+    plan = plan_run(train, 10, 1, devices)
+    assert 3 * plan.device_micro_batch == images
+    assert describe_batch_sizes(config, 1, devices).startswith(f"{images} images ")
