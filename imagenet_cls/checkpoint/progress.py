@@ -13,6 +13,9 @@ RESULT_FIELDS = {
     "top5": "top5_pct",
     "loss": "loss",
     "balanced_accuracy": "balanced_accuracy_pct",
+    "map": "map_pct",
+    "micro_f1": "micro_f1_pct",
+    "macro_f1": "macro_f1_pct",
 }
 
 
@@ -23,8 +26,8 @@ class Progress:
     step: optimizer updates done. evaluated_step: the last step that was evaluated. best: for each
     kind of weights (raw, ema) the `step` of the best evaluation and the metric of
     `checkpoint.best`. latest: metrics of the last evaluation for each kind. evaluations: (step,
-    top-1 in percent of the raw weights), for `plateau`. history: metrics of the same evaluations,
-    for `train.early_stop`. stopped_early: whether that ended the run.
+    top-1 or mAP in percent of the raw weights), for `plateau`. history: metrics of the same
+    evaluations, for `train.early_stop`. stopped_early: whether that ended the run.
     """
 
     step: int = 0

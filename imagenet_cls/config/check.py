@@ -49,6 +49,7 @@ def rule_problems(c: Config) -> Iterator[Problem]:
     for key in keys.value_types():
         yield from _schema_rules(c, key)
     yield from _data_rules(c)
+    yield from _label_rules(c)
     yield from _image_rules(c)
     yield from _training_rules(c)
     yield from _device_rules(c)
@@ -128,6 +129,45 @@ def _data_rules(c: Config) -> Iterator[Problem]:
         if values is not None and len(values) != data.channels:
             text = f"needs as many numbers as data.channels ({data.channels}), not {len(values)}"
             yield Problem(key, text)
+
+
+def _label_rules(c: Config) -> Iterator[Problem]:
+    """The rules of `data.labels`."""
+    is_multi = c.data.labels == "multi"
+    metrics = {
+        "checkpoint.best": c.checkpoint.best,
+        "train.early_stop.metric": c.train.early_stop.metric,
+    }
+    if c.train.early_stop.patience_evals is None:
+        del metrics["train.early_stop.metric"]
+    for key, metric in metrics.items():
+        if is_multi and metric in ("top1", "top5", "balanced_accuracy"):
+            yield Problem(key, f"{metric!r} is for one label; with data.labels multi use map")
+        elif not is_multi and metric in ("map", "micro_f1", "macro_f1"):
+            yield Problem(key, f"{metric!r} needs data.labels multi; use top1")
+    loss = c.loss.name
+    if not is_multi:
+        if loss == "asymmetric":
+            yield Problem("loss.name", "'asymmetric' needs data.labels multi; use bce or focal")
+        return
+    name = c.data.name
+    is_own = ":" in name and not name.startswith(("torchvision:", "hf:"))
+    if name not in ("list", "folder") and not is_own:
+        text = "'multi' is for data.name list, shards, and datasets of your own (my_module:factory)"
+        yield Problem("data.labels", f"{text}, not {name!r}")
+    if loss in ("cross_entropy", "focal", "jsd"):
+        yield Problem("loss.name", f"{loss!r} is for one label; use bce or asymmetric")
+    if c.loss.class_weights == "effective":
+        yield Problem("loss.class_weights", "'effective' is for one label; use balanced")
+    if c.data.balance > 0:
+        text = "draws by class, and an image has several labels; use loss.class_weights: balanced"
+        yield Problem("data.balance", text)
+    if c.distill.kind != "none":
+        yield Problem("distill.kind", "compares one label; with data.labels multi use none")
+    if c.eval.classes == "present":
+        yield Problem("eval.classes", "'present' is for one label; mAP has the classes that occur")
+    if c.eval.real_labels is not None:
+        yield Problem("eval.real_labels", "is for ImageNet with data.labels single; use null")
 
 
 def _image_rules(c: Config) -> Iterator[Problem]:

@@ -178,6 +178,7 @@ AVERAGES = Condition(
 STOPS_EARLY = Condition(
     "train.early_stop.patience_evals", lambda c: c.train.early_stop.patience_evals is not None
 )
+SEVERAL_LABELS = Condition("data.labels multi", lambda c: c.data.labels == "multi")
 DATA_PARALLEL = Condition("parallel.mode dp", lambda c: c.parallel.mode == "dp")
 RESIZES_BY_SHARE = Condition("eval.resize_px null", lambda c: c.eval.resize_px is None)
 
@@ -257,8 +258,11 @@ class DataConfig:
     # The classes to use, in this order: a list of names, or a text file with one class a line.
     # Images of other classes are left out. null: all.
     classes: list[str] | str | None = None
+    # single: each image has one class. multi: it has any number of them, and each output is the
+    # logit of one class, present or absent (docs/several_labels.md).
+    labels: Literal["single", "multi"] = "single"
     # Share of each class that is trained on, by a hash of the path: 0.1 of the images are also in
-    # 0.2 of them.
+    # 0.2 of them. With data.labels multi, share of all images.
     fraction: float = key(1.0, POSITIVE_SHARE)
     # Worker processes that read and decode, for each rank. 0: in the training process. auto or
     # null: chosen from the CPUs of this rank, at most 16 (docs/data.md). The samples don't depend
@@ -442,20 +446,25 @@ class LossConfig:
 
     # `cross_entropy`; `bce`, binary cross-entropy for each class; `focal`; `jsd`, cross-entropy
     # with the Jensen-Shannon divergence between the splits of an image (augment.splits); or
-    # `my_module:my_factory`.
+    # `my_module:my_factory`. With data.labels multi: `bce`, `asymmetric` (Ridnik et al. 2021) or a
+    # factory.
     name: str = "cross_entropy"
-    # Share of the target's probability that is spread over all classes.
+    # Share of the target's probability that is spread over all classes. With data.labels multi, the
+    # targets 0 and 1 become s/2 and 1 - s/2.
     label_smoothing: float = key(0.0, SHARE_BELOW_1)
     # Weights of the classes in the loss. A number for each class, of which only the ratios matter;
     # or from the number n of training images: `balanced`, proportional to 1/n; `effective`, to
-    # (1 - beta) / (1 - beta^n).
+    # (1 - beta) / (1 - beta^n). With data.labels multi, factors of the terms of the images that
+    # have the class, as they are given; `balanced`: the images without the class for each one with
+    # it.
     class_weights: list[int | float] | Literal["balanced", "effective"] | None = key(
         None, NOT_NEGATIVE
     )
     # For class_weights effective: beta (Cui et al. 2019).
     effective_beta: float = key(0.999, SHARE_BELOW_1, needs=EFFECTIVE_WEIGHTS)
     # Arguments of the loss: bce {target_threshold (above it targets are 1), sum_classes}, focal
-    # {gamma}, jsd {alpha}.
+    # {gamma}, jsd {alpha}; with data.labels multi, bce {sum_classes}, asymmetric {gamma_neg,
+    # gamma_pos, clip}.
     kwargs: Kwargs = key({})
 
 
@@ -572,7 +581,9 @@ class EarlyStopConfig:
     # End after this many evaluations in a row without a better one. null: train to the last epoch.
     patience_evals: int | None = key(None, COUNT)
     # What is compared: of the moving average if there is one, else of the raw weights.
-    metric: Literal["top1", "top5", "loss", "balanced_accuracy"] = key("top1", needs=STOPS_EARLY)
+    metric: Literal["top1", "top5", "loss", "balanced_accuracy", "map", "micro_f1", "macro_f1"] = (
+        key("top1", needs=STOPS_EARLY)
+    )
     # Smaller improvements do not count: in percentage points, or of the loss.
     min_delta: float = key(0.0, NOT_NEGATIVE, needs=STOPS_EARLY)
 
@@ -666,6 +677,8 @@ class EvalConfig:
     resize_px: int | None = key(None, PIXELS)
     # Resampling of the resize.
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
+    # With data.labels multi: the probability from which on a class counts as predicted, for F1.
+    threshold: float = key(0.5, SHARE, needs=SEVERAL_LABELS)
     # Average the outputs for each image and its mirror image, also in predict.py.
     flip_tta: bool = False
     # all: the validation part has the classes of the training part. present: it may have only some
@@ -725,9 +738,12 @@ class CheckpointConfig:
     # Number of newest checkpoints to keep, besides the best ones. null: all.
     keep_last: int | None = key(2, COUNT)
     # Which evaluation is the best: that with the highest top-1, top-5 or balanced accuracy, or with
-    # the lowest loss. Balanced accuracy is the mean recall of the classes. The best raw weights and
-    # the best moving average are kept.
-    best: Literal["top1", "top5", "loss", "balanced_accuracy"] = "top1"
+    # the lowest loss. Balanced accuracy is the mean recall of the classes. With data.labels multi:
+    # map (mean average precision), micro_f1, macro_f1 or loss. The best raw weights and the best
+    # moving average are kept.
+    best: Literal["top1", "top5", "loss", "balanced_accuracy", "map", "micro_f1", "macro_f1"] = (
+        "top1"
+    )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from imagenet_cls.config.schema import AugmentConfig, Size, height_width
 from imagenet_cls.data.loader import TrainBatch, TrainLoader
@@ -25,6 +26,8 @@ from imagenet_cls.seeding import generator, hash_key, preserve_rng_state, seed_g
 
 DIGIT_PX = 32
 NUM_DIGITS = 1797
+_COMPOSED_IMAGES = {"train": 2_400, "val": 600}
+_COMPOSED_PX = 24  # side of a digit
 # Different micro-batches to choose from. Few, to save GPU memory.
 POOL_BATCHES = 4
 
@@ -67,6 +70,49 @@ def _write(folder: Path) -> None:
         image = Image.fromarray((pixels * 255 / 16).round().astype("uint8"))
         image = image.resize((DIGIT_PX, DIGIT_PX), Image.Resampling.BICUBIC)
         image.save(folder / str(digit) / f"{number:04d}.jpg", quality=95)
+
+
+class ComposedDigits:
+    """One to three of scikit-learn's digits side by side on 24 x 72 pixels, for `data.labels`
+    multi.
+
+    Map-style: (uint8 (3, 24, 72), float32 (10,) with 1 for each digit that is there). part: `train`
+    has 2,400 images of the first four fifths of the digits, `val` 600 of the others. root: not
+    used.
+    """
+
+    def __init__(self, root: str, part: str):
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        first_of_val = 4 * NUM_DIGITS // 5
+        chosen = slice(first_of_val) if part == "train" else slice(first_of_val, None)
+        self.pixels = torch.from_numpy(digits.images[chosen])  # float64, 0 to 16
+        self.digits = torch.from_numpy(digits.target[chosen])
+        self.classes = [str(digit) for digit in range(10)]
+        # the digit in each of three places, -1 for none
+        self.places = torch.full((_COMPOSED_IMAGES[part], 3), -1)
+        random = generator("composed digits", part)
+        for row in self.places:
+            count = int(torch.randint(1, 4, (), generator=random))
+            places = torch.randperm(3, generator=random)[:count]
+            row[places] = torch.randint(len(self.digits), (count,), generator=random)
+        self.targets = torch.stack([self._target(row) for row in self.places])
+
+    def _target(self, row: Tensor) -> Tensor:
+        return torch.zeros(10).index_fill(0, self.digits[row[row >= 0]], 1.0)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        image = torch.zeros(_COMPOSED_PX, 3, _COMPOSED_PX)
+        for place, number in enumerate(self.places[i].tolist()):
+            if number >= 0:
+                enlarged = self.pixels[number].repeat_interleave(3, 0).repeat_interleave(3, 1)
+                image[:, place] = enlarged
+        rgb = (image * (255 / 16)).round().to(torch.uint8).flatten(1).expand(3, -1, -1)
+        return rgb.contiguous(), self.targets[i]
 
 
 @dataclass(eq=False)

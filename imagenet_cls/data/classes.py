@@ -269,9 +269,9 @@ def classes_of_dataset(dataset: Any, name: str) -> tuple[str, ...]:
     return tuple(map(str, range(int(count))))
 
 
-def targets_of_dataset(dataset: Any) -> np.ndarray | None:
-    """All targets of a map-style dataset, int64 (N,), without reading images; None where it doesn't
-    list them.
+def targets_of_dataset(dataset: Any, labels: str = "single") -> np.ndarray | None:
+    """All targets of a map-style dataset (`data.targets`) without reading images; None where it
+    doesn't list them. labels: `data.labels`.
     """
     from imagenet_cls.private_names import TARGETS  # imports torch
 
@@ -280,8 +280,8 @@ def targets_of_dataset(dataset: Any) -> np.ndarray | None:
             targets = np.asarray(getattr(dataset, attribute, None), np.int64)
         except (TypeError, ValueError):
             continue
-        if targets.shape == (len(dataset),):
-            return targets
+        if targets.ndim == (2 if labels == "multi" else 1) and len(targets) == len(dataset):
+            return targets if labels == "single" else targets.astype(np.uint8)
     return None
 
 

@@ -299,7 +299,7 @@ def index_part(config: DataConfig, part: str, classes: Sequence[str] | None = No
     """
     root = Path(config.root).expanduser()
     if config.name == "list":
-        return index_list(root / part, root, classes)
+        return index_list(root / part, root, classes, config.labels == "multi")
     archives = find_archives(root, part)
     if not archives:
         return index_folder(root / part)
@@ -380,7 +380,7 @@ def _map_source(config: DataConfig, part: str) -> ImageSource:
             f"data.name: {config.name!r} returned {type(dataset).__name__}, which is no dataset.",
             "Return a map-style dataset: len(dataset), and dataset[i] -> (image, target).",
         )
-    return kind(dataset, name, classes_of_dataset(dataset, name))
+    return kind(dataset, name, classes_of_dataset(dataset, name), config.labels)
 
 
 def accepted_names(factory: Any) -> list[str]:

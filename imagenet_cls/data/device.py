@@ -130,8 +130,14 @@ def build_mixing(config: MixConfig, num_classes: int) -> Mixup | None:
 
 def mix_batch(mixing: Mixup, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Mix a batch of any size; timm's Mixup requires an even one. An image in the middle is paired
-    with itself.
+    with itself. Targets with several labels, float (B, classes), are mixed like the images.
     """
+    if targets.ndim == 2:
+        # The shares of the images, as mixed targets of classes that are the numbers of the images.
+        mixing.num_classes = len(images)
+        numbers = torch.arange(len(images), device=images.device)
+        images, shares = mix_batch(mixing, images, numbers)
+        return images, shares @ targets
     middle, is_odd = divmod(len(images), 2)
     if is_odd:
         images, targets = (
@@ -150,7 +156,8 @@ class TrainPreprocess:
     """Callable: a training batch -> (float32 images (B, C, H, W), targets) on the device:
     normalized, erased, mixed.
 
-    targets: int64 (B,), or float (B, classes) with mixing, which ends before `off_epoch`. Mixing
+    targets: int64 (B,), or float (B, classes) with several labels or with mixing, which ends before
+    `off_epoch`. Mixing
     draws from the key (seed, step, micro-batch, rank), erasing from the keys of the samples.
     """
 

@@ -14,6 +14,7 @@ import numpy as np
 from imagenet_cls.data.archive_files import ByteRanges
 from imagenet_cls.data.classes import HOLD_OUT_ADVICE
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
+from imagenet_cls.data.targets import target_bytes
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import command_line, join_names, printable, shorten
 
@@ -34,10 +35,10 @@ class ImageIndex:
     """Images on disk and their classes.
 
     root: the folder that paths are relative to. names: (N,) paths of dtype S; reference counts
-    would copy a list of Python objects into each forked worker. targets: int64 (N,). classes: name
-    of each target. byte_ranges: where the images lie in archives; None: they are files. unread: the
-    number of files, by suffix, that are beside the images and do not count as images
-    (`describe_unread`).
+    would copy a list of Python objects into each forked worker. targets: see `data.targets`.
+    classes: name of each target. byte_ranges: where the images lie in archives; None: they are
+    files. unread: the number of files, by suffix, that are beside the images and do not count as
+    images (`describe_unread`).
     """
 
     root: Path
@@ -81,7 +82,7 @@ class ImageIndex:
         digest = sha256(characters[characters != 0])  # numpy pads shorter names with zeros
         ends = np.cumsum(np.char.str_len(self.names))
         digest.update(np.concatenate(([0], ends)).astype("<i8").tobytes())
-        digest.update(self.targets.astype("<i8").tobytes())
+        digest.update(target_bytes(self.targets))
         digest.update("\0".join(self.classes).encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 

@@ -15,24 +15,28 @@ import numpy as np
 
 from imagenet_cls.data.classes import resolve_labels
 from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, suffix_of
+from imagenet_cls.data.targets import multi_hot, split_labels
 from imagenet_cls.errors import DataError
 from imagenet_cls.files import read_text
 from imagenet_cls.text import command_line, format_value, join_names
 
 # Names of columns in the header of a CSV file, in lower case.
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path", "name")
-LABEL_COLUMNS = ("label", "class", "class_name", "target", "category")
+LABEL_COLUMNS = ("label", "class", "class_name", "target", "category", "labels", "classes", "tags")
 BAD_IMAGES_FILE = "bad_images.txt"
 # Images of a part: in any part, and in one where they are at most a tenth.
 _MIN_EXCLUDABLE = 3
 _ALWAYS_EXCLUDABLE = 10
 LIST_REMEDY = "Set data.root, data.train and data.val to the lists."
 
-_Row = tuple[int, str, str]  # line number (from 1), path, label
+_Row = tuple[int, str, str]  # line number (from 1), path, label or labels
 
 
 def index_list(
-    file: Path | str, folder: Path | str, classes: Sequence[str] | None = None
+    file: Path | str,
+    folder: Path | str,
+    classes: Sequence[str] | None = None,
+    several_labels: bool = False,
 ) -> ImageIndex:
     """Index the images that `file` names, in its order, with paths relative to `folder` (or
     absolute).
@@ -40,23 +44,34 @@ def index_list(
     A .csv file has the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or the
     first two. Another one has `path label` lines, split at the last white space. Labels are of the
     classes in a `classes.txt` next to `file`, else of `classes` (the training classes, for a
-    validation list), else name classes themselves: see `resolve_labels`. Raises DataError with file
-    and line for a malformed line, a label that is unknown or out of range, and a first image that
-    is missing.
+    validation list), else name classes themselves: see `resolve_labels`.
+
+    several_labels: a label may be several with `;` between, or none: a line of another file that
+    ends in the name of an image has none. A CSV file whose header names at least two columns beside
+    that of the paths, and none of `LABEL_COLUMNS`, has a column of 0 and 1 for each class.
+
+    Raises DataError with file and line for a malformed line, a label that is unknown or out of
+    range, and a first image that is missing.
     """
     file = Path(file)
     folder = Path(folder)
-    rows = _read_rows(file)
+    rows, columns = _read_rows(file, several_labels)
     if not rows:
         raise DataError(f"{file}: no images in it.", "Write one `path label` line for each image.")
-    labels = {label for _, _, label in rows}
-    target_of, names = resolve_labels(labels, classes, file, file.with_name("classes.txt"))
-    for number, _, label in rows:
-        if label not in target_of:
+    labels_of = [split_labels(label) if several_labels else (label,) for _, _, label in rows]
+    labels = {label for labels in labels_of for label in labels}
+    if not labels | set(columns or classes or ()):
+        raise DataError(f"{file}: no image has a label.", "Write `path label;label` lines.")
+    class_file = file.with_name("classes.txt")
+    target_of, names = resolve_labels(labels, classes or columns, file, class_file)
+    for (number, _, _), own in zip(rows, labels_of, strict=True):
+        unknown = [label for label in own if label not in target_of]
+        if unknown:
             count = len(labels - target_of.keys())
             raise DataError(
-                f"{file}:{number}: label {format_value(label)} is neither one of the {len(names)} "
-                f"classes nor a number from 0 to {len(names) - 1} ({count} such labels).",
+                f"{file}:{number}: label {format_value(unknown[0])} is neither one of the "
+                f"{len(names)} classes nor a number from 0 to {len(names) - 1} ({count} such "
+                "labels).",
                 "Correct the list, or list all classes, one per line, in a classes.txt next to the "
                 "training list.",
             )
@@ -67,13 +82,17 @@ def index_list(
             f"Paths in a list are relative to data.root, {folder}: correct the paths or data.root.",
         )
     paths = np.array([os.fsencode(path) for _, path, _ in rows])
-    targets = np.array([target_of[label] for _, _, label in rows], np.int64)
+    if several_labels:
+        classes_of = [[target_of[label] for label in own] for own in labels_of]
+        targets = multi_hot(classes_of, len(names))
+    else:
+        targets = np.array([target_of[label] for _, _, label in rows], np.int64)
     return ImageIndex(folder, paths, targets, names)
 
 
-def _read_rows(file: Path) -> list[_Row]:
-    """The rows of an annotation file, without blank lines. Raises DataError for a line that does
-    not parse.
+def _read_rows(file: Path, several_labels: bool) -> tuple[list[_Row], list[str] | None]:
+    """The rows of an annotation file, without blank lines, and the names of its columns of 0 and 1,
+    if it has such. Raises DataError for a line that does not parse.
     """
     text = read_text(file, LIST_REMEDY)
     if "\0" in text:
@@ -82,10 +101,12 @@ def _read_rows(file: Path) -> list[_Row]:
             "Give a list of images, a folder of classes, or a .tar or .zip archive.",
         )
     if file.suffix.lower() == ".csv":
-        return _csv_rows(file, text)
+        return _csv_rows(file, text, several_labels)
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         parts = line.strip().rsplit(maxsplit=1)
+        if several_labels and parts and suffix_of(os.fsencode(parts[-1])) in IMAGE_SUFFIXES:
+            parts = [line.strip(), ""]
         if len(parts) == 1:
             raise DataError(
                 f"{file}:{number}: {format_value(parts[0])} is not `path label`.",
@@ -93,12 +114,13 @@ def _read_rows(file: Path) -> list[_Row]:
             )
         if parts:
             rows.append((number, parts[0], parts[1]))
-    return rows
+    return rows, None
 
 
-def _csv_rows(file: Path, text: str) -> list[_Row]:
-    """The rows of a CSV file; its header is a first line without the name of an image."""
+def _csv_rows(file: Path, text: str, several_labels: bool) -> tuple[list[_Row], list[str] | None]:
+    """As `_read_rows`, of a CSV file; its header is a first line without the name of an image."""
     rows: list[_Row] = []
+    class_columns: dict[int, str] = {}  # of 0 and 1
     reader = csv.reader(io.StringIO(text, newline=""))
     path_column = 0
     label_column = 1
@@ -111,10 +133,14 @@ def _csv_rows(file: Path, text: str) -> list[_Row]:
                 suffixes = {suffix_of(os.fsencode(cell)) for cell in cells}
                 if suffixes.isdisjoint(IMAGE_SUFFIXES):
                     path_column, label_column = _columns(cells, f"{file}:{reader.line_num}")
+                    if several_labels:
+                        class_columns = _class_columns(cells, path_column)
                     continue
             path = cells[path_column] if path_column < len(cells) else ""
             label = cells[label_column] if label_column < len(cells) else ""
-            if not path or not label:
+            if class_columns:
+                label = _label_of_columns(cells, class_columns, f"{file}:{reader.line_num}")
+            if not path or not (label or several_labels):
                 raise DataError(
                     f"{file}:{reader.line_num}: {format_value(','.join(cells))} is not "
                     "`path,label`.",
@@ -125,7 +151,33 @@ def _csv_rows(file: Path, text: str) -> list[_Row]:
         raise DataError(
             f"{file}:{reader.line_num}: not CSV: {error}.", "Look for a missing quote."
         ) from None
-    return rows
+    return rows, list(class_columns.values()) or None
+
+
+def _class_columns(header: Sequence[str], path_column: int) -> dict[int, str]:
+    """The classes of columns of 0 and 1, by the index of the column; none for a file with
+    labels."""
+    others = {column: name for column, name in enumerate(header) if column != path_column}
+    if len(others) < 2 or any(name.lower() in LABEL_COLUMNS for name in others.values()):
+        return {}
+    return others
+
+
+def _label_of_columns(cells: Sequence[str], class_columns: dict[int, str], where: str) -> str:
+    """The labels of a row, as `split_labels` takes them. Raises DataError for other than 0 and 1.
+
+    where: file and line, for messages.
+    """
+    values = {name: cells[i] if i < len(cells) else "" for i, name in class_columns.items()}
+    for name, value in values.items():
+        if value not in ("0", "1"):
+            raise DataError(
+                f"{where}: {format_value(value)} in the column {format_value(name)} is neither 0 nor "
+                "1.",
+                "Write 1 where the image has the class, else 0; or one column, `labels`, with the "
+                "names of the classes and `;` between.",
+            )
+    return ";".join(name for name, value in values.items() if value == "1")
 
 
 def _columns(header: Sequence[str], where: str) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_wor
 from imagenet_cls.config.schema import Size, height_width
 from imagenet_cls.data.samplers import EpochSampler, MicroBatchSampler, SampleKey
 from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.targets import stack_targets
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform, size_px_at
 from imagenet_cls.errors import ResourceError, UserError
 from imagenet_cls.parallel.signals import STOP_SIGNALS, set_parent_death_signal
@@ -62,9 +63,9 @@ class TrainBatch(NamedTuple):
     """B samples in S splits each (`augment.splits`), ordered by split: `images.split(B)` are the
     splits, as in timm's AugMix.
 
-    images: uint8 (B * S, C, H, W), channels-last. targets: int64 (B,). boxes and keys are set only
-    with random erasing, on the CPU. boxes: int32 (B * S, n, 4), each of top, left, height and
-    width; unused ones are zeros. keys: int64 (B * S,), the random keys of the fill colors.
+    images: uint8 (B * S, C, H, W), channels-last. targets: see `data.targets`. boxes and keys are
+    set only with random erasing, on the CPU. boxes: int32 (B * S, n, 4), each of top, left, height
+    and width; unused ones are zeros. keys: int64 (B * S,), the random keys of the fill colors.
     """
 
     images: torch.Tensor
@@ -193,8 +194,8 @@ def _train_batch(
             if erase_boxes is not None:
                 boxes[row] = erase_boxes
     if augment.erasing.prob == 0:
-        return TrainBatch(images, torch.tensor(targets))
-    return TrainBatch(images, torch.tensor(targets), boxes, torch.tensor(keys))
+        return TrainBatch(images, stack_targets(targets))
+    return TrainBatch(images, stack_targets(targets), boxes, torch.tensor(keys))
 
 
 def _eval_batch(
@@ -207,7 +208,7 @@ def _eval_batch(
         image, _, target = source.load_region(index, transform.needed_region)
         images[row] = transform(image)
         targets.append(target)
-    return images, torch.tensor(targets), torch.tensor(indices)
+    return images, stack_targets(targets), torch.tensor(indices)
 
 
 def _empty_images(num_images: int, size_px: Size, channels: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ from imagenet_cls.data.decode import (
     rgb_tensor,
 )
 from imagenet_cls.data.index import ImageIndex
+from imagenet_cls.data.targets import Target, map_targets, target_at, target_bytes
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
 from imagenet_cls.files import check_regular, open_at_once
@@ -44,12 +45,12 @@ class ImageSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def load(self, i: int) -> tuple[torch.Tensor, int]:
+    def load(self, i: int) -> tuple[torch.Tensor, Target]:
         """Image `i` as uint8 (3, H, W) on the CPU, and its target. Raises DataError if it cannot be
         read.
         """
 
-    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
+    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, Target]:
         """As `load`, but only the pixels in the box that `choose` returns need to be defined. Also
         returns the box.
         """
@@ -63,7 +64,7 @@ class ImageSource(Protocol):
         """A hex digest of names and targets; not of pixels."""
 
     def known_targets(self) -> np.ndarray | None:
-        """All targets, int64 (N,), without reading images; None where they are not known."""
+        """All targets (`data.targets`) without reading images; None where they are not known."""
         return None
 
     def collection(self) -> tuple[str, np.ndarray]:
@@ -76,7 +77,7 @@ class ImageSource(Protocol):
 class EncodedSource(ImageSource):
     """Images that are stored as files, in a folder or elsewhere.
 
-    decode, exif: keys of `data`. targets: int64 (N,).
+    decode, exif: keys of `data`. targets: see `data.targets`.
     """
 
     decode: str
@@ -104,16 +105,16 @@ class EncodedSource(ImageSource):
     def known_targets(self) -> np.ndarray:
         return self.targets
 
-    def load(self, i: int) -> tuple[torch.Tensor, int]:
+    def load(self, i: int) -> tuple[torch.Tensor, Target]:
         decode = decode_upright if self.exif == "apply" else decode_rgb
-        return self._decode(i, decode), int(self.targets[i])
+        return self._decode(i, decode), target_at(self.targets, i)
 
-    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
+    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, Target]:
         def decode(data: bytes) -> tuple[torch.Tensor, Box]:
             return decode_region(data, choose, self.turbojpeg, self.exif)
 
         image, box = self._decode(i, decode)
-        return image, box, int(self.targets[i])
+        return image, box, target_at(self.targets, i)
 
     def _decode(self, i: int, decode: Callable[[bytes], T]) -> T:
         try:
@@ -236,18 +237,20 @@ def exif_warning(source: ImageSource) -> str | None:
 class MapSource(ImageSource):
     """A map-style dataset of (image, target): torchvision's, or a user's own.
 
-    Images are Pillow images of any mode, or uint8 tensors (3, H, W) or (1, H, W). Raises DataError
-    for anything else.
+    Targets are integers, with `data.labels` multi tensors (classes,) of numbers from 0 to 1. Images
+    are Pillow images of any mode, or uint8 tensors (3, H, W) or (1, H, W). Raises DataError for
+    anything else.
     """
 
     dataset: Any
     dataset_name: str
     classes: tuple[str, ...]
+    labels: str = "single"  # data.labels
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def load(self, i: int) -> tuple[torch.Tensor, int]:
+    def load(self, i: int) -> tuple[torch.Tensor, Target]:
         item = self.dataset[i]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise DataError(
@@ -264,17 +267,25 @@ class MapSource(ImageSource):
                 f"{self.name(i)}: its image is {_describe(image)}.",
                 "Return a Pillow image or a uint8 tensor (3, H, W), without a transform to floats.",
             )
-        try:
-            number = int(target)
-        except (TypeError, ValueError):
-            number = -1
-        if not 0 <= number < len(self.classes):
-            raise DataError(
-                f"{self.name(i)}: its target is {target!r}, and the dataset has "
-                f"{len(self.classes)} classes.",
-                f"Return an integer from 0 to {len(self.classes) - 1}.",
-            )
-        return image.expand(3, -1, -1), number
+        return image.expand(3, -1, -1), self._check_target(i, target)
+
+    def _check_target(self, i: int, target: Any) -> Target:
+        count = len(self.classes)
+        remedy = f"Return an integer from 0 to {count - 1}."
+        if self.labels == "multi":
+            remedy = f"Return a tensor of {count} numbers from 0 to 1, one for each class."
+            with suppress(TypeError, ValueError, RuntimeError):
+                row = torch.as_tensor(target).float()
+                if row.shape == (count,) and ((row >= 0) & (row <= 1)).all():
+                    return row
+        else:
+            with suppress(TypeError, ValueError):
+                if 0 <= (number := int(target)) < count:
+                    return number
+        raise DataError(
+            f"{self.name(i)}: its target is {target!r}, and the dataset has {count} classes.",
+            remedy,
+        )
 
     def name(self, i: int) -> str:
         return f"{self.dataset_name}[{i}]"
@@ -284,11 +295,11 @@ class MapSource(ImageSource):
         digest = sha256("\0".join([self.dataset_name, str(len(self)), *self.classes]).encode())
         targets = self.known_targets()
         if targets is not None:
-            digest.update(targets.astype("<i8").tobytes())
+            digest.update(target_bytes(targets))
         return digest.hexdigest()
 
     def known_targets(self) -> np.ndarray | None:
-        return targets_of_dataset(self.dataset)
+        return targets_of_dataset(self.dataset, self.labels)
 
 
 @dataclass(eq=False)
@@ -306,7 +317,7 @@ class ArraySource(MapSource):
         self.images = channels_last.permute(0, 3, 1, 2)
         self.targets = required_targets(self, "data.name")
 
-    def load(self, i: int) -> tuple[torch.Tensor, int]:
+    def load(self, i: int) -> tuple[torch.Tensor, Target]:
         return self.images[i], int(self.targets[i])
 
 
@@ -332,13 +343,20 @@ class SubsetSource(ImageSource):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def load(self, i: int) -> tuple[torch.Tensor, int]:
+    def load(self, i: int) -> tuple[torch.Tensor, Target]:
         image, target = self.source.load(int(self.rows[i]))
-        return image, int(self.target_map[target])
+        return image, self._mapped(target)
 
-    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, int]:
+    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, Target]:
         image, box, target = self.source.load_region(int(self.rows[i]), choose)
-        return image, box, int(self.target_map[target])
+        return image, box, self._mapped(target)
+
+    def _mapped(self, target: Target) -> Target:
+        if isinstance(target, int):
+            return int(self.target_map[target])
+        return torch.from_numpy(
+            map_targets(target.numpy()[None], self.target_map, len(self.classes))[0]
+        )
 
     def name(self, i: int) -> str:
         return self.source.name(int(self.rows[i]))
@@ -353,7 +371,9 @@ class SubsetSource(ImageSource):
 
     def known_targets(self) -> np.ndarray | None:
         targets = self.source.known_targets()
-        return None if targets is None else self.target_map[targets[self.rows]]
+        if targets is None:
+            return None
+        return map_targets(targets[self.rows], self.target_map, len(self.classes))
 
     def collection(self) -> tuple[str, np.ndarray]:
         return self.source.digest(), self.rows
@@ -375,7 +395,7 @@ def with_classes(
     allow_extra: bool = False,
 ) -> ImageSource:
     """The source with targets in the order of `classes`, matched by `match_classes`, without the
-    images of extra classes.
+    images of extra classes; images with several labels stay.
     """
     if source.classes == tuple(classes):
         return source
@@ -385,11 +405,13 @@ def with_classes(
     target_map = np.array(indices, np.int64)
     rows = np.arange(len(source))
     if (target_map < 0).any():
-        rows = rows[target_map[required_targets(source, "data.classes")] >= 0]
+        targets = required_targets(source, "data.classes")
+        if targets.ndim == 1:
+            rows = rows[target_map[targets] >= 0]
     if not isinstance(source, FolderSource):
         return SubsetSource(source, rows, tuple(classes), target_map)
     index = source.index.select(rows)
-    targets = target_map[index.targets]
+    targets = map_targets(index.targets, target_map, len(classes))
     return replace(source, index=replace(index, targets=targets, classes=tuple(classes)))
 
 
@@ -404,7 +426,7 @@ def required_targets(source: ImageSource, key: str) -> np.ndarray:
             f"({source.name(0)}).",
             f"Give the dataset an attribute `targets` (a list of integers), or don't set {key}.",
         )
-    if len(targets) == 0:
+    if len(targets) == 0 or targets.ndim == 2:
         return targets
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= len(source.classes):

@@ -12,6 +12,7 @@ from hashlib import blake2b
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data.targets import strata
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import format_value
 
@@ -27,6 +28,7 @@ def split_by_config(
 
     Raises DataError if the config holds out none, and for a name that `data.group` does not match.
     """
+    targets = strata(targets)
     groups = None if config.group is None else group_names(names, config.group)
     if config.fold is not None and config.stratify and groups is None:
         mask = stratified_fold_mask(names, targets, config.fold)
@@ -120,7 +122,7 @@ def fraction_rows(names: Names, targets: np.ndarray, fraction: float) -> np.ndar
 
     It has the images with the smallest hashes, so that a smaller share is part of a larger one.
     """
-    by_class = _by_class(name_hashes(names), targets)
+    by_class = _by_class(name_hashes(names), strata(targets))
     return np.sort(
         np.concatenate([rows[: max(round(len(rows) * fraction), 1)] for rows in by_class])
     )

@@ -23,6 +23,7 @@ from imagenet_cls.data.device import Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.sources import ImageSource, exif_warning, required_targets, size_fingerprint
+from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.engine.evaluate import Evaluation
 from imagenet_cls.engine.evaluation_labels import evaluation_labels
 from imagenet_cls.engine.loaders import build_train_loader, shared_memory_use
@@ -152,6 +153,12 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     allow_missing = config.eval.classes == "present"
     data = open_same_data(config.data, context, allow_missing)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
+    if config.data.labels == "multi" and num_classes != len(data.classes):
+        raise ConfigError(
+            [
+                f"model.num_classes: {num_classes}, but there are {len(data.classes)} labels; use null"
+            ]
+        )
     devices = rank_devices(config, context)
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
     plan = plan_run(train, samples, context.world_size, len(devices.all))
@@ -164,7 +171,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
         config, num_classes, data.classes, context, load_initial_weights, smallest_norm_batch
     )
     mean, std = choose_mean_std(config.data, model)
-    labels = evaluation_labels(config.eval, data.val, data.classes)
+    labels = evaluation_labels(config, data.val, data.classes)
     evaluation = Evaluation(
         config, data.val, context, devices, mean, std, labels, is_compiled=bool(train.compile)
     )
@@ -183,7 +190,10 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     normalize = Normalize(mean, std, device, train.channels_last)
 
     micro_batch = train_loader.sampler.micro_batch_sizes[0]
-    rebuild_buckets_with_zeros(config, wrapped, criterion, normalize, micro_batch, autocast_dtype)
+    targets = torch.zeros(micro_batch, dtype=torch.int64, device=device)
+    if config.data.labels == "multi":
+        targets = torch.zeros(micro_batch, num_classes, device=device)
+    rebuild_buckets_with_zeros(config, wrapped, criterion, normalize, targets, autocast_dtype)
     keep_gradients = overwrites_gradients(train) and plan.accumulation > 1
     weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
     messages = [devices.note, data.note, scaling_message]
@@ -224,7 +234,13 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
         batch_norm_statistics=BatchNormStatistics(model, context),
         train_loader=train_loader,
         evaluation=evaluation,
-        metrics=build_metrics(config.eval.metrics, num_classes, weight_kinds, context),
+        metrics=build_metrics(
+            config.eval.metrics,
+            num_classes,
+            weight_kinds,
+            context,
+            config.data.labels == "multi",
+        ),
     )
 
 
@@ -249,7 +265,8 @@ def build_run_criterion(
     class_samples = None
     if isinstance(config.loss.class_weights, str):  # a rule that needs the sizes of classes
         class_samples = samples_of_classes(source, num_classes, config.data.balance)
-    label_loss = build_loss(config.loss, num_classes, config.augment.splits, class_samples)
+    images = len(source) if config.data.labels == "multi" else None
+    label_loss = build_loss(config.loss, num_classes, config.augment.splits, class_samples, images)
     return build_training_loss(label_loss, config.distill, teacher)
 
 
@@ -257,7 +274,10 @@ def samples_of_classes(source: ImageSource, num_classes: int, balance: float) ->
     """The samples of each class in an epoch, for `loss.class_weights`: int64 (num_classes,).
     balance: `data.balance`.
     """
-    counts = np.bincount(required_targets(source, "loss.class_weights"), minlength=num_classes)
+    targets = required_targets(source, "loss.class_weights")
+    counts = class_sizes(targets, num_classes)
+    if targets.ndim == 2:  # `data.balance` is 0
+        return np.pad(counts, (0, num_classes - len(counts)))
     return class_quotas(counts, balance, len(source))
 
 
@@ -289,22 +309,20 @@ def rebuild_buckets_with_zeros(
     wrapped: nn.Module,
     criterion: TrainingLoss,
     normalize: Normalize,
-    micro_batch: int,
+    targets: torch.Tensor,
     autocast_dtype: torch.dtype | None,
 ) -> None:
     """Make DDP rebuild its gradient buckets, by passes over images of zeros. They have the batch
     size of training, so that torch.compile compiles the model once.
 
-    micro_batch: the images of this rank's first micro-batch.
+    targets: of as many images as this rank's first micro-batch has, on the device.
     """
     augment = config.augment
-    shape = (micro_batch * augment.splits, config.data.channels, *height_width(augment.size_px))
-    device = normalize.device
+    shape = (len(targets) * augment.splits, config.data.channels, *height_width(augment.size_px))
 
     def pass_over_zeros() -> None:
         images = normalize(torch.zeros(shape, dtype=torch.uint8))
-        targets = torch.zeros(micro_batch, dtype=torch.int64, device=device)
-        with autocast(device, autocast_dtype):
+        with autocast(normalize.device, autocast_dtype):
             loss = criterion(wrapped(images), targets, images)
         loss.backward()
 

@@ -6,7 +6,6 @@ ranks in one all-reduce.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Self
@@ -19,16 +18,17 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.data.device import Normalize
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.engine.evaluation_labels import EvaluationLabels
+from imagenet_cls.engine.label_scores import score_outputs
 from imagenet_cls.engine.loaders import EvalBatch, build_val_batches
 from imagenet_cls.engine.precision import autocast, choose_precision
-from imagenet_cls.engine.user_metrics import UserMetrics, compute_metrics
+from imagenet_cls.engine.user_metrics import UserMetrics, compute_metrics, update_metrics
 from imagenet_cls.parallel.collectives import all_reduce_sum
 from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.wrap import wrap_data_parallel
 
 EvalOutputs = tuple[dict[str, Tensor], Tensor, Tensor]
-"""fp32 logits (B, classes) of each model, targets (B,), indices (B,)."""
+"""fp32 logits (B, classes) of each model, targets (`data.targets`), indices (B,)."""
 
 
 class Evaluation:
@@ -177,46 +177,58 @@ def compute_results(
     user-defined metrics of each model.
 
     Returns a dictionary for each model:
-    * top1_pct, top5_pct: with fewer than five classes, top-5 counts all of them;
-    * loss: mean cross-entropy without smoothing;
-    * balanced_accuracy_pct: mean recall of the classes that have images;
+    * the results of `class_results`, or of `LabelScores` with several labels;
     * images, and seconds for all models together;
-    * with ReaL labels real_images, the number of images that have such labels, and real_pct, the
-      share of these whose prediction is one of them;
     * the values of user-defined metrics;
     * classes, a text such as `200 of 1000`, if `eval.classes` is `present`;
     * left_out, the number of images that `data.exclude` has left out, if any.
     """
     started = time.perf_counter()
     metrics = metrics or {name: {} for name in names}
-    all_metrics = [metric for own in metrics.values() for metric in own.values()]
-    for metric in all_metrics:
-        metric.reset()
+    watched = update_metrics(outputs, metrics, num_classes, context)
+    if labels.threshold is None:
+        results = class_results(watched, names, context, num_classes, labels)
+    else:
+        scores = score_outputs(watched, names, num_classes, labels.threshold, context.device)
+        results = {name: scores[name].results(context) for name in names}
+    seconds = time.perf_counter() - started  # the device has done its work
+    for name, result in results.items():
+        result["seconds"] = seconds
+        result |= compute_metrics(metrics[name], context)
+        if labels.present is not None:
+            result["classes"] = f"{len(labels.present)} of {num_classes}"
+        if labels.left_out:
+            result["left_out"] = labels.left_out
+    return results
+
+
+def class_results(
+    outputs: Iterable[EvalOutputs],
+    names: Sequence[str],
+    context: RankContext,
+    num_classes: int,
+    labels: EvaluationLabels,
+) -> dict[str, dict[str, Any]]:
+    """The results of each model for images with one label. A collective.
+
+    * top1_pct, top5_pct: with fewer than five classes, top-5 counts all of them;
+    * loss: mean cross-entropy without smoothing;
+    * balanced_accuracy_pct: mean recall of the classes that have images;
+    * images: the number of images;
+    * with ReaL labels real_images, the number of images that have such labels, and real_pct, the
+      share of these whose prediction is one of them.
+    """
     # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24.
     dtype = torch.float32 if context.device.type == "mps" else torch.float64
     # One tensor with a row for each model, so that one collective reduces all sums.
     rows = torch.zeros(len(names), 6 + 2 * num_classes, dtype=dtype, device=context.device)
     sums = {name: Sums.of_row(row) for name, row in zip(names, rows, strict=True)}
-    is_empty = True
     for logits, targets, indices in outputs:
-        is_empty = False
         real = None if labels.real is None else labels.real[indices]
         for name in names:
             add_batch(sums[name], logits[name], targets, real)
-            for metric in metrics[name].values():
-                # copies, since it may change them
-                metric.update(logits[name].clone(), targets.clone())
-    if is_empty:
-        # A rank with an empty shard passes an empty batch, so that torchmetrics that gather lists
-        # know the dtype and shape. Others may reject it.
-        no_logits = torch.zeros(0, num_classes, device=context.device)
-        no_targets = no_logits.new_zeros(0, dtype=torch.int64)
-        for metric in all_metrics:
-            with suppress(Exception):
-                metric.update(no_logits, no_targets)
     all_reduce_sum(rows, context)
     rows = rows.cpu().double()
-    seconds = time.perf_counter() - started  # the device has done its work
     results = {}
     for name, row in zip(names, rows, strict=True):
         total = Sums.of_row(row)
@@ -229,17 +241,11 @@ def compute_results(
             "loss": total.loss.item() / images,
             "balanced_accuracy_pct": 100 * fmean(recalls.tolist()),
             "images": int(images),
-            "seconds": seconds,
         }
         if labels.real is not None:
             real_images = total.real_images.item()
             result["real_pct"] = 100 * total.real_hits.item() / real_images
             result["real_images"] = int(real_images)
-        result |= compute_metrics(metrics[name], context)
-        if labels.present is not None:
-            result["classes"] = f"{len(labels.present)} of {num_classes}"
-        if labels.left_out:
-            result["left_out"] = labels.left_out
         results[name] = result
     return results
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imagenet_cls.config.schema import EvalConfig
+from imagenet_cls.config.schema import Config
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
 from imagenet_cls.data.sources import ImageSource, required_targets
 from imagenet_cls.errors import DataError
@@ -29,12 +29,14 @@ class EvaluationLabels:
 
     present: int64 (P,), the classes that the validation images have; None: all. real: int64
     (images, max_labels), the ReaL labels of each image, and -1 where it has fewer; None without
-    them. left_out: the number of images that `data.exclude` has left out.
+    them. left_out: the number of images that `data.exclude` has left out. threshold:
+    `eval.threshold` if images have several labels (`data.labels`), else None.
     """
 
     present: Tensor | None = None
     real: Tensor | None = None
     left_out: int = 0
+    threshold: float | None = None
 
     def mask(self, logits: Tensor) -> Tensor:
         """Logits (B, outputs) with -inf for the classes that are not present."""
@@ -46,15 +48,16 @@ class EvaluationLabels:
 
 
 def evaluation_labels(
-    config: EvalConfig, source: ImageSource, classes: Sequence[str]
+    config: Config, source: ImageSource, classes: Sequence[str]
 ) -> EvaluationLabels:
     """The labels of an evaluation of `source`. Raises DataError."""
     present = real = None
-    if config.classes == "present":
+    threshold = config.eval.threshold if config.data.labels == "multi" else None
+    if config.eval.classes == "present":
         present = torch.from_numpy(np.unique(required_targets(source, "eval.classes")))
-    if config.real_labels is not None:
-        real = read_real_labels(Path(config.real_labels).expanduser(), source, classes)
-    return EvaluationLabels(present, real, source.left_out)
+    if config.eval.real_labels is not None:
+        real = read_real_labels(Path(config.eval.real_labels).expanduser(), source, classes)
+    return EvaluationLabels(present, real, source.left_out, threshold)
 
 
 def read_real_labels(file: Path, source: ImageSource, classes: Sequence[str]) -> Tensor:

@@ -134,9 +134,13 @@ def top1_accuracy(outputs: Outputs, targets: Tensor) -> Tensor:
     device.
 
     outputs, targets: as the criterion takes them. A mixed target counts as the class with the
-    largest share, as in torchvision's reference scripts. With `augment.splits` only the first split
-    of each image counts.
+    largest share, as in torchvision's reference scripts; one with several labels as each class with
+    the largest share. With `augment.splits` only the first split of each image counts.
     """
     logits = (outputs if isinstance(outputs, Tensor) else outputs[0])[: len(targets)]
-    classes = targets.argmax(1) if targets.is_floating_point() else targets
-    return (logits.argmax(1) == classes.to(logits.device, non_blocking=True)).float().mean()
+    targets = targets.to(logits.device, non_blocking=True)
+    if not targets.is_floating_point():
+        return (logits.argmax(1) == targets).float().mean()
+    largest = targets.amax(1)
+    predicted = targets.gather(1, logits.argmax(1, keepdim=True)).squeeze(1)
+    return ((predicted == largest) & (largest > 0)).float().mean()

@@ -30,6 +30,7 @@ from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
 from imagenet_cls.parallel.collectives import run_on_main
 from imagenet_cls.parallel.stop_requests import StopRequested, StopSignalHandler
 from imagenet_cls.private_names import base_optimizer
+from imagenet_cls.report.jsonl import main_metric
 from imagenet_cls.report.reporter import Reporter
 
 
@@ -220,10 +221,11 @@ class Run:
         # The plateau schedule and early stopping do not count an evaluation that is due only
         # because the run ends: `max_steps`, or epochs that are no multiple of `eval.every_epochs`.
         if self.due().regular_evaluation:
-            progress.evaluations.append((progress.step, results["raw"]["top1_pct"]))
+            raw = results["raw"]
+            progress.evaluations.append((progress.step, raw[main_metric(raw)]))
             preferred = results["ema" if "ema" in models else "raw"]
             progress.history.append(
-                {metric: preferred[metric] for metric in RESULT_FIELDS.values()}
+                {name: preferred[name] for name in RESULT_FIELDS.values() if name in preferred}
             )
         early_stop = parts.config.train.early_stop
         progress.stopped_early = stops_early(progress.history, early_stop)

@@ -19,6 +19,7 @@ from imagenet_cls.data.sources import (
     ImageSource,
     without_subsets,
 )
+from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.build import TrainingParts, batch_norm_images
 from imagenet_cls.engine.loaders import describe_workers
@@ -26,7 +27,7 @@ from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.overlap import initial_weights_warning, same_images_warning
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
-from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, Record, describe_result
+from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, Record, describe_result, main_metric
 from imagenet_cls.text import command_line, count_of, join_names
 
 # An epoch that leaves out a larger share of the images is worth a warning.
@@ -36,6 +37,9 @@ _METRIC_FORMATS = {
     "top5_pct": ("top-5", "{:.2f} %"),
     "loss": ("loss", "{:.4f}"),
     "balanced_accuracy_pct": ("balanced accuracy", "{:.2f} %"),
+    "map_pct": ("mAP", "{:.2f} %"),
+    "micro_f1_pct": ("micro F1", "{:.2f} %"),
+    "macro_f1_pct": ("macro F1", "{:.2f} %"),
 }
 
 
@@ -50,6 +54,8 @@ def startup_table(
     classes = parts.num_classes
     present = parts.evaluation.labels.present
     shown_results = "val top-1/top-5" if classes >= MIN_CLASSES_FOR_TOP5 else "val top-1"
+    if config.data.labels == "multi":
+        shown_results = "val mAP"
     if context.device.type == "cuda":
         device_name = torch.cuda.get_device_name(context.device)
     else:
@@ -125,7 +131,7 @@ def describe_class_sizes(source: ImageSource) -> str:
         images += f" ({source.left_out} left out)"
     if targets is None:
         return images
-    counts = np.bincount(targets[targets >= 0], minlength=len(classes))[: len(classes)]
+    counts = class_sizes(targets, len(classes))
     smallest, largest = counts.argmin(), counts.argmax()
     if counts[smallest] == counts[largest]:
         sizes = str(counts[0])
@@ -133,6 +139,9 @@ def describe_class_sizes(source: ImageSource) -> str:
         sizes = (
             f"{counts[smallest]} ({classes[smallest]}) to {counts[largest]} ({classes[largest]})"
         )
+    if targets.ndim == 2:
+        unlabeled = int((targets.sum(1) == 0).sum())
+        return f"{images}, {sizes} with each label, {unlabeled} without labels"
     return f"{images}, {sizes} per class"
 
 
@@ -198,8 +207,8 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
         warnings.append("the data has one class: there is nothing to tell apart")
     val_targets = parts.data.val.known_targets()
     if val_targets is not None and config.eval.classes == "all":
-        present = set(val_targets.tolist())
-        absent = [name for i, name in enumerate(parts.data.classes) if i not in present]
+        sizes = class_sizes(val_targets, len(parts.data.classes))
+        absent = [parts.data.classes[i] for i in np.flatnonzero(sizes == 0)]
         if absent:
             warnings.append(f"no validation image has the class {join_names(absent)}")
     starts_from_scratch = not config.model.pretrained and config.model.checkpoint is None
@@ -239,11 +248,12 @@ def epoch_lines(
     if training:
         columns.append(training)
     lines = []
-    has_top5 = parts.num_classes >= MIN_CLASSES_FOR_TOP5
+    main = main_metric(records[0])
+    has_top5 = parts.num_classes >= MIN_CLASSES_FOR_TOP5 and main == "top1_pct"
     for record in records:
         kind = record["weights"]
         title = {"raw": "val", "ema": "EMA"}[kind]
-        column = f"{title} {record['top1_pct']:.2f}"
+        column = f"{title} {record[main]:.2f}"
         if has_top5:
             column += f"/{record['top5_pct']:.2f}"
         column += " %"

@@ -6,7 +6,7 @@ From torchmetrics, or modules with the same methods.
 import inspect
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 from typing import Any
@@ -47,10 +47,14 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
 
 
 def build_metrics(
-    names: Sequence[str], num_classes: int, weights: Sequence[str], context: RankContext
+    names: Sequence[str],
+    num_classes: int,
+    weights: Sequence[str],
+    context: RankContext,
+    several_labels: bool = False,
 ) -> dict[str, UserMetrics]:
     """The metrics of each set of weights. Raises ConfigError for an object that can't be used. A
-    collective.
+    collective. several_labels: whether targets are int64 (B, classes).
 
     They are tried on a few images, so that a mistake ends the run at its start. Exceptions of
     `compute` are ignored: the metric may need more images.
@@ -60,6 +64,8 @@ def build_metrics(
     }
     targets = torch.arange(min(num_classes, _TRIAL_IMAGES), device=context.device)
     logits = torch.eye(len(targets), num_classes, device=context.device)
+    if several_labels:
+        targets = logits.long()
     results = {}
     for name, metric in metrics[weights[0]].items():
         with warnings.catch_warnings(action="ignore"):
@@ -90,6 +96,37 @@ def build_metric(name: str, num_classes: int, context: RankContext) -> Any:
         problem = f"the factory returned a {type(metric).__name__}, which {fault}; see {_DOCS}"
         raise metric_error(name, problem, context)
     return metric.to(context.device)
+
+
+def update_metrics(
+    outputs: Iterable[Any],
+    metrics: Mapping[str, UserMetrics],
+    num_classes: int,
+    context: RankContext,
+) -> Iterator[Any]:
+    """Yield the outputs of an evaluation (`engine.evaluate.EvalOutputs`), after the metrics of each
+    model have got them; targets of several labels as int64.
+    """
+    all_metrics = [metric for own in metrics.values() for metric in own.values()]
+    for metric in all_metrics:
+        metric.reset()
+    is_empty = True
+    for logits, targets, indices in outputs:
+        is_empty = False
+        for name, own in metrics.items():
+            for metric in own.values():
+                # copies, since it may change them
+                labels = (targets >= 0.5).long() if targets.is_floating_point() else targets.clone()
+                metric.update(logits[name].clone(), labels)
+        yield logits, targets, indices
+    if is_empty:
+        # A rank with an empty shard passes an empty batch, so that torchmetrics that gather lists
+        # know the dtype and shape. Others may reject it.
+        no_logits = torch.zeros(0, num_classes, device=context.device)
+        no_targets = no_logits.new_zeros(0, dtype=torch.int64)
+        for metric in all_metrics:
+            with suppress(Exception):
+                metric.update(no_logits, no_targets)
 
 
 def compute_metrics(metrics: UserMetrics, context: RankContext) -> dict[str, float]:

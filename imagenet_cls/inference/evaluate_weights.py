@@ -100,13 +100,15 @@ def evaluate_weights(
     kind = trained.select()
     kinds = list(trained.models)
     record |= trained.num_classes <= _MAX_CLASSES_IN_TABLE
-    labels = evaluation_labels(config.eval, images, images.classes)
+    labels = evaluation_labels(config, images, images.classes)
     evaluation = Evaluation(
         config, images, context, rank_devices(config, context), trained.mean, trained.std, labels
     )
     recorder = OutputRecorder(kinds, context.device, kind if record else None)
     outputs = recorder.watch(evaluation.outputs(trained.models))
-    user_metrics = build_metrics(config.eval.metrics, trained.num_classes, kinds, context)
+    user_metrics = build_metrics(
+        config.eval.metrics, trained.num_classes, kinds, context, config.data.labels == "multi"
+    )
     results = evaluation.results(outputs, kinds, trained.num_classes, user_metrics)
     counts = all_reduce_sum(recorder.nonfinite, context).tolist()
     if any(counts):

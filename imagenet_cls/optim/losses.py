@@ -28,6 +28,7 @@ from torch.nn import functional
 from imagenet_cls.config.schema import SHARE_BELOW_1, DistillConfig, LossConfig
 from imagenet_cls.errors import ConfigError, Problem, UserError
 from imagenet_cls.lookup import find_factory, kwargs_problems
+from imagenet_cls.optim.multilabel_losses import asymmetric_loss, multilabel_bce, positive_weights
 from imagenet_cls.optim.signature_check import NotNegative, value_problems
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # a function of logits and targets
@@ -141,6 +142,11 @@ BUILT_IN: dict[str, Callable[..., Tensor]] = {
     "focal": focal_loss,
     "jsd": jensen_shannon_loss,
 }
+# Of images with several labels (`data.labels` multi).
+MULTILABEL: dict[str, Callable[..., Tensor]] = {
+    "bce": multilabel_bce,
+    "asymmetric": asymmetric_loss,
+}
 # Arguments of built-in losses that the program passes.
 RESERVED = ("logits", "targets", "smoothing", "weights", "splits")
 # Keys of the section that only built-in losses use.
@@ -148,22 +154,28 @@ BUILT_IN_KEYS = ("label_smoothing", "class_weights")
 
 
 def build_loss(
-    loss: LossConfig, num_classes: int, splits: int = 1, class_samples: np.ndarray | None = None
+    loss: LossConfig,
+    num_classes: int,
+    splits: int = 1,
+    class_samples: np.ndarray | None = None,
+    images: int | None = None,
 ) -> Loss:
     """The mean loss over a batch, as a function of logits and targets; a scalar in float32.
 
     logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes)
     probabilities. num_classes: the number of the model's outputs. splits: `augment.splits`, for
     `jsd`. class_samples: the number of images of each class in an epoch, int64 (classes,), for
-    class weights by size.
+    class weights by size. images: the number of training images, if they have several labels; the
+    targets are then float (N, classes).
 
     A user's factory is called as `factory(**kwargs)`, and what it returns as `loss(logits,
     targets)`. Raises UserError if it returns no function, ConfigError for a wrong number of class
     weights.
     """
-    if loss.name in BUILT_IN:
-        built_in = BUILT_IN[loss.name]
-        host_weights = _normalized_weights(loss, num_classes, class_samples)
+    losses = BUILT_IN if images is None else MULTILABEL
+    if loss.name in losses:
+        built_in = losses[loss.name]
+        host_weights = _class_weights(loss, num_classes, class_samples, images)
 
         @cache  # one copy to each device
         def weights_on(device: torch.device) -> Tensor | None:
@@ -174,7 +186,7 @@ def build_loss(
             return built_in(logits, targets, loss.label_smoothing, weights, splits, **loss.kwargs)
 
     else:
-        factory = find_factory("loss", loss.name, BUILT_IN)
+        factory = find_factory("loss", loss.name, losses)
         loss_function = factory(**loss.kwargs)
     if not callable(loss_function):
         raise UserError(
@@ -193,13 +205,15 @@ def build_loss(
     return mean_loss
 
 
-def _normalized_weights(
-    loss: LossConfig, num_classes: int, class_samples: np.ndarray | None
+def _class_weights(
+    loss: LossConfig, num_classes: int, class_samples: np.ndarray | None, images: int | None
 ) -> Tensor | None:
     if loss.class_weights is None:
         return None
     if isinstance(loss.class_weights, str):
         assert class_samples is not None and len(class_samples) == num_classes
+        if images is not None:
+            return positive_weights(class_samples, images)
         is_balanced = loss.class_weights == "balanced"
         return weights_by_size(class_samples, None if is_balanced else loss.effective_beta)
     given = len(loss.class_weights)
@@ -211,7 +225,7 @@ def _normalized_weights(
             ]
         )
     weights = torch.tensor(loss.class_weights, dtype=torch.float64, device="cpu")
-    return (weights / weights.mean()).float()
+    return (weights if images is not None else weights / weights.mean()).float()
 
 
 def weights_by_size(counts: np.ndarray, beta: float | None) -> Tensor:
@@ -284,15 +298,18 @@ def build_training_loss(
     return training_loss
 
 
-def loss_problems(loss: LossConfig) -> list[Problem]:
-    """All problems of the section that can be found without data."""
+def loss_problems(loss: LossConfig, labels: str = "single") -> list[Problem]:
+    """All problems of the section that can be found without data. labels: `data.labels`."""
+    losses = MULTILABEL if labels == "multi" else BUILT_IN
+    if loss.name in (BUILT_IN | MULTILABEL).keys() - losses.keys():
+        return []  # `config.check` says so
     try:
-        factory = find_factory("loss", loss.name, BUILT_IN)
+        factory = find_factory("loss", loss.name, losses)
     except LookupError as error:
         return [Problem("loss.name", str(error))]
-    reserved = RESERVED if loss.name in BUILT_IN else ()
+    reserved = RESERVED if loss.name in losses else ()
     problems = kwargs_problems("loss.kwargs", factory, loss.kwargs, reserved)
-    if loss.name not in BUILT_IN:
+    if loss.name not in losses:
         text = f"is for built-in losses only; {loss.name!r} gets its arguments from loss.kwargs"
         return problems + [
             Problem(f"loss.{name}", text) for name in BUILT_IN_KEYS if getattr(loss, name)

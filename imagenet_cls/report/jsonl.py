@@ -8,7 +8,8 @@ All records:
 Records of kind "train", one for every step:
     epoch                   from 0
     loss
-    top1_pct
+    top1_pct                with data.labels multi: the class with the highest output is one of
+                            the image's labels
     lr
     grad_norm
     skipped                 true; only where the update was skipped
@@ -18,10 +19,15 @@ Records of kind "train", one for every step:
 Records of kind "eval":
     epoch
     weights                 "raw" or "ema"
-    top1_pct
-    top5_pct
+    top1_pct                not with data.labels multi
+    top5_pct                likewise
+    balanced_accuracy_pct   likewise
+    map_pct                 mean average precision; only with data.labels multi
+    micro_f1_pct            F1 at eval.threshold; likewise
+    macro_f1_pct            likewise
+    best_threshold          with the highest micro F1; likewise
+    best_micro_f1_pct       micro F1 there; likewise
     loss
-    balanced_accuracy_pct
     images
     seconds
     real_pct                only with eval.real_labels
@@ -58,9 +64,19 @@ _EVAL_NUMBERS = (
     "images",
     "seconds",
     "balanced_accuracy_pct",
+    "map_pct",
+    "micro_f1_pct",
+    "macro_f1_pct",
+    "best_threshold",
+    "best_micro_f1_pct",
 )
 MIN_CLASSES_FOR_TOP5 = 10  # of fewer classes nearly every image has its class among five
 EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "real_pct", "real_images", "left_out")
+
+
+def main_metric(result: Mapping[str, Any]) -> str:
+    """The field by which results are compared: `map_pct` of several labels, else `top1_pct`."""
+    return "map_pct" if "map_pct" in result else "top1_pct"
 
 
 def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
@@ -69,11 +85,32 @@ def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_result(result: Mapping[str, Any], digits: int, num_classes: int) -> list[str]:
-    """Texts about the result of an evaluation: top-1, top-5 with at least 10 classes, others.
-    Balanced accuracy is left out if it differs from top-1 by less than 0.1 points.
+    """Texts about the result of an evaluation: top-1, top-5 with at least 10 classes, others; of
+    several labels mAP and F1. Balanced accuracy is left out if it differs from top-1 by less than
+    0.1 points.
 
     digits: after the decimal point of percentages.
     """
+    if main_metric(result) == "map_pct":
+        texts = [
+            f"mAP {result['map_pct']:.{digits}f} %",
+            f"micro F1 {result['micro_f1_pct']:.{digits}f} %",
+            f"macro F1 {result['macro_f1_pct']:.{digits}f} %",
+            f"best micro F1 {result['best_micro_f1_pct']:.{digits}f} % at threshold "
+            f"{result['best_threshold']:.2f}",
+            f"loss {result['loss']:.4f}",
+        ]
+    else:
+        texts = _texts_of_classes(result, digits, num_classes)
+    texts += [f"{name} {value:.{digits + 2}f}" for name, value in user_metrics(result).items()]
+    if "classes" in result:
+        texts.append(f"classes: {result['classes']}")
+    left_out = f" ({result['left_out']} left out)" if "left_out" in result else ""
+    return [*texts, f"over {result['images']} images{left_out} in {result['seconds']:.1f} s"]
+
+
+def _texts_of_classes(result: Mapping[str, Any], digits: int, num_classes: int) -> list[str]:
+    """`describe_result` of images with one label, without what all results have."""
     texts = [f"top-1 {result['top1_pct']:.{digits}f} %"]
     if num_classes >= MIN_CLASSES_FOR_TOP5:
         texts.append(f"top-5 {result['top5_pct']:.{digits}f} %")
@@ -83,11 +120,7 @@ def describe_result(result: Mapping[str, Any], digits: int, num_classes: int) ->
     balanced = result.get("balanced_accuracy_pct", result["top1_pct"])
     if abs(balanced - result["top1_pct"]) >= 0.1:
         texts.append(f"balanced accuracy {balanced:.{digits}f} %")
-    texts += [f"{name} {value:.{digits + 2}f}" for name, value in user_metrics(result).items()]
-    if "classes" in result:
-        texts.append(f"classes: {result['classes']}")
-    left_out = f" ({result['left_out']} left out)" if "left_out" in result else ""
-    return [*texts, f"over {result['images']} images{left_out} in {result['seconds']:.1f} s"]
+    return texts
 
 
 class MetricsFile:

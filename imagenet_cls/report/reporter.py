@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -35,7 +36,16 @@ _TRAIN_FIELDS = (
     "data_wait_pct",
     "memory_mib",
 )
-_EVAL_FIELDS = ("top1_pct", "top5_pct", "loss", "balanced_accuracy_pct", "real_pct")
+_EVAL_FIELDS = (
+    "top1_pct",
+    "top5_pct",
+    "loss",
+    "balanced_accuracy_pct",
+    "real_pct",
+    "map_pct",
+    "micro_f1_pct",
+    "macro_f1_pct",
+)
 
 
 class Reporter:
@@ -89,12 +99,15 @@ class Reporter:
     def first_batch(self, images: "Tensor", targets: "Tensor", classes: Sequence[str]) -> None:
         """Pass the first augmented images, at most 32, and their class names to the writers.
 
-        images: uint8 (B, C, H, W), on any device; not read without a writer. targets: int64 (B,).
-        classes: by target.
+        images: uint8 (B, C, H, W), on any device; not read without a writer. targets: see
+        `data.targets`. classes: by target.
         """
         if not self._writers:
             return
-        labels = [classes[target] for target in targets[:_MAX_IMAGES].tolist()]
+        labels = [
+            classes[target] if isinstance(target, int) else "; ".join(compress(classes, target))
+            for target in targets[:_MAX_IMAGES].tolist()
+        ]
         shown = images[:_MAX_IMAGES].cpu().clone()  # a writer may change it
         self._to_writers(lambda writer: writer.first_batch(shown, labels))
 

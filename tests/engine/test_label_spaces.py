@@ -125,7 +125,7 @@ def test_numbered_folders_are_the_classes_by_position(trained: Path, letters: Pa
         assert [code for code, *_ in outs] == [0, 0] and top1[0] == top1[1] and top1[0]
 
 
-def names(source: ImageSource | None) -> list[tuple[str, int]]:
+def names(source: ImageSource | None) -> list[tuple[str, Any]]:
     assert source is not None
     return [(source.name(i).split("/")[-2], source.load(i)[1]) for i in range(len(source))]
 

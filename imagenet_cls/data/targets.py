@@ -1,0 +1,75 @@
+"""The targets of images: one class for each image, or any number of them (`data.labels`).
+
+With one class the target of an image is its index, and those of N images are int64 (N,). With
+several labels it is a row of zeros and ones, float32 (classes,), and those of N images are uint8
+(N, classes), one byte for each image and class.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Target = int | Tensor
+_SEPARATOR = ";"  # between the labels of an image
+
+
+def split_labels(text: str) -> tuple[str, ...]:
+    """The labels in `cat; outdoor`, without empty ones."""
+    return tuple(label for part in text.split(_SEPARATOR) if (label := part.strip()))
+
+
+def multi_hot(classes_of_images: Sequence[Iterable[int]], num_classes: int) -> np.ndarray:
+    """The targets of images with these classes: uint8 (N, num_classes)."""
+    targets = np.zeros((len(classes_of_images), num_classes), np.uint8)
+    for row, classes in zip(targets, classes_of_images, strict=True):
+        row[list(classes)] = 1
+    return targets
+
+
+def target_at(targets: np.ndarray, i: int) -> Target:
+    """The target of image `i`."""
+    if targets.ndim == 1:
+        return int(targets[i])
+    return torch.from_numpy(targets[i]).float()
+
+
+def stack_targets(targets: Sequence[Target]) -> Tensor:
+    """The targets of a batch: int64 (B,) or float32 (B, classes)."""
+    rows = [target for target in targets if isinstance(target, Tensor)]
+    return torch.stack(rows) if rows else torch.tensor(targets)
+
+
+def map_targets(targets: np.ndarray, target_map: np.ndarray, num_classes: int) -> np.ndarray:
+    """The targets in another order of classes.
+
+    target_map: the new class of each class, int64; -1: it is left out. With one class for each
+    image, none of the images has such a class.
+    """
+    if targets.ndim == 1:
+        mapped: np.ndarray = target_map[targets]
+        return mapped
+    kept = np.flatnonzero(target_map >= 0)
+    rows = np.zeros((len(targets), num_classes), targets.dtype)
+    rows[:, target_map[kept]] = targets[:, kept]
+    return rows
+
+
+def class_sizes(targets: np.ndarray, num_classes: int) -> np.ndarray:
+    """The number of images with each class: int64 (num_classes,)."""
+    if targets.ndim == 2:
+        return targets.sum(0, dtype=np.int64)
+    return np.bincount(targets[targets >= 0], minlength=num_classes)[:num_classes]
+
+
+def strata(targets: np.ndarray) -> np.ndarray:
+    """The class by which an image is held out: int64 (N,). All images with several labels are of
+    one.
+    """
+    return targets if targets.ndim == 1 else np.zeros(len(targets), np.int64)
+
+
+def target_bytes(targets: np.ndarray) -> bytes:
+    """The targets as bytes, for a digest."""
+    return (targets.astype("<i8") if targets.ndim == 1 else targets).tobytes()

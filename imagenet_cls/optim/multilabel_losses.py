@@ -1,0 +1,85 @@
+"""The built-in losses of images with several labels (`data.labels` multi).
+
+Each output is the logit of one class, and the target of an image is a row of numbers from 0 to 1.
+Like the other losses, each is a plain mean over the images (see `optim.losses`).
+
+A class weight w_c multiplies the term of the images that have the class, t_c log p_c, as
+`pos_weight` of torch's BCEWithLogitsLoss does, so that it changes the ratio of positive and
+negative images.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from imagenet_cls.optim.signature_check import NotNegative
+
+
+def multilabel_bce(
+    logits: Tensor,
+    targets: Tensor,
+    smoothing: float,
+    weights: Tensor | None,
+    splits: int,
+    sum_classes: bool = False,
+) -> Tensor:
+    """Binary cross-entropy of each class with the target (1 - s) t + s / 2, the mean over the
+    classes, or their sum.
+    """
+    smoothed = smooth_labels(targets, smoothing)
+    terms = functional.binary_cross_entropy_with_logits(
+        logits, smoothed, reduction="none", pos_weight=weights
+    )
+    losses = terms.sum(1) if sum_classes else terms.mean(1)
+    return losses.mean()
+
+
+def asymmetric_loss(
+    logits: Tensor,
+    targets: Tensor,
+    smoothing: float,
+    weights: Tensor | None,
+    splits: int,
+    gamma_neg: NotNegative = 4.0,
+    gamma_pos: NotNegative = 1.0,
+    clip: NotNegative = 0.05,
+) -> Tensor:
+    """- sum_c [t (1 - p)^gamma_pos log p + (1 - t) q^gamma_neg log(1 - q)], p the sigmoid of the
+    logit and q = max(p - clip, 0).
+
+    Ridnik et al., "Asymmetric Loss For Multi-Label Classification", 2021, equations 4 to 6, with
+    the defaults of their code, as timm's AsymmetricLossMultiLabel. Both sum over the images, too,
+    and take the logarithm of at least 1e-8, below which a logit has no gradient; here it has one.
+    With a target between 0 and 1 their exponents are means of the two gammas; here both terms count
+    by their shares.
+    """
+    p = logits.sigmoid()
+    shifted = (p - clip).clamp(min=0)
+    positive = (1 - p).pow(gamma_pos) * functional.logsigmoid(logits)
+    # With clip 0 logsigmoid(-x) is exact where p rounds to 1.
+    log_negative = functional.logsigmoid(-logits) if clip == 0 else torch.log1p(-shifted)
+    negative = shifted.pow(gamma_neg) * log_negative
+    smoothed = smooth_labels(targets, smoothing)
+    if weights is not None:
+        positive = positive * weights
+    return -(smoothed * positive + (1 - smoothed) * negative).sum(1).mean()
+
+
+def smooth_labels(targets: Tensor, smoothing: float) -> Tensor:
+    """(1 - smoothing) * target + smoothing / 2: label smoothing of two classes, present and
+    absent.
+    """
+    return (1 - smoothing) * targets + smoothing / 2
+
+
+def positive_weights(class_images: np.ndarray, images: int) -> Tensor:
+    """The images without a class for each one with it, float32 (classes,); 1 for a class that no
+    image has.
+
+    class_images: the number of images with each class, int64 (classes,).
+    """
+    found = class_images > 0
+    weights = np.ones(len(class_images))
+    weights[found] = (images - class_images[found]) / class_images[found]
+    return torch.from_numpy(weights).float()
