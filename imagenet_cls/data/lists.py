@@ -172,8 +172,7 @@ def _label_of_columns(cells: Sequence[str], class_columns: dict[int, str], where
     for name, value in values.items():
         if value not in ("0", "1"):
             raise DataError(
-                f"{where}: {format_value(value)} in the column {format_value(name)} is neither 0 nor "
-                "1.",
+                f"{where}: {format_value(value)} in column {format_value(name)} is not 0 or 1.",
                 "Write 1 where the image has the class, else 0; or one column, `labels`, with the "
                 "names of the classes and `;` between.",
             )

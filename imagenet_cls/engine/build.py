@@ -154,11 +154,8 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     data = open_same_data(config.data, context, allow_missing)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
     if config.data.labels == "multi" and num_classes != len(data.classes):
-        raise ConfigError(
-            [
-                f"model.num_classes: {num_classes}, but there are {len(data.classes)} labels; use null"
-            ]
-        )
+        problem = f"{num_classes}, but there are {len(data.classes)} labels; use null"
+        raise ConfigError([f"model.num_classes: {problem}"])
     devices = rank_devices(config, context)
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
     plan = plan_run(train, samples, context.world_size, len(devices.all))
