@@ -205,6 +205,17 @@ def assert_resumes(root: Any, folder: Path, stop_at: int, *args: Any, **changes:
     assert saved_bytes(parts) == saved_bytes(whole)
 
 
+# Arguments of a run on composed digits, with several labels for an image.
+SEVERAL_LABELS = (
+    "data.name=imagenet_cls.data.builtin:ComposedDigits",
+    "data.labels=multi",
+    "data.val=val",
+    "data.val_fraction=null",
+    "loss.name=bce",
+    "checkpoint.best=map",
+)
+
+
 def runs_on_gpus(markers: str) -> bool:
     """Whether pytest's `-m MARKERS` selects tests that need a GPU."""
     return "gpu" in markers and "not gpu" not in markers

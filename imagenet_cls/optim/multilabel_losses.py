@@ -49,17 +49,18 @@ def asymmetric_loss(
     logit and q = max(p - clip, 0).
 
     Ridnik et al., "Asymmetric Loss For Multi-Label Classification", 2021, equations 4 to 6, with
-    the defaults of their code, as timm's AsymmetricLossMultiLabel. Both sum over the images, too,
-    and take the logarithm of at least 1e-8, below which a logit has no gradient; here it has one.
-    With a target between 0 and 1 their exponents are means of the two gammas; here both terms count
-    by their shares.
+    the defaults of their code. It sums over the images, too; timm's AsymmetricLossMultiLabel takes
+    their mean. In both, logits below -18 have no gradient, and those of large logits are NaN for a
+    gamma between 0 and 1; here they have one. With a target between 0 and 1 they mix the two
+    gammas; here both terms count by their shares.
     """
-    p = logits.sigmoid()
-    shifted = (p - clip).clamp(min=0)
-    positive = (1 - p).pow(gamma_pos) * functional.logsigmoid(logits)
-    # With clip 0 logsigmoid(-x) is exact where p rounds to 1.
-    log_negative = functional.logsigmoid(-logits) if clip == 0 else torch.log1p(-shifted)
-    negative = shifted.pow(gamma_neg) * log_negative
+    tiny = torch.finfo(logits.dtype).tiny  # for gamma < 1 the slope of a power is infinite at 0
+    absent = (-logits).sigmoid().clamp(min=tiny)
+    shifted = (logits.sigmoid() - clip).clamp(min=tiny)
+    # With clip 0 logsigmoid is exact where the sigmoid rounds to 1.
+    log_absent = functional.logsigmoid(-logits) if clip == 0 else torch.log1p(-shifted)
+    positive = absent.pow(gamma_pos) * functional.logsigmoid(logits)
+    negative = shifted.pow(gamma_neg) * log_absent
     smoothed = smooth_labels(targets, smoothing)
     if weights is not None:
         positive = positive * weights

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import RankServer, destroy_process_groups, join_ranks
-from helpers import arguments, losses, train_here
+from helpers import SEVERAL_LABELS, arguments, losses, train_here
 from torch import nn
 
 from imagenet_cls.checkpoint.progress import Progress
@@ -111,6 +111,24 @@ def counts(context: RankContext, num_images: int) -> dict[str, Any]:
     own = build_metrics(OWN_METRICS, 7, ["raw"], context)
     result = compute_results(outputs, ["raw"], context, 7, EvaluationLabels(), own)["raw"]
     return {name: value for name, value in result.items() if name != "seconds"}
+
+
+def label_scores(context: RankContext, num_images: int) -> dict[str, Any]:
+    """The results of images with several labels, of which many have equal scores."""
+    draws = torch.Generator().manual_seed(0)
+    logits = torch.randn(num_images, 7, generator=draws).round(decimals=1)
+    targets = (torch.rand(num_images, 7, generator=draws) < 0.3).float()
+    shard = torch.tensor(list(shard_for_eval(num_images, context.rank, context.world_size)))
+    outputs = [
+        ({"raw": logits[rows], "ema": -logits[rows]}, targets[rows], rows)
+        for rows in shard.long().split(50)
+        if len(rows)
+    ]
+    labels = EvaluationLabels(threshold=0.5)
+    results = compute_results(outputs, ["raw", "ema"], context, 7, labels)
+    for result in results.values():
+        del result["seconds"]
+    return results
 
 
 class Hits(nn.Module):
@@ -257,6 +275,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
                     batch: steps_read(context, batch, micro) for batch, micro in BATCHES.items()
                 },
                 "counted": {number: counts(context, number) for number in TEST_IMAGES},
+                "scored": {number: label_scores(context, number) for number in TEST_IMAGES},
             }
             if rank == 0:
                 (folder / f"{size}.json").write_text(json.dumps(found))
@@ -307,6 +326,19 @@ def test_evaluations_count_the_same_on_any_ranks(
     assert 0 < alone["balanced_accuracy_pct"] <= 100 or images == 2
 
 
+@pytest.mark.parametrize("images", TEST_IMAGES)
+def test_results_of_several_labels_are_the_same_on_any_ranks(
+    found: dict[int, dict[str, Any]], images: int
+) -> None:
+    alone = found[1]["scored"][str(images)]
+    assert alone["raw"] != alone["ema"] and alone["raw"]["images"] == images
+    for size in WORLD_SIZES:
+        for kind, result in found[size]["scored"][str(images)].items():
+            assert result["loss"] == pytest.approx(alone[kind]["loss"], rel=1e-6)
+            exact = {"loss": result["loss"]}  # the others have the same bits
+            assert result == alone[kind] | exact
+
+
 @dataclass(frozen=True)
 class Case:
     """A short run, without what depends on the number of ranks: BatchNorm over one rank, dropout,
@@ -328,6 +360,7 @@ QUICK_CASES = (
     *(Case(64, accumulation, 5) for accumulation in (1, 2)),
     *(Case(64, accumulation, 5, settings=BALANCED) for accumulation in (1, 2)),
     *(Case(64, accumulation, 5, settings=SAM) for accumulation in (1, 2)),
+    *(Case(64, accumulation, 5, settings=SEVERAL_LABELS) for accumulation in (1, 2)),
     Case(20, 1, 5, "noisy", SYNC_BN, 1e-4),
 )
 ALL_CASES = (
