@@ -90,16 +90,19 @@ class LabelScores:
 
         images: the number of images of all ranks.
         """
+        # A rank without images has an empty batch, from which the number of columns is known.
         empty = torch.empty(0, self.num_classes)
-        logits = torch.cat(self.logits) if self.logits else empty
-        targets = torch.cat(self.targets) if self.targets else empty.to(torch.uint8)
+        self.logits.append(empty)
+        self.targets.append(empty.to(torch.uint8))
         found: list[float] = []
         step = max(_MAX_GATHERED // images, 1)
         for first in range(0, self.num_classes, step):
-            scores, labels = (
-                gather_shards(values[:, first : first + step].contiguous(), images, context).numpy()
-                for values in (logits, targets)
+            # not all columns at once, which would take the memory of the shard again
+            shards = (
+                torch.cat([batch[:, first : first + step] for batch in batches])
+                for batches in (self.logits, self.targets)
             )
+            scores, labels = (gather_shards(shard, images, context).numpy() for shard in shards)
             if context.is_main:
                 found += map(average_precision, scores.T, labels.T)
         return np.array(run_on_main(context, lambda: found))

@@ -13,7 +13,9 @@ from imagenet_cls.config.schema import Config
 PATHS = {
     path.stem: path for path in CONFIGS.rglob("*.yaml") if not {"_base_", "quick"} & {*path.parts}
 }
-RECIPES = sorted(PATHS.keys() - {"demo", "fast", "mnist", "own_dataset", "resnet50_imagenette"})
+RECIPES = sorted(
+    PATHS.keys() - {"demo", "fast", "mnist", "own_dataset", "resnet50_imagenette", "several_labels"}
+)
 
 
 def recipe(stem: str) -> Config:

@@ -17,9 +17,15 @@ import torch
 from helpers import newest
 from PIL import Image
 from safetensors.torch import load_file
+from sklearn.metrics import average_precision_score
 from timm.data import Mixup
 from timm.layers import convert_splitbn_model
-from timm.loss import BinaryCrossEntropy, JsdCrossEntropy, SoftTargetCrossEntropy
+from timm.loss import (
+    AsymmetricLossMultiLabel,
+    BinaryCrossEntropy,
+    JsdCrossEntropy,
+    SoftTargetCrossEntropy,
+)
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
@@ -27,6 +33,7 @@ from torch.nn import functional
 from torchvision import transforms
 
 from imagenet_cls.config.load import load_config
+from imagenet_cls.data.builtin import ComposedDigits
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.schedule import Schedule
@@ -131,6 +138,8 @@ def loss_function(cfg: Any, mixes: bool) -> Callable[[Tensor, Tensor], Tensor]:
     weights = None if loss.class_weights is None else torch.tensor(loss.class_weights)
     if loss.name == "jsd":
         return JsdCrossEntropy(cfg.augment.splits, smoothing=smoothing)
+    if loss.name == "asymmetric":
+        return AsymmetricLossMultiLabel(**loss.kwargs)
     if loss.name == "bce":
         return BinaryCrossEntropy(0.0 if mixes else smoothing, **loss.kwargs)
     if loss.name == "focal":
@@ -224,6 +233,16 @@ def clip(model: nn.Module, train: Any) -> None:
         if limit is not None:
             parameters = list(model.parameters())
             dispatch_clip_grad(parameters[:-2] if mode == "agc" else parameters, limit, mode)
+
+
+@torch.no_grad()
+def map_pct(model: nn.Module) -> float:
+    """Mean average precision (%) on the held-out composed digits."""
+    dataset = ComposedDigits("", "val")
+    images = torch.stack([dataset[i][0] for i in range(len(dataset))]).float() / 255
+    pixels = transforms.Normalize(MEAN, STD)(images)
+    logits = copy.deepcopy(model).eval()(pixels)
+    return 100 * float(average_precision_score(dataset.targets, logits, average="macro"))
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
-"""Quick recipes: their runs, and the top-1 that each must reach, from the table of docs/quick.md.
+"""Quick recipes: their runs, and the top-1 or mAP that each must reach, from the table of
+docs/quick.md.
 
-python tests/quick/quick_runs.py SEED    # trains each recipe, prints its top-1
+python tests/quick/quick_runs.py SEED [RECIPE...]    # trains the recipes, prints their results
 """
 
 import re
@@ -22,10 +23,12 @@ STARTS_FROM = {
 def train_recipe(
     name: str, root: Path, folder: Path, teacher: Path | None, *more: str
 ) -> dict[str, float]:
-    """Train in this process. teacher: run folder of `TEACHER`. Returns the final top-1 (%) by kind
-    of weights.
+    """Train in this process. teacher: run folder of `TEACHER`. Returns the final top-1 or mAP (%)
+    by kind of weights.
     """
     from helpers import evaluations, train_here
+
+    from imagenet_cls.report.jsonl import main_metric
 
     start = [f"{STARTS_FROM[name]}={teacher}"] if name in STARTS_FROM else []
     train_here(
@@ -33,14 +36,14 @@ def train_recipe(
     )
     records = evaluations(folder)
     return {
-        record["weights"]: record["top1_pct"]
+        record["weights"]: record[main_metric(record)]
         for record in records
         if record["step"] == records[-1]["step"]
     }
 
 
 def measured() -> dict[tuple[str, str], tuple[int, float, float]]:
-    """Bound, mean and standard deviation of the top-1, by recipe and weights, from
+    """Bound, mean and standard deviation of the top-1 or mAP, by recipe and weights, from
     docs/quick.md.
     """
     row = r"^\| \[(\w+)\]\(\S+\)( \*EMA\*)? \| (\d+) \| \d+ \| ([\d.]+) \| ([\d.]+) \|"
@@ -51,7 +54,7 @@ def measured() -> dict[tuple[str, str], tuple[int, float, float]]:
     }
 
 
-def main(seed: int) -> None:
+def main(seed: int, recipes: list[str]) -> None:
     import torch
 
     from imagenet_cls.data.builtin import write_digits
@@ -60,9 +63,8 @@ def main(seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_digits(folder / "digits", "train")
-        for recipe in sorted(
-            (path.stem for path in QUICK.glob("*.yaml")), key=lambda name: (name != TEACHER, name)
-        ):
+        names = recipes or [path.stem for path in QUICK.glob("*.yaml")]
+        for recipe in sorted(names, key=lambda name: (name != TEACHER, name)):
             print(
                 recipe,
                 train_recipe(
@@ -73,4 +75,4 @@ def main(seed: int) -> None:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY)]
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:])
