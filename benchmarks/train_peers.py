@@ -1,6 +1,6 @@
 """Train the same small ResNet on Fashion-MNIST with this package, timm's train.py and a plain loop.
 
-    python benchmarks/train_peers.py DATA_ROOT OUT --timm TRAIN_PY [--seeds 0 1 2] [--epochs 3]
+    python benchmarks/train_peers.py DATA_ROOT OUT [TRAIN_PY] [--seeds 0 1 2] [--epochs 3]
 
 TRAIN_PY: `train.py` of timm's repository, unchanged. Model, batch size, optimizer, decay groups,
 schedule and flips are the same, and each program draws its own random numbers: fp32, one thread and
@@ -141,7 +141,9 @@ def main() -> None:
     )
     parser.add_argument("data_root", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--timm", type=Path, help="timm's train.py")
+    parser.add_argument(
+        "timm", type=Path, nargs="?", help="timm's train.py; without it, timm is not run"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--plain", type=int, metavar="SEED", help=argparse.SUPPRESS)
