@@ -29,8 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_wor
 
 from imagenet_cls.config.schema import Size, height_width
 from imagenet_cls.data.samplers import EpochSampler, MicroBatchSampler, SampleKey
-from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.data.targets import stack_targets
+from imagenet_cls.data.sources import ImageSource, stack_targets
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform, size_px_at
 from imagenet_cls.errors import ResourceError, UserError
 from imagenet_cls.parallel.signals import STOP_SIGNALS, set_parent_death_signal

@@ -25,7 +25,7 @@ from imagenet_cls.data.decode import (
     rgb_tensor,
 )
 from imagenet_cls.data.index import ImageIndex
-from imagenet_cls.data.targets import Target, map_targets, target_at, target_bytes
+from imagenet_cls.data.targets import map_targets, target_bytes
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
 from imagenet_cls.files import check_regular, open_at_once
@@ -35,6 +35,7 @@ _MAX_SIZES = 1000
 _MAX_ORIENTATIONS = 200
 _ORIENTATIONS_SEC = 3.0
 T = TypeVar("T")
+Target = int | torch.Tensor
 
 
 class ImageSource(Protocol):
@@ -72,6 +73,19 @@ class ImageSource(Protocol):
         (N,).
         """
         return self.digest(), np.arange(len(self))
+
+
+def target_at(targets: np.ndarray, i: int) -> Target:
+    """The target of image `i`."""
+    if targets.ndim == 1:
+        return int(targets[i])
+    return torch.from_numpy(targets[i]).float()
+
+
+def stack_targets(targets: Sequence[Target]) -> torch.Tensor:
+    """The targets of a batch: int64 (B,) or float32 (B, classes)."""
+    rows = [target for target in targets if isinstance(target, torch.Tensor)]
+    return torch.stack(rows) if rows else torch.tensor(targets)
 
 
 class EncodedSource(ImageSource):

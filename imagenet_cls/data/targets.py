@@ -2,16 +2,14 @@
 
 With one class the target of an image is its index, and those of N images are int64 (N,). With
 several labels it is a row of zeros and ones, float32 (classes,), and those of N images are uint8
-(N, classes), one byte for each image and class.
+(N, classes), one byte for each image and class. This module does not import torch: what lists and
+indexes images is needed before.
 """
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
-Target = int | Tensor
 _SEPARATOR = ";"  # between the labels of an image
 
 
@@ -26,19 +24,6 @@ def multi_hot(classes_of_images: Sequence[Iterable[int]], num_classes: int) -> n
     for row, classes in zip(targets, classes_of_images, strict=True):
         row[list(classes)] = 1
     return targets
-
-
-def target_at(targets: np.ndarray, i: int) -> Target:
-    """The target of image `i`."""
-    if targets.ndim == 1:
-        return int(targets[i])
-    return torch.from_numpy(targets[i]).float()
-
-
-def stack_targets(targets: Sequence[Target]) -> Tensor:
-    """The targets of a batch: int64 (B,) or float32 (B, classes)."""
-    rows = [target for target in targets if isinstance(target, Tensor)]
-    return torch.stack(rows) if rows else torch.tensor(targets)
 
 
 def map_targets(targets: np.ndarray, target_map: np.ndarray, num_classes: int) -> np.ndarray:
