@@ -271,17 +271,22 @@ def classes_of_dataset(dataset: Any, name: str) -> tuple[str, ...]:
 
 def targets_of_dataset(dataset: Any, labels: str = "single") -> np.ndarray | None:
     """All targets of a map-style dataset (`data.targets`) without reading images; None where it
-    doesn't list them. labels: `data.labels`.
+    doesn't list them, and with several labels where they are other than 0 and 1. labels:
+    `data.labels`.
     """
     from imagenet_cls.private_names import TARGETS  # imports torch
 
     for attribute in ("targets", "labels", TARGETS):
         try:
-            targets = np.asarray(getattr(dataset, attribute, None), np.int64)
+            values = getattr(dataset, attribute, None)
+            targets = np.asarray(values, np.int64 if labels == "single" else None)
         except (TypeError, ValueError):
             continue
         if targets.ndim == (2 if labels == "multi" else 1) and len(targets) == len(dataset):
-            return targets if labels == "single" else targets.astype(np.uint8)
+            if labels == "single":
+                return targets
+            if ((targets == 0) | (targets == 1)).all():
+                return targets.astype(np.uint8)
     return None
 
 

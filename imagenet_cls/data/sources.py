@@ -313,7 +313,10 @@ class MapSource(ImageSource):
         return digest.hexdigest()
 
     def known_targets(self) -> np.ndarray | None:
-        return targets_of_dataset(self.dataset, self.labels)
+        targets = targets_of_dataset(self.dataset, self.labels)
+        if targets is not None and targets.ndim == 2 and targets.shape[1] != len(self.classes):
+            return None  # `load` raises an error that explains it
+        return targets
 
 
 @dataclass(eq=False)
