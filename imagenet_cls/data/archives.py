@@ -35,6 +35,7 @@ from imagenet_cls.data.classes import resolve_labels
 from imagenet_cls.data.imagenet_labels import find_labels, validation_labels, wnid_of
 from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, index_scan, list_folder, suffix_of
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
+from imagenet_cls.data.targets import multi_hot, split_labels
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import format_value, join_names, shorten
 
@@ -124,12 +125,14 @@ def index_archives(
     part: str,
     archives: Sequence[Path],
     classes: Sequence[str] | None = None,
+    several_labels: bool = False,
 ) -> ImageIndex:
     """Index the images in what `find_archives` found: in the order of class folders on disk, or of
     the shards.
 
     classes: the training classes, for the labels of shards in a validation part (see
-    `resolve_labels`). Raises DataError.
+    `resolve_labels`). several_labels: a label of a shard may be several with `;` between, or empty
+    for none. Raises DataError.
     """
     part_path = root / part
     devkit = find_labels(archives[0].parent) if archives[0].name == VAL_TAR else None
@@ -146,29 +149,37 @@ def index_archives(
     index = index_scan(scan, part_path, byte_ranges)
     if not scan.are_shards:
         return index
-    return _with_labels_resolved(index, archives[0].with_name("classes.txt"), classes)
+    class_file = archives[0].with_name("classes.txt")
+    return _with_labels_resolved(index, class_file, classes, several_labels)
 
 
 def _with_labels_resolved(
-    index: ImageIndex, class_file: Path, classes: Sequence[str] | None
+    index: ImageIndex, class_file: Path, classes: Sequence[str] | None, several_labels: bool
 ) -> ImageIndex:
     """The index of shards, whose classes are labels, with the classes that the labels name.
 
     classes: the training classes, for a validation part. Raises DataError.
     """
-    labels = index.classes
+    labels_of = [split_labels(text) if several_labels else (text,) for text in index.classes]
+    labels = {label for own in labels_of for label in own}
     # In WebDataset `KEY.cls` holds an integer, so that numbers are lines of a classes.txt.
     target_of, names = resolve_labels(
-        labels, classes, index.root, class_file, numbers_are_indices=True
+        labels - {""}, classes, index.root, class_file, numbers_are_indices=True
     )
-    for number, label in enumerate(labels):
-        if label not in target_of:
-            image = index.describe(int(np.argmax(index.targets == number)))
-            raise DataError(
-                f"{image}: its label {format_value(label)} is none of the {len(names)} classes.",
-                f"Correct the shards, or list all classes, one per line, in {class_file}",
-            )
-    targets = np.array([target_of[label] for label in labels], np.int64)[index.targets]
+    for number, own in enumerate(labels_of):
+        for label in own:
+            if label not in target_of:
+                image = index.describe(int(np.argmax(index.targets == number)))
+                raise DataError(
+                    f"{image}: its label {format_value(label)} is none of the {len(names)} "
+                    "classes.",
+                    f"Correct the shards, or list all classes, one per line, in {class_file}",
+                )
+    if not names:
+        raise DataError(f"{index.root}: no image has a label.", _LAYOUT_REMEDY)
+    classes_of = [[target_of[label] for label in own] for own in labels_of]
+    rows = multi_hot(classes_of, len(names)) if several_labels else np.concatenate(classes_of)
+    targets = rows[index.targets]
     return replace(index, targets=targets, classes=names)
 
 
@@ -420,8 +431,8 @@ def _check_member(path: str, name: bytes, member: Member) -> None:
 def _labels(
     file: FileIO, names: Sequence[bytes], label_files: Mapping[bytes, Member]
 ) -> list[bytes | None] | None:
-    """The label of each image of a shard; None for further images of a sample, such as
-    `KEY.mask.png`.
+    """The label of each image of a shard, empty for an empty .cls; None for further images of a
+    sample, such as `KEY.mask.png`.
 
     None without labels, and if no image has a label and all are in folders: class folders with
     other files in them. As in WebDataset, a key ends at the first dot of the name.
@@ -439,10 +450,10 @@ def _labels(
         if name[dot:].lower() in IMAGE_SUFFIXES:
             keys.append(key)
             label = _read_label(file, key, label_files)
-            if not label:
+            if label is None:
                 unlabeled.append(key)
         labels.append(label)
-    if not any(labels) and all(b"/" in name for name in names):
+    if all(label is None for label in labels) and all(b"/" in name for name in names):
         return None
     repeated = [key for key, count in Counter(keys).items() if count > 1]
     if repeated:

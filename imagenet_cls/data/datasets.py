@@ -298,12 +298,21 @@ def index_part(config: DataConfig, part: str, classes: Sequence[str] | None = No
     labels of lists and shards; class folders are not matched to them.
     """
     root = Path(config.root).expanduser()
+    several_labels = config.labels == "multi"
     if config.name == "list":
-        return index_list(root / part, root, classes, config.labels == "multi")
+        return index_list(root / part, root, classes, several_labels)
     archives = find_archives(root, part)
-    if not archives:
-        return index_folder(root / part)
-    return index_archives(root, part, archives, classes)
+    if archives:
+        index = index_archives(root, part, archives, classes, several_labels)
+    else:
+        index = index_folder(root / part)
+    if several_labels and index.targets.ndim == 1:
+        raise DataError(
+            f"{root / part}: class folders, which give each image one label, and data.labels is "
+            "multi.",
+            "List the images with their labels (data.name=list), or set data.labels=single.",
+        )
+    return index
 
 
 def training_classes(config: DataConfig) -> Sequence[str] | None:

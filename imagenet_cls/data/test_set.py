@@ -12,6 +12,7 @@ from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.classes import chosen_classes
 from imagenet_cls.data.datasets import describe_part, files_source, index_part
 from imagenet_cls.data.sources import ImageSource, with_classes
+from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.errors import DataError
 
 
@@ -74,7 +75,9 @@ def open_test_set(
 def describe_images(config: DataConfig, source: ImageSource) -> str:
     """How many images of how many classes are evaluated, and where they are from."""
     targets = source.known_targets()
-    classes = len(source.classes) if targets is None else len(np.unique(targets))
+    classes = len(source.classes)
+    if targets is not None:
+        classes = int(np.count_nonzero(class_sizes(targets, classes)))
     part = config.train if config.val is None else config.val
     where = f"in {describe_part(config, part)}"
     if config.val is None:
