@@ -198,12 +198,19 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
             "the warm-up takes all epochs, so the learning rate never falls "
             "(schedule.warmup_epochs)"
         )
-    if parts.num_classes > len(parts.data.classes):
+    num_classes = len(parts.data.classes)
+    if parts.num_classes > num_classes:
         warnings.append(
             f"the model has {parts.num_classes} outputs (model.num_classes), the data "
-            f"{len(parts.data.classes)} classes"
+            f"{num_classes} classes"
         )
-    if len(parts.data.classes) == 1:
+    has_one_label = config.data.labels == "single"
+    if has_one_label and sum(";" in name for name in parts.data.classes) > num_classes / 2:
+        warnings.append(
+            "most classes have `;` in their names; if it separates labels, set data.labels=multi "
+            "loss.name=bce checkpoint.best=map"
+        )
+    if has_one_label and num_classes == 1:
         warnings.append("the data has one class: there is nothing to tell apart")
     val_targets = parts.data.val.known_targets()
     if val_targets is not None and config.eval.classes == "all":

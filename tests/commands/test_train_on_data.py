@@ -152,6 +152,24 @@ def test_archive_and_list_are_data(photos: Path) -> None:
         assert "3 classes (a, b, c)" in loaded.notes[0]
 
 
+@pytest.mark.parametrize("labels", ["single", "multi"])
+def test_list_of_several_labels_in_a_row_warns_unless_the_key_is_set(
+    photos: Path, labels: str
+) -> None:
+    rows = [
+        f"{file},{file.parent.name};{'xy'[i % 2]}"
+        for i, file in enumerate(sorted(photos.rglob("*.jpg")))
+    ]
+    Path("photos.csv").write_text("\n".join(rows))
+    words = [*ARGUMENTS, "data.labels=multi", "loss.name=bce", "checkpoint.best=map"]
+    out = succeeds(
+        train_command, "photos.csv", *(words if labels == "multi" else ARGUMENTS), "--dry-run"
+    )
+    warnings = [line for line in out.splitlines() if line.startswith("warning: ")]
+    assert any("data.labels=multi" in line for line in warnings) == (labels == "single")
+    assert (", 5 classes\n" in out) == (labels == "multi")
+
+
 @pytest.mark.parametrize("top", ["", "sets/"])
 def test_folders_train_and_val_of_an_archive_are_the_splits(photos: Path, top: str) -> None:
     with zipfile.ZipFile("photos.zip", "w") as archive:
