@@ -14,7 +14,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -27,6 +27,7 @@ from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import index_archives
 from imagenet_cls.data.classes import match_classes, match_labels, read_classes
 from imagenet_cls.data.index import IMAGE_SUFFIXES, suffix_of
+from imagenet_cls.data.targets import classes_at, split_labels
 from imagenet_cls.errors import DataError, UsageError, explain_content_errors
 from imagenet_cls.files import (
     TEMPORARY,
@@ -44,8 +45,8 @@ SUFFIXES = {"jpeg": "jpg", "jpe": "jpg", "jfif": "jpg", "mpo": "jpg", "jpeg2000"
 SHARD_FORMAT = 2  # 1: images have the suffixes of their files
 PLAN_FILE = "pack.json"  # what the shards beside it were made of, and the options
 
-# name of an image below its class, the file, target; a description of the image, for messages
-Sample = tuple[str, bytes, int, str]
+# name of an image below its class, the file, classes; a description of the image, for messages
+Sample = tuple[str, bytes, tuple[int, ...], str]
 RowGroup = tuple[Path, int, int]  # file, number, rows
 
 
@@ -55,7 +56,7 @@ class Part:
 
     fingerprint: a text that differs for other data. count: the number of images. shards: the
     numbers of the images of each shard, or of the row groups of Parquet files. read: returns the
-    samples of such a number.
+    samples of such a number. several_labels: whether an image may have several, or none.
     """
 
     classes: Sequence[str]
@@ -63,6 +64,7 @@ class Part:
     count: int
     shards: Sequence[range]
     read: Callable[[int], Sequence[Sample]]
+    several_labels: bool = False
 
 
 def pack_command(argv: Sequence[str]) -> None:
@@ -73,7 +75,7 @@ def pack_command(argv: Sequence[str]) -> None:
         "data.root=OUT. Files are copied as they are, unless --max-px shrinks them. The same "
         "command continues an interrupted one.",
         "SOURCE OUT [key=value ...] [--max-px N] [--quality Q] [--images-per-shard N] "
-        "[--threads N]",
+        "[--several-labels] [--threads N]",
     )
     parser.add_argument(
         "source",
@@ -98,11 +100,22 @@ def pack_command(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--images-per-shard", type=cli.positive, default=1000, metavar="N", help="default: 1000"
     )
+    parser.add_argument(
+        "--several-labels",
+        action="store_true",
+        help="as data.labels=multi; labels of Parquet files are text such as cat;outdoor (lists of "
+        "labels need no option)",
+    )
     arguments = parser.parse_intermixed_args(argv)
     out = arguments.out
     if out.is_file():
         raise UsageError(f"{out} is a file.", "Give a folder as OUT.")
-    parts = open_parts(arguments.source, arguments.overrides, arguments.images_per_shard)
+    parts = open_parts(
+        arguments.source,
+        arguments.overrides,
+        arguments.images_per_shard,
+        arguments.several_labels,
+    )
     for part in parts.values():
         check_class_names(part.classes, arguments.source)
     with explain_write_errors(out, "Repair the cause; the same command then continues."):
@@ -125,11 +138,13 @@ def check_class_names(classes: Sequence[str], source: str) -> None:
             )
 
 
-def open_parts(source: str, overrides: Sequence[str], per_shard: int) -> dict[str, Part]:
+def open_parts(
+    source: str, overrides: Sequence[str], per_shard: int, several_labels: bool = False
+) -> dict[str, Part]:
     """The parts of the dataset that SOURCE names. Raises DataError and UsageError."""
     data = cli.load_data_config(source, overrides)
     if data is not None:
-        return indexed_parts(data, per_shard)
+        return indexed_parts(data, per_shard, several_labels)
     root = Path(source).expanduser()
     files = [
         root / name
@@ -141,11 +156,11 @@ def open_parts(source: str, overrides: Sequence[str], per_shard: int) -> dict[st
         chosen = with_first_prefix(files, prefixes)
         if chosen:
             classes = parts["train"].classes if parts else None
-            parts[name] = parquet_part(chosen, classes, per_shard)
+            parts[name] = parquet_part(chosen, classes, per_shard, several_labels)
             print(printable(f"{name}: {join_names([path.name for path in chosen])}"))
             files = [path for path in files if path not in chosen]
     if not parts:
-        return indexed_parts(DataConfig(root=str(root)), per_shard)
+        return indexed_parts(DataConfig(root=str(root)), per_shard, several_labels)
     if files:
         print(printable(f"not packed: {join_names([path.name for path in files])}"))
     return parts
@@ -160,12 +175,13 @@ def with_first_prefix(files: Sequence[Path], prefixes: Sequence[str]) -> list[Pa
     return []
 
 
-def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
+def indexed_parts(data: DataConfig, per_shard: int, several_labels: bool) -> dict[str, Part]:
     """The parts of a dataset that `open_datasets` indexes."""
     from imagenet_cls.data.datasets import open_datasets  # imports torch, which --help should not
     from imagenet_cls.data.sources import FolderSource, reason_of, size_fingerprint
 
-    opened = open_datasets(data)
+    several_labels = several_labels or data.labels == "multi"
+    opened = open_datasets(replace(data, labels="multi") if several_labels else data)
     parts = {}
 
     def read_image(source: FolderSource, i: int) -> list[Sample]:
@@ -174,7 +190,7 @@ def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
             content = source.read(i)
         except (OSError, DataError) as error:
             raise DataError(f"{description}: {reason_of(error)}.", "Replace the file.") from None
-        return [(source.name(i), content, int(source.index.targets[i]), description)]
+        return [(source.name(i), content, classes_at(source.targets, i), description)]
 
     for name, source in (("train", opened.train), ("val", opened.val)):
         if not isinstance(source, FolderSource):
@@ -186,7 +202,7 @@ def indexed_parts(data: DataConfig, per_shard: int) -> dict[str, Part]:
         shards = [range(start, min(start + per_shard, len(source))) for start in starts]
         fingerprint = f"{source.digest()} {size_fingerprint(source)}"
         read = partial(read_image, source)
-        parts[name] = Part(source.classes, fingerprint, len(source), shards, read)
+        parts[name] = Part(source.classes, fingerprint, len(source), shards, read, several_labels)
     return parts
 
 
@@ -204,8 +220,14 @@ def open_parquet(path: Path) -> Iterator[Any]:
         yield file
 
 
-def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard: int) -> Part:
-    """The rows of Parquet files with the columns `image` (`bytes`, `path`) and `label`.
+def parquet_part(
+    files: Sequence[Path],
+    classes: Sequence[str] | None,
+    per_shard: int,
+    several_labels: bool = False,
+) -> Part:
+    """The rows of Parquet files with the columns `image` (`bytes`, `path`) and `label`, of one
+    label, of a list of labels, or with `several_labels` of text with `;` between labels.
 
     A shard has whole row groups. classes: the training classes; None: the names that the files
     store, else the lines of a classes.txt beside the files, else the labels. Integers are indices
@@ -233,10 +255,12 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
                     "Give files of one dataset.",
                 )
             names = stored
+            is_list = schema.field("label").type.num_fields == 1
+            several_labels |= is_list
             if names is None:
-                labels.update(
-                    file.read(columns=["label"])["label"].drop_null().unique().to_pylist()
-                )
+                column = file.read(columns=["label"])["label"].drop_null()
+                for label in column.to_pylist() if is_list else column.unique().to_pylist():
+                    labels.update(_labels_of(label, several_labels))
             groups += [
                 (path, i, file.metadata.row_group(i).num_rows) for i in range(file.num_row_groups)
             ]
@@ -265,13 +289,20 @@ def parquet_part(files: Sequence[Path], classes: Sequence[str] | None, per_shard
         samples = []
         for i, row in enumerate(rows):
             description = f"{path}: row {i} of row group {group}"
-            name, content, target = _parquet_row(row, targets, description)
-            samples.append((name or f"{path.stem}-{group}-{i}", content, target, description))
+            name, content, own = _parquet_row(row, targets, several_labels, description)
+            samples.append((name or f"{path.stem}-{group}-{i}", content, own, description))
         return samples
 
     fingerprint = str([[path.name, path.stat().st_size] for path in files])
     count = sum(rows for _, _, rows in groups)
-    return Part(classes, fingerprint, count, shards, read_group)
+    return Part(classes, fingerprint, count, shards, read_group, several_labels)
+
+
+def _labels_of(label: Any, several_labels: bool) -> Sequence[Any]:
+    """The labels in a cell."""
+    if several_labels and isinstance(label, str):
+        return split_labels(label)
+    return label if isinstance(label, list) else [label]
 
 
 def _targets_of_labels(
@@ -290,30 +321,42 @@ def _class_names(schema: Any) -> list[str] | None:
     None.
     """
     stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    names = stored.get("info", {}).get("features", {}).get("label", {}).get("names")
+    label = stored.get("info", {}).get("features", {}).get("label", {})
+    if isinstance(label, list):  # of one feature, as earlier versions store it
+        (label,) = label
+    names = label.get("feature", label).get("names")
     return None if names is None else list(map(str, names))
 
 
 def _parquet_row(
-    row: dict[str, Any], targets: Mapping[int | str, int], description: str
-) -> tuple[str, bytes, int]:
-    """Name (perhaps empty), file and target. targets: the target of each label."""
+    row: dict[str, Any],
+    targets: Mapping[int | str, int],
+    several_labels: bool,
+    description: str,
+) -> tuple[str, bytes, tuple[int, ...]]:
+    """Name (perhaps empty), file and classes. targets: the target of each label."""
     image = row["image"]
-    label = row["label"]
+    labels = _labels_of(row["label"], several_labels)
     if not isinstance(image, dict) or not image.get("bytes"):
         raise DataError(
             f"{description}: no image: column `image` has no `bytes`.",
             "Give a column of structs with `bytes`, the files, not only their paths.",
         )
-    if label not in targets:
-        problem = "no label"
-        if label is not None:
-            problem = f"label {format_value(label)} is not one of the classes"
+    for label in labels:
+        if label not in targets:
+            problem = "no label"
+            if label is not None:
+                problem = f"label {format_value(label)} is not one of the classes"
+            raise DataError(
+                f"{description}: {problem}.",
+                "Pack labeled parts only: move the files of others elsewhere.",
+            )
+    if len(set(labels)) < len(labels):
         raise DataError(
-            f"{description}: {problem}.",
-            "Pack labeled parts only: move the files of others elsewhere.",
+            f"{description}: a label is there twice.",
+            "List names or numbers of classes, not a 0 or 1 for each class.",
         )
-    return image.get("path") or "", image["bytes"], targets[label]
+    return image.get("path") or "", image["bytes"], tuple(targets[label] for label in labels)
 
 
 def write_part(name: str, part: Part, arguments: argparse.Namespace) -> None:
@@ -352,7 +395,7 @@ def write_part(name: str, part: Part, arguments: argparse.Namespace) -> None:
                     samples = chain.from_iterable(pool.map(part.read, shard))
                     write_shard(temporary, pool.map(pack, samples))
                     temporary.replace(path)
-        index = index_archives(out, partial_folder.name, paths)
+        index = index_archives(out, partial_folder.name, paths, None, part.several_labels)
         if len(index) != part.count or index.classes != tuple(part.classes):
             raise DataError(
                 f"{partial_folder}: {len(index)} images instead of {part.count}.",
@@ -371,7 +414,8 @@ def write_shard(path: Path, files: Iterator[Sample]) -> None:
     """
     keys: set[str] = set()
     with tarfile.open(path, "w") as tar:
-        for name, data, target, description in files:
+        for name, data, classes, description in files:
+            label = ";".join(map(str, classes))
             key = name.rpartition(".")[0]
             if key in keys:
                 raise DataError(
@@ -379,7 +423,7 @@ def write_shard(path: Path, files: Iterator[Sample]) -> None:
                     "Rename one of them.",
                 )
             keys.add(key)
-            for member_name, content in ((name, data), (f"{key}.cls", str(target).encode())):
+            for member_name, content in ((name, data), (f"{key}.cls", label.encode())):
                 member = tarfile.TarInfo(member_name)
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
@@ -393,7 +437,7 @@ def pack_sample(sample: Sample, classes: Sequence[str], max_px: int | None, qual
     The suffix is in lower case, and `jpg` for JPEG files. Raises DataError where an image that has
     to be shrunk, or whose format its name does not tell, can't be read.
     """
-    name, data, target, description = sample
+    name, data, own, description = sample
     # normpath keeps two slashes at the start, as POSIX says.
     folder, _, base = os.path.normpath(f"/{name}").lstrip("/").rpartition("/")
     stem = base
@@ -419,9 +463,9 @@ def pack_sample(sample: Sample, classes: Sequence[str], max_px: int | None, qual
             f"{printable(description)}: a {suffix} file, which training does not read.",
             "Replace the file.",
         )
-    folder = folder or classes[target].replace("/", "_")
+    folder = folder or (classes[own[0]] if own else "unlabeled").replace("/", "_")
     folder = re.sub(r"(^|/)\.", r"\1_", folder)  # hidden files are not read
-    return f"{folder}/{stem.replace('.', '_')}.{suffix}", data, target, description
+    return f"{folder}/{stem.replace('.', '_')}.{suffix}", data, own, description
 
 
 def downscale_jpeg(data: bytes, max_px: int, quality: int) -> bytes:

@@ -175,6 +175,42 @@ def test_absolute_paths_of_a_list_are_packed(
     assert f"/{source.name(0)}" == str(files[0]).replace(".JPEG", ".jpg")
 
 
+MULTI_LABEL = ["data.labels=multi", "loss.name=bce", "checkpoint.best=map"]
+
+
+@pytest.mark.parametrize("options", [MULTI_LABEL, ["--several-labels"]])
+def test_several_labels_of_a_list_are_packed(
+    options: list[str], image_folder: Path, tmp_path: Path, call: Call
+) -> None:
+    """A shard has images without labels only."""
+    files = sorted((image_folder / "train").rglob("*.JPEG"))[:8]
+    labels = ["a;b", "c d", "", "b;a;c d", "", "", "c d;a", "b"]
+    lines = [f"{file} {own}\n" for file, own in zip(files, labels, strict=True)]
+    (tmp_path / "train.csv").write_text("".join(lines).replace("JPEG ", "JPEG,"))
+    (tmp_path / "val.csv").write_text(f"{files[3]},b;c d\n{files[4]},\n")
+    places = [f"data.root={tmp_path}", "data.train=train.csv", "data.val=val.csv"]
+    words = ["resnet50", tmp_path / "out", "data.name=list", *places, *options]
+    assert call(pack_command, *words, "--images-per-shard", 2)[0] == 0
+    packed = datasets_in(tmp_path / "out", labels="multi")
+    data = {"name": "list", "train": "train.csv", "val": "val.csv", "labels": "multi"}
+    listed = datasets_in(tmp_path, **data)
+    for ours, theirs in ((packed.train, listed.train), (packed.val, listed.val)):
+        assert ours.classes == theirs.classes == ("a", "b", "c d")
+        assert ours.index.targets.tolist() == theirs.index.targets.tolist()
+        assert [ours.read(i) for i in range(len(ours))] == [
+            theirs.read(i) for i in range(len(theirs))
+        ]
+    with tarfile.open(tmp_path / "out" / "train" / "train-00001.tar") as tar:
+        samples = [tar.extractfile(member) for member in tar if member.name.endswith(".cls")]
+        assert [sample.read() for sample in samples] == [b"", b"0;1;2"]
+
+
+def test_class_folders_with_several_labels_are_an_error(
+    image_folder: Path, tmp_path: Path, call: Call
+) -> None:
+    assert call(pack_command, image_folder, tmp_path / "out", "--several-labels")[0] == 3
+
+
 # ---- Parquet
 
 
@@ -244,6 +280,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "row 1 of row group 0: label 5",
     ),
     "null label": ({"labels": [0, None]}, "row 1 of row group 0: no label"),
+    "null among several labels": ({"labels": [["a"], None]}, "row 1 of row group 0: no label"),
+    "a number for each class": (
+        {"labels": [[1, 0, 0], [0, 1, 0]]},
+        "row 0 of row group 0: a label",
+    ),
     "no rows": ({"labels": []}, "no rows in train-00000-of-00001.parquet"),
     "no bytes": (
         {"labels": [0], "names": ["a"], "image": [{"bytes": b"", "path": "x"}]},
@@ -305,6 +346,58 @@ def test_integers_without_names_are_positions_in_classes_txt(
     sets = packed(root)
     assert sets.train.classes == ("2", "1", "0")
     assert sets.train.index.targets.tolist() == [2, 0] and sets.val.index.targets.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "classes", "rows"),
+    [
+        ([["b", "a"], [], ["b"]], [], ("a", "b"), [[1, 1], [0, 0], [0, 1]]),
+        ([[1], [2, 0], []], [], ("0", "1", "2"), [[0, 1, 0], [1, 0, 1], [0, 0, 0]]),
+        (["b; a", "", "b"], ["--several-labels"], ("a", "b"), [[1, 1], [0, 0], [0, 1]]),
+        (["b;a", "b", "b"], [], ("b", "b;a"), [1, 0, 0]),
+    ],
+)
+def test_several_labels_of_parquet_are_packed(
+    labels: list[Any],
+    options: list[str],
+    classes: tuple[str, ...],
+    rows: list[Any],
+    write_parquet: Callable[..., Path],
+    tmp_path: Path,
+    call: Call,
+) -> None:
+    write_parquet(labels)
+    root = write_parquet(labels[::-1], part="validation")
+    assert call(pack_command, root, tmp_path / "out", *options)[0] == 0
+    is_multi = isinstance(rows[0], list)
+    sets = datasets_in(tmp_path / "out", labels="multi" if is_multi else "single")
+    assert sets.train.classes == sets.val.classes == classes
+    assert sets.train.index.targets.tolist() == rows
+    assert sets.val.index.targets.tolist() == rows[::-1]
+    if not is_multi:  # split, the labels are other classes
+        assert call(pack_command, root, tmp_path / "out", "--several-labels")[0] == 2
+
+
+@pytest.mark.parametrize("form", [0, 1])
+def test_names_of_several_labels_of_parquet_are_kept(
+    form: int, write_parquet: Callable[..., Path], tmp_path: Path, call: Call
+) -> None:
+    """The Hub's `datasets` stores the feature of a list in two ways, by its version."""
+    import pyarrow
+    from pyarrow import parquet
+
+    feature = {"names": ["x", "b", "a"], "_type": "ClassLabel"}
+    label = [[feature], {"feature": feature, "_type": "Sequence"}][form]
+    for part in ("train", "validation"):
+        root = write_parquet([[2, 0], []], part=part)
+        (file,) = root.rglob(f"{part}*")
+        stored = json.dumps({"info": {"features": {"label": label}}})
+        table = pyarrow.parquet.read_table(file).replace_schema_metadata({"huggingface": stored})
+        parquet.write_table(table, file)
+    assert call(pack_command, root, tmp_path / "out")[0] == 0
+    train = datasets_in(tmp_path / "out", labels="multi").train
+    assert train.classes == ("x", "b", "a")
+    assert train.index.targets.tolist() == [[1, 0, 1], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("suffix", ["JPEG", "jpe", "jfif", "PNG"])
