@@ -1,6 +1,7 @@
 """Train on a dataset that is given in place of a config: `tools/train.py photos`.
 
-The config is `configs/finetune/own_dataset.yaml` with that dataset.
+The config is `configs/finetune/own_dataset.yaml` with that dataset; with `data.labels=multi` it is
+`several_labels.yaml` in the same folder.
 """
 
 import os
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from imagenet_cls.data.datasets import DataSets
 
 OWN_DATASET = CONFIGS / "finetune" / "own_dataset.yaml"
+SEVERAL_LABELS = CONFIGS / "finetune" / "several_labels.yaml"
 # Keys of the config for the short keys that are allowed beside a dataset, and in Python.
 SHORT_KEYS = {
     "model": ("model.name",),
@@ -83,8 +85,9 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     if has_checkpoint:  # replaces the published weights of the config
         derived.append("model.pretrained=false")
     derived = _without(derived, overrides)
+    config = SEVERAL_LABELS if "data.labels=multi" in overrides else OWN_DATASET
     try:
-        loaded = load_config(OWN_DATASET, [*derived, *overrides])
+        loaded = load_config(config, [*derived, *overrides])
     except ConfigError as error:
         raise ConfigError([*typos.values(), *error.lines]) from None
     if typos:
@@ -109,7 +112,7 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
                 "one, such as lr=0.01"
             ]
     derived += _without([f"train.global_batch_size={batch}"], overrides)
-    loaded = load_config(OWN_DATASET, [*derived, *overrides])
+    loaded = load_config(config, [*derived, *overrides])
     notes = [describe_data(source, loaded, data), *notes]
     full = path.resolve()
     name = full.name if full.is_dir() else full.stem
