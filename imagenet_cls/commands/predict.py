@@ -1,12 +1,13 @@
 """`tools/predict.py`: classify images."""
 
 import argparse
+import csv
 import io
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.test import write_predictions
@@ -33,7 +34,19 @@ def predict_command(argv: Sequence[str]) -> None:
         help="image files, folders, or quoted patterns",
     )
     parser.add_argument(
-        "--top", type=cli.positive, default=5, metavar="K", help="classes to show for each image"
+        "--top",
+        type=cli.positive,
+        metavar="K",
+        help="classes to show for each image, at most; default: 5, with data.labels multi all that "
+        "reach the threshold",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="P",
+        help="with data.labels multi: the probability (0 to 1) from which on a class is predicted; "
+        "default: the best one on the validation images if the checkpoint was evaluated, else "
+        "eval.threshold",
     )
     parser.add_argument(
         "--device", type=device_name, default="auto", help="as in a config: auto, cpu, cuda, ..."
@@ -69,10 +82,14 @@ def predict_command(argv: Sequence[str]) -> None:
             raise UsageError(
                 "An ONNX file holds no features, only logits.", "Use --features with a checkpoint."
             )
-        predictor: Predictor = OnnxPredictor(arguments.checkpoint)
+        predictor: Predictor = OnnxPredictor(arguments.checkpoint, arguments.threshold)
     else:
         predictor = Predictor(
-            arguments.checkpoint, arguments.device, arguments.weights, arguments.allow_import
+            arguments.checkpoint,
+            arguments.device,
+            arguments.weights,
+            arguments.allow_import,
+            arguments.threshold,
         )
     for line in predictor.warnings:
         print(printable(line), file=sys.stderr)
@@ -89,6 +106,8 @@ def predict_command(argv: Sequence[str]) -> None:
             "Leave them out, or give other files.",
         )
     used = f"used the {predictor.weights} weights of {predictor.path}"
+    if predictor.threshold is not None:
+        used += f", threshold {predictor.threshold:g}"
     print(printable(used), file=sys.stderr)
 
 
@@ -103,13 +122,29 @@ def print_predictions(
             errors.extend(batch.errors)
             yield from predictor.predict_batch(batch, arguments.top, arguments.logits)
 
+    if arguments.csv and predictor.threshold is not None:
+        write_labels(sys.stdout, rows())
+        return errors
     if arguments.csv or arguments.json:
         write_predictions(sys.stdout, rows(), arguments.csv)
         return errors
     for row in rows():
         ranked = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])
-        print(printable(f"{row['image']}: {ranked}"))
+        print(printable(f"{row['image']}: {ranked or 'none'}"))
     return errors
+
+
+def write_labels(file: IO[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Write CSV with the columns image, labels and probabilities, likeliest first, with `;` between
+    them: a list that `data.name` list reads.
+    """
+    shown = printable if file.isatty() else str
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["image", "labels", "probabilities"])
+    for row in rows:
+        labels = "; ".join(shown(name) for name, _ in row["top"])
+        probabilities = "; ".join(str(probability) for _, probability in row["top"])
+        writer.writerow([row["image"], labels, probabilities])
 
 
 def write_features(predictor: "Predictor", paths: Sequence[Path], file: Path) -> list[DataError]:

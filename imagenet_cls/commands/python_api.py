@@ -97,7 +97,9 @@ class TrainedRun:
         return pandas.DataFrame(self.metrics)
 
     def plot(self) -> "Figure":
-        """Loss, top-1 and learning rate over the steps. A notebook shows the returned figure."""
+        """Loss, top-1 or mAP, and learning rate over the steps. A notebook shows the returned
+        figure.
+        """
         return draw_run(self.metrics)
 
     def report(self) -> Path:
@@ -186,7 +188,8 @@ def evaluate(
     `Predictor`.
 
     Returns the results of the raw weights and of the EMA by name (`raw`, `ema`), such as
-    `{"raw": {"top1_pct": 97.2, ...}}`. Raises the errors of the command as a UserError.
+    `{"raw": {"top1_pct": 97.2, ...}}`, with data.labels multi `map_pct`. Raises the errors of the
+    command as a UserError.
     """
     argv = [os.fspath(weights), *_override_arguments(overrides or {})]
     if device is not None:

@@ -110,12 +110,16 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
 
 
 def metadata(predictor: Predictor, preprocess: str) -> dict[str, Any]:
-    """What a program needs to prepare images and to name the classes."""
+    """What a program needs to prepare images and to name the classes. threshold: None with one
+    label for each image.
+    """
     config = predictor.config
     return {
         "model": config.model.name,
         "weights": predictor.weights,
         "classes": predictor.classes,
+        "labels": config.data.labels,
+        "threshold": predictor.threshold,
         "input_size": [len(predictor.mean), *predictor.transform.crop],
         "resize_size": list(predictor.transform.resized),
         "mean": predictor.mean,

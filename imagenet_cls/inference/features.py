@@ -50,8 +50,13 @@ def evaluate_features(
 
     test_set: classify these images instead. neighbors: for `knn_classes`; None to leave it out.
     probe_c: for `linear_probe`; None to leave it out. Returns messages about the weights, and on
-    rank 0 a line for each result.
+    rank 0 a line for each result. Raises UsageError with `data.labels` multi.
     """
+    if config.data.labels == "multi":
+        raise UsageError(
+            "--knn and --linear-probe are for one label, and the config has data.labels multi.",
+            "Leave them out, or write the features with predict.py --features.",
+        )
     if not has_training_part(config.data):
         place = Path(config.data.root) / config.data.train
         raise DataError(

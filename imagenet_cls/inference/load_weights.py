@@ -4,9 +4,9 @@ From a checkpoint, the best one of a run folder, a file of weights, or published
 reads them, and the others receive them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +19,9 @@ from imagenet_cls.checkpoint.format import (
     invalid_content_errors,
     stored_mean_std,
 )
+from imagenet_cls.checkpoint.progress import read_progress
 from imagenet_cls.checkpoint.select import load_best
+from imagenet_cls.config.check import check_value
 from imagenet_cls.config.schema import Config, ModelConfig, format_size
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
 from imagenet_cls.engine.build import choose_num_classes
@@ -55,12 +57,14 @@ EVALUATION_KEYS = (
     "data.kwargs",
     "data.exif",
     "data.classes",
+    "data.labels",
     "eval.classes",
     "eval.mode",
     "eval.crop_px",
     "eval.crop_pct",
     "eval.resize_px",
     "eval.interpolation",
+    "eval.threshold",
     "eval.flip_tta",
 )
 
@@ -88,7 +92,8 @@ class TrainedModels:
     the weights are from, for messages. path: the checkpoint, or the file of an `OnnxPredictor`.
     warnings: about damaged checkpoints that were skipped, and a run without an evaluation. best:
     the weights that evaluated best in their run, if known. data_digest: the digest of the training
-    images of their run, if known.
+    images of their run, if known. best_thresholds: by weights, `best_threshold` of the evaluation
+    of this step, if there was one and images have several labels.
     """
 
     models: dict[str, nn.Module]
@@ -102,6 +107,7 @@ class TrainedModels:
     warnings: Sequence[str] = ()
     best: str | None = None
     data_digest: str | None = None
+    best_thresholds: Mapping[str, float] = field(default_factory=dict)
 
     def select(self, kind: str | None = None) -> str:
         """The name of the weights to use: `kind`, else those that evaluated best in their run, else
@@ -180,6 +186,12 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
         mean, std = stored_mean_std(snapshot.state)
         num_classes = snapshot.state["num_classes"]
         classes = tuple(map(str, snapshot.state["classes"]))
+        progress = read_progress(snapshot.state["progress"])
+        best_thresholds = {}
+        for name, result in progress.latest.items():
+            if progress.evaluated_step == progress.step and "best_threshold" in result:
+                best_thresholds[name] = float(result["best_threshold"])
+                check_value("eval.threshold", best_thresholds[name])
     models = {}
     for name, stored in (("raw", snapshot.model), ("ema", snapshot.ema)):
         if stored is None:
@@ -212,6 +224,7 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
         warnings=damage,
         best=best,
         data_digest=snapshot.state.get("data_digest"),
+        best_thresholds=best_thresholds,
     )
 
 

@@ -22,7 +22,7 @@ from imagenet_cls.checkpoint.format import (
     stored_mean_std,
 )
 from imagenet_cls.config.check import check_value
-from imagenet_cls.config.schema import EvalConfig, format_size
+from imagenet_cls.config.schema import SHARE, EvalConfig, format_size
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Normalize
 from imagenet_cls.data.index import is_image
@@ -66,10 +66,13 @@ class Predictor:
     best checkpoint is read. device: as in the config. weights: `raw` or `ema`. By default a file is
     read as it is; a run folder or a checkpoint gives the kind of weights that evaluated best in the
     run, and without evaluations the EMA if there is one. allow_import: factories and modules that
-    the config may name, besides the models of libraries. Raises CheckpointError.
+    the config may name, besides the models of libraries. threshold: with `data.labels` multi, the
+    probability (0 to 1) from which on a class is predicted; by default the one with the highest
+    micro F1 on the validation images if the checkpoint was evaluated, else `eval.threshold`. Raises
+    CheckpointError, and UsageError for a threshold with one label for each image.
 
     model: in evaluation mode, on the device; maps the images of `prepare` to logits (B, C).
-    classes: the names of the outputs.
+    classes: the names of the outputs. threshold: the one that is used, None with one label.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Predictor:
         device: str = "auto",
         weights: str | None = None,
         allow_import: Collection[str] = (),
+        threshold: float | None = None,
     ):
         torch_device = choose_device(device, RankInfo())
         if torch_device.type == "cuda":
@@ -94,10 +98,16 @@ class Predictor:
             path = path.parent
         trained = load_checkpoint(path, allow_import)
         kind = trained.select(weights)
-        self._set_up(trained, kind, trained.models[kind].to(torch_device), torch_device)
+        model = trained.models[kind].to(torch_device)
+        self._set_up(trained, kind, model, torch_device, threshold)
 
     def _set_up(
-        self, trained: TrainedModels, weights: str, model: nn.Module, device: torch.device
+        self,
+        trained: TrainedModels,
+        weights: str,
+        model: nn.Module,
+        device: torch.device,
+        threshold: float | None,
     ) -> None:
         assert trained.path is not None
         self.path = trained.path
@@ -109,7 +119,19 @@ class Predictor:
         self.classes = trained.classes or ()
         self.mean = trained.mean
         self.std = trained.std
-        check_sizes(self.config.eval, self.path)
+        check_eval_values(self.config.eval, self.path)
+        self.threshold = threshold
+        if self.config.data.labels == "single":
+            if threshold is not None:
+                raise UsageError(
+                    f"{self.path}: a threshold is for several labels, and its run has data.labels "
+                    "single.",
+                    "Leave it out.",
+                )
+        elif threshold is None:
+            self.threshold = trained.best_thresholds.get(weights, self.config.eval.threshold)
+        elif threshold not in SHARE:
+            raise UsageError(f"threshold {threshold:g} is out of range.", f"Give {SHARE}.")
         self.transform = EvalTransform(self.config.eval, self.mean)
         self.normalize = Normalize(self.mean, self.std, device, self.config.train.channels_last)
 
@@ -166,7 +188,7 @@ class Predictor:
             ) from error
 
     def __call__(
-        self, images: AnyImage | Sequence[AnyImage], top: int = 5
+        self, images: AnyImage | Sequence[AnyImage], top: int | None = None
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """A list of the rows of `predict`; for a single image its row."""
         if isinstance(images, str | Path):
@@ -184,13 +206,17 @@ class Predictor:
         return f"Predictor({str(self.path)!r}, {self.weights} weights, {self.num_classes} classes)"
 
     def predict(
-        self, images: Sequence[AnyImage], top: int = 5, with_logits: bool = False
+        self, images: Sequence[AnyImage], top: int | None = None, with_logits: bool = False
     ) -> Iterator[dict[str, Any]]:
         """A row for each image: image (the path of a file, else the position in `images`), top
-        (pairs of class and probability), logits.
+        (pairs of class and probability, likeliest first), logits.
 
-        A logit of -inf is None. Raises DataError for a file that can't be read, and CheckpointError
-        for outputs without finite probabilities.
+        top: the number of classes, by default 5. With `data.labels` multi, the probabilities are
+        sigmoids, and a row has the classes whose probability is at least `threshold`: perhaps none,
+        and by default all of them, else the `top` likeliest. A logit of -inf is None.
+
+        Raises DataError for a file that can't be read, and CheckpointError for outputs without
+        finite probabilities.
         """
         if isinstance(images, str | Path):
             raise TypeError(f"predict takes a list of images, not {images!r}")
@@ -200,7 +226,7 @@ class Predictor:
             yield from self.predict_batch(batch, top, with_logits)
 
     def predict_batch(
-        self, batch: ImageBatch, top: int = 5, with_logits: bool = False
+        self, batch: ImageBatch, top: int | None = None, with_logits: bool = False
     ) -> Iterator[dict[str, Any]]:
         """`predict` for the images that were read."""
         if not batch.images:
@@ -208,7 +234,7 @@ class Predictor:
         logits = self.logits(batch.images)
         # An output of -inf is a probability of 0.
         self.check_finite(batch, logits.logsumexp(dim=1, keepdim=True), "outputs")
-        ranked = top_classes(logits, self.classes, top)
+        ranked = top_classes(logits, self.classes, top, self.threshold)
         for name, best, outputs in zip(batch.names, ranked, logits.tolist(), strict=True):
             row: dict[str, Any] = {"image": name, "top": best}
             if with_logits:
@@ -244,12 +270,12 @@ class Predictor:
             yield batch
 
 
-def check_sizes(config: EvalConfig, path: Path) -> None:
-    """Raise CheckpointError for sizes that no config may have.
+def check_eval_values(config: EvalConfig, path: Path) -> None:
+    """Raise CheckpointError for sizes and a threshold that no config may have.
 
     path: the path of the checkpoint, whose config was read without a check of its ranges.
     """
-    for key in ("crop_px", "resize_px", "crop_pct"):
+    for key in ("crop_px", "resize_px", "crop_pct", "threshold"):
         try:
             check_value(f"eval.{key}", getattr(config, key))
         except ValueError as error:
@@ -284,11 +310,11 @@ class OnnxModel(nn.Module):
 
 
 class OnnxPredictor(Predictor):
-    """A Predictor for a file of `tools/export.py --format onnx`, on the CPU. Raises
-    CheckpointError.
+    """A Predictor for a file of `tools/export.py --format onnx`, on the CPU. threshold: by default
+    the one that the exported Predictor used. Raises as `Predictor`.
     """
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, threshold: float | None = None):
         check_packages("onnxruntime")
         with invalid_content_errors(
             file, "not an ONNX file of this project", "Write it with tools/export.py."
@@ -303,13 +329,16 @@ class OnnxPredictor(Predictor):
                 "data": {"exif": values["exif"]},
                 "optimizer": {"lr": 1.0},
             }
+            if values.get("labels") == "multi":
+                sections["data"]["labels"] = "multi"
+                sections["eval"]["threshold"] = values["threshold"]
             config = config_from_state({"config": sections}, file)
             classes = tuple(map(str, values["classes"]))
             mean, std = stored_mean_std({"preprocessing": values})
             trained = TrainedModels(
                 {}, config, len(classes), classes, mean, std, origin=str(file), path=file
             )
-            self._set_up(trained, values["weights"], model, torch.device("cpu"))
+            self._set_up(trained, values["weights"], model, torch.device("cpu"), threshold)
             self.graph_preprocess = values["preprocess"]
 
     def _compute(self, model: nn.Module, images: Sequence[AnyImage]) -> Tensor:
@@ -337,16 +366,26 @@ def load_model(
 
 
 def top_classes(
-    logits: Tensor, classes: Sequence[str], count: int = 5
+    logits: Tensor,
+    classes: Sequence[str],
+    count: int | None = None,
+    threshold: float | None = None,
 ) -> list[list[tuple[str, float]]]:
-    """For each row of logits (B, C) the `count` likeliest classes with their probabilities,
-    likeliest first.
+    """For each row of logits (B, C) its likeliest classes with their probabilities, likeliest
+    first: see `Predictor.predict`.
     """
-    best = logits.softmax(dim=1).topk(min(count, logits.shape[1]), dim=1)
-    names = output_names(classes, logits.shape[1])
+    outputs = logits.shape[1]
+    if count is None:
+        count = 5 if threshold is None else outputs
+    probabilities = logits.softmax(dim=1) if threshold is None else logits.sigmoid()
+    best = probabilities.topk(min(count, outputs), dim=1)
+    # in float32, as in evaluations
+    lengths = (best.values >= (threshold or 0.0)).sum(dim=1)
+    names = output_names(classes, outputs)
     ranked = []
-    for indices, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-        ranked.append(list(zip([names[i] for i in indices], probabilities, strict=True)))
+    for indices, values, length in zip(best.indices, best.values, lengths, strict=True):
+        named = [names[i] for i in indices[:length].tolist()]
+        ranked.append(list(zip(named, values[:length].tolist(), strict=True)))
     return ranked
 
 

@@ -21,6 +21,7 @@ from imagenet_cls.files import explain_write_errors
 from imagenet_cls.inference.predictor import Predictor
 from imagenet_cls.models.build import FOLDER, HUB
 from imagenet_cls.private_names import generate_readme
+from imagenet_cls.report.jsonl import describe_result
 from imagenet_cls.text import first_line, printable
 
 FILES = ("model.safetensors", "config.json", "README.md")
@@ -59,6 +60,9 @@ def write_folder(predictor: Predictor, folder: Path, license_id: str | None) -> 
     }
     described: dict[str, Any] = {"label_names": list(predictor.classes)}
     described["pretrained_cfg"] = {"license": license_id} if license_id else {}
+    if predictor.threshold is not None:
+        described["problem_type"] = "multi_label_classification"  # transformers then uses sigmoid
+        described["threshold"] = predictor.threshold
     with (
         invalid_content_errors(predictor.path, "timm can't describe its model"),
         explain_write_errors(folder, "Give another folder."),
@@ -142,11 +146,17 @@ def model_card(
         "Weights": f"{kind} of step {state['step']}",
         "Preprocessing": {key: str(value) for key, value in preprocessing.items()},
     }
+    if predictor.threshold is not None:
+        details["Outputs"] = (
+            "logits for a sigmoid; an image has each class whose probability is at least "
+            f"{predictor.threshold:g}, or none"
+        )
     if kind in progress["latest"] and progress["evaluated_step"] == progress["step"]:
         metrics = progress["latest"][kind]
-        details["Result on the validation images of the run"] = (
-            f"top-1 {metrics['top1_pct']:.2f} %, top-5 {metrics['top5_pct']:.2f} %, "
-            f"loss {metrics['loss']:.4f}, {metrics['images']:,} images"
+        # the last text has the seconds, which a checkpoint lacks
+        *texts, _ = describe_result(metrics | {"seconds": 0.0}, 2, len(predictor.classes))
+        details["Result on the validation images of the run"] = ", ".join(
+            [*texts, f"{metrics['images']:,} images"]
         )
         not_in_timm = []
         if config.eval.flip_tta:
