@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 RULES = {
     "last": "the newest N of a run folder",
-    "best": "its N with the highest top-1",
+    "best": "its N with the highest top-1, or mAP with data.labels multi",
     "improving": "its newest N that were the best so far when they were saved",
 }
 
@@ -100,13 +100,18 @@ def average_command(argv: Sequence[str]) -> None:
 
 
 def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
-    """`count` checkpoints of a run folder, oldest first, by one of `RULES`; among equal top-1 the
-    newest wins.
+    """`count` checkpoints of a run folder, oldest first, by one of `RULES`; among equal results
+    the newest wins.
 
     kind: of weights, `raw` or `ema`. Raises CheckpointError for too few or damaged ones.
     """
     from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
     from imagenet_cls.checkpoint.format import invalid_content_errors, verified_files
+    from imagenet_cls.report.jsonl import main_metric
+
+    def result_of(path: Path) -> float:
+        result = progress[path]["latest"][kind]
+        return result[main_metric(result)]
 
     paths = list_checkpoints(run / "checkpoints") or list_checkpoints(run)  # newest first
     with invalid_content_errors(run):
@@ -121,9 +126,7 @@ def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
         ]
         fitting = {
             "last": paths,
-            "best": sorted(
-                evaluated, key=lambda path: progress[path]["latest"][kind]["top1_pct"], reverse=True
-            ),
+            "best": sorted(evaluated, key=result_of, reverse=True),
             "improving": [
                 path
                 for path in evaluated
@@ -185,14 +188,16 @@ def read_states(
 
 
 def task_of(snapshot: "Snapshot") -> dict[str, Any]:
-    """What must be the same in checkpoints that are averaged: model without dropout, classes and
-    preprocessing.
+    """What must be the same in checkpoints that are averaged: model without dropout, kind of
+    labels, classes and preprocessing.
     """
     from imagenet_cls.checkpoint.format import invalid_content_errors
 
     with invalid_content_errors(snapshot.path):
-        name, kwargs = (snapshot.state["config"]["model"][key] for key in ("name", "kwargs"))
+        config = snapshot.state["config"]
+        name, kwargs = (config["model"][key] for key in ("name", "kwargs"))
         return {
+            "data.labels": config["data"].get("labels", "single"),  # older ones lack the key
             "model.name": name if is_factory_name(name) else name.partition(".")[0],
             "model.kwargs": {
                 k: v

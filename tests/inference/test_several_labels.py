@@ -1,5 +1,5 @@
 """Inference with `data.labels` multi: the classes from the threshold on, in predict.py, the API,
-exported files and published folders.
+exported files, published folders and averages.
 """
 
 import csv
@@ -28,6 +28,7 @@ from helpers import (
 from PIL import Image
 
 import imagenet_cls
+from imagenet_cls.commands.average_checkpoints import average_command, choose
 from imagenet_cls.commands.export import export_command
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.publish import publish_command
@@ -243,6 +244,28 @@ def test_features_are_written_and_not_classified(run: Path, images: Path, tmp_pa
     assert len(np.load(tmp_path / "features.npz")["features"]) == IMAGES
     for option in (("--knn", 3), ("--linear-probe",)):
         fails(2, evaluate_command, run / "config.yaml", run, *option)
+
+
+def test_averages_are_chosen_by_map(run: Path, images: Path, tmp_path: Path) -> None:
+    for step, map_pct in enumerate((30.0, 20.0, 40.0), start=1):
+
+        def edit(state: dict[str, Any], map_pct: float = map_pct) -> None:
+            state["progress"]["latest"]["raw"]["map_pct"] = map_pct
+
+        altered(run, tmp_path / f"checkpoints/step-{step:07d}", edit)
+    chosen = [path.name for path in choose(tmp_path, "best", 2, "raw")]
+    assert chosen == ["step-0000001", "step-0000003"]
+
+    succeeds(average_command, run, "--best", 2, "--out", tmp_path / "average")
+    (average,) = (tmp_path / "average").iterdir()
+    assert Predictor(average).threshold == 0.25  # it was not evaluated
+    check_rows(rows_of(average, images)[0], 0.25)
+
+    def make_single(state: dict[str, Any]) -> None:
+        del state["config"]["data"]["labels"]
+
+    single = altered(run, tmp_path / "single", make_single)
+    fails(4, average_command, newest(run), single, "--out", tmp_path / "mixed")
 
 
 def test_api_of_the_run(run: Path) -> None:
