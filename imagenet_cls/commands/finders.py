@@ -10,6 +10,7 @@ from itertools import repeat
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.schema import (
@@ -61,7 +62,11 @@ class _TimedRun:
         self.warmup = warmup
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        return repeat(next(self.parts.train_loader.epoch(epoch)))
+        batch = next(self.parts.train_loader.epoch(epoch))
+        if self.parts.config.data.labels == "multi":
+            rows = functional.one_hot(batch.targets, self.parts.num_classes)
+            batch = batch._replace(targets=rows.float())
+        return repeat(batch)
 
     def after_step(self, result: StepResult) -> None:
         if result.step == self.warmup:
@@ -91,7 +96,12 @@ def trial_config(config: Config) -> Config:
     return replace(
         config,
         data=DataConfig(
-            name="synthetic", kwargs=kwargs, channels=data.channels, mean=data.mean, std=data.std
+            name="synthetic",
+            kwargs=kwargs,
+            labels=data.labels,
+            channels=data.channels,
+            mean=data.mean,
+            std=data.std,
         ),
         # always size_px, which is the largest
         augment=replace(config.augment, progressive=ProgressiveConfig()),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import arguments, call, fails, losses, plain, succeeds, train_here
+from helpers import REPOSITORY, arguments, call, fails, losses, plain, succeeds, train_here
 from PIL import Image
 from torch import Tensor, nn
 
@@ -253,3 +253,10 @@ def test_one_of_several_ranks_exits_2(
         monkeypatch.setenv(name, value)
     err = fails(2, command, *words(digits))
     assert "WORLD_SIZE" in err
+
+
+def test_several_labels(tmp_path: Path) -> None:
+    recipe = [REPOSITORY / "configs/quick/resnet_several_labels.yaml", "data.num_workers=0"]
+    out = succeeds(find_batch_command, *recipe, "--max", 4, "mix.mixup_alpha=0.2")
+    assert "largest that fits: 4;" in out
+    succeeds(find_lr_command, *recipe, "--steps", 20, "--out", tmp_path / "lr.png")
