@@ -75,7 +75,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
         type=cli.path,
         metavar="DIR",
         help="write report.html, report.json and confusion.csv: classes, confusion, calibration, "
-        "mistakes",
+        "mistakes; with data.labels multi without confusion and calibration",
     )
     cli.add_link_js(parser)
     parser.add_argument(
@@ -297,7 +297,12 @@ def evaluate_on_rank(
         write_output(arguments.results, json.dumps(evaluation.results, indent=1), "--results")
     if out is not None:
         text = io.StringIO(newline="")
-        write_predictions(text, prediction_rows(evaluation), out.suffix == ".csv")
+        rows = prediction_rows(evaluation)
+        is_csv = out.suffix == ".csv"
+        if is_csv and evaluation.threshold is not None:
+            write_labels(text, rows)
+        else:
+            write_predictions(text, rows, is_csv)
         # surrogateescape: an image's name may be any bytes.
         write_output(out, text.getvalue().encode("utf-8", "surrogateescape"))
         print(f"wrote {len(evaluation.images)} predictions to {out}")
@@ -320,6 +325,23 @@ def write_predictions(file: IO[str], rows: Iterable[dict], as_csv: bool) -> None
         for rank, (name, probability) in enumerate(row["top"], 1):
             cells[f"class_{rank}"] = shown(name)
             cells[f"probability_{rank}"] = probability
+        if number == 0:
+            writer.writerow(cells.keys())
+        writer.writerow(cells.values())
+
+
+def write_labels(file: IO[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Write predictions of several labels as CSV with the columns image, target (if known), labels
+    and probabilities, likeliest first, with `;` between several.
+    """
+    shown = printable if file.isatty() else str
+    writer = csv.writer(file, lineterminator="\n")
+    for number, row in enumerate(rows):
+        cells = {"image": row["image"]}
+        if "target" in row:
+            cells["target"] = "; ".join(row["target"])
+        cells["labels"] = "; ".join(shown(name) for name, _ in row["top"])
+        cells["probabilities"] = "; ".join(str(probability) for _, probability in row["top"])
         if number == 0:
             writer.writerow(cells.keys())
         writer.writerow(cells.values())

@@ -43,13 +43,7 @@ class LabelScores:
         is_positive = targets >= 0.5
         probabilities = logits.sigmoid()
         is_predicted = probabilities >= self.threshold
-        self.loss += (
-            functional.binary_cross_entropy_with_logits(
-                logits, is_positive.float(), reduction="none"
-            )
-            .mean(1)
-            .sum()
-        )
+        self.loss += label_losses(logits, is_positive).sum()
         self.images += len(targets)
         self.hits += (is_predicted & is_positive).sum(0)
         self.predicted += is_predicted.sum(0)
@@ -118,6 +112,14 @@ class LabelScores:
         scores = f1(positive, positive + negative, self.positive.sum().cpu().double())
         best = int(scores.argmax())
         return (best + 1) / _BINS, scores[best].item()
+
+
+def label_losses(logits: Tensor, is_label: Tensor) -> Tensor:
+    """Binary cross-entropy of each image, the mean over the classes: float (B,). logits: float (B,
+    classes). is_label: bool (B, classes).
+    """
+    losses = functional.binary_cross_entropy_with_logits(logits, is_label.float(), reduction="none")
+    return losses.mean(1)
 
 
 def f1(hits: Tensor, predicted: Tensor, positive: Tensor) -> Tensor:

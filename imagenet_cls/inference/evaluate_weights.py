@@ -29,6 +29,12 @@ from imagenet_cls.engine.evaluation_labels import evaluation_labels
 from imagenet_cls.engine.user_metrics import build_metrics
 from imagenet_cls.errors import CheckpointError, DataError
 from imagenet_cls.files import explain_write_errors, write_file
+from imagenet_cls.inference.label_rows import (
+    class_statistics,
+    label_predictions,
+    label_rows,
+    label_statistics,
+)
 from imagenet_cls.inference.load_weights import (
     EVALUATION_KEYS,
     TrainedModels,
@@ -63,9 +69,11 @@ class WeightsEvaluation:
     origin: str  # where the weights are from
     kind: str  # the kind of weights whose outputs `rows` describes
     images: ImageSource
-    # On rank 0 an array of `image_dtype` for all images in their order, if they were recorded.
+    # On rank 0 a record of `image_dtype`, or with several labels of `label_rows`, for each image in
+    # their order, if they were recorded.
     rows: np.ndarray | None
     present: torch.Tensor | None  # see `EvaluationLabels`
+    threshold: float | None  # likewise
     settings: dict[str, str]  # values of `EVALUATION_KEYS` as text
 
 
@@ -135,6 +143,7 @@ def evaluate_weights(
         images=images,
         rows=rows,
         present=labels.present,
+        threshold=labels.threshold,
         settings={key: format_value(attrgetter(key)(config)) for key in EVALUATION_KEYS},
     )
 
@@ -194,9 +203,11 @@ def open_images(
 
 
 def check_all_classes(images: ImageSource) -> None:
-    """Raise DataError if a class has no image. A list need not name all classes."""
+    """Raise DataError if a class has no image. A list need not name all classes. Mean average
+    precision of images with several labels leaves out such classes.
+    """
     targets = images.known_targets()
-    if targets is None:
+    if targets is None or targets.ndim == 2:
         return
     missing = [images.classes[k] for k in np.setdiff1d(np.arange(len(images.classes)), targets)]
     if missing:
@@ -281,7 +292,7 @@ class OutputRecorder:
 
     nonfinite: int64 (models,) on the device, the images without finite probabilities for each
     model. An output of -inf, as of an absent class, is a probability of 0. rows: arrays of
-    `image_dtype`, one for each batch.
+    `image_dtype` or of `label_rows`, one for each batch.
     """
 
     def __init__(self, kinds: Sequence[str], device: torch.device, recorded: str | None):
@@ -294,10 +305,14 @@ class OutputRecorder:
         """Yield the outputs of an evaluation unchanged."""
         for logits, targets, indices in outputs:
             for number, kind in enumerate(self._kinds):
-                is_finite = logits[kind].logsumexp(dim=1).isfinite()
+                if targets.ndim == 2:
+                    is_finite = logits[kind].isfinite().all(dim=1)
+                else:
+                    is_finite = logits[kind].logsumexp(dim=1).isfinite()
                 self.nonfinite[number] += is_finite.logical_not().sum()
             if self._recorded is not None:
-                self.rows.append(image_rows(logits[self._recorded], targets, indices))
+                to_rows = label_rows if targets.ndim == 2 else image_rows
+                self.rows.append(to_rows(logits[self._recorded], targets, indices))
             yield logits, targets, indices
 
 
@@ -324,8 +339,8 @@ def image_dtype(top: int) -> np.dtype:
 
 
 def class_table(evaluation: WeightsEvaluation) -> list[str]:
-    """Lines with the images, accuracy (recall) and precision of each class that has images; none
-    for more than 50 classes.
+    """Lines with the images, accuracy (recall) and precision of each class that has images, or with
+    several labels of each class, and its average precision; none for more than 50 classes.
     """
     rows = evaluation.rows
     names = [printable(name) for name in evaluation.images.classes]
@@ -333,6 +348,14 @@ def class_table(evaluation: WeightsEvaluation) -> list[str]:
         return []
     title = f"class ({evaluation.kind})"
     width = max(map(len, [title, *names]))
+    if evaluation.threshold is not None:
+        lines = [f"{title:<{width}}  images         AP  precision     recall"]
+        for row in class_statistics(rows, names, evaluation.threshold):
+            line = f"{row['name']:<{width}}  {row['images']:6}"
+            for key in ("ap_pct", "precision_pct", "recall_pct"):
+                line += f"  {'-' if np.isnan(row[key]) else f'{row[key]:.2f} %':>9}"
+            lines.append(line)
+        return lines
     lines = [f"{title:<{width}}  images   accuracy  precision"]
     for index, name in enumerate(names):
         is_target = rows["target"] == index
@@ -348,11 +371,15 @@ def class_table(evaluation: WeightsEvaluation) -> list[str]:
 
 def prediction_rows(evaluation: WeightsEvaluation) -> Iterator[dict[str, Any]]:
     """A row for each recorded image: index, image (its name), target, top (classes with their
-    probabilities, likeliest first).
+    probabilities, likeliest first). With several labels target is a list, and top has the classes
+    whose probability is at least `eval.threshold`.
     """
     images = evaluation.images
     rows = evaluation.rows
     assert rows is not None
+    if evaluation.threshold is not None:
+        yield from label_predictions(rows, images.classes, images.name, evaluation.threshold)
+        return
     names = output_names(images.classes, int(rows["top"].max()) + 1)
     for row in rows:
         index = int(row["index"])
@@ -366,8 +393,8 @@ def prediction_rows(evaluation: WeightsEvaluation) -> Iterator[dict[str, Any]]:
 
 
 def write_report(evaluation: WeightsEvaluation, folder: Path, link_js: bool = False) -> None:
-    """Write report.json, report.html and confusion.csv; with link_js also Plotly's script, to which
-    the page links. Raises ResourceError.
+    """Write report.json, report.html and, with one label for an image, confusion.csv; with link_js
+    also Plotly's script, to which the page links. Raises ResourceError.
     """
     images = evaluation.images
     rows = evaluation.rows
@@ -381,7 +408,11 @@ def write_report(evaluation: WeightsEvaluation, folder: Path, link_js: bool = Fa
         # get wrong numbers.
         for name in ("target", "top"):
             rows[name] = np.searchsorted(present, rows[name])
-    statistics, confusion = evaluation_statistics(rows, classes, images.name)
+    confusion = None
+    if evaluation.threshold is not None:
+        statistics = label_statistics(rows, classes, images.name, evaluation.threshold)
+    else:
+        statistics, confusion = evaluation_statistics(rows, classes, images.name)
     statistics = {
         "model": evaluation.model_name,
         "origin": evaluation.origin,
@@ -392,22 +423,28 @@ def write_report(evaluation: WeightsEvaluation, folder: Path, link_js: bool = Fa
         **statistics,
     }
     thumbnails = {}
-    for example in [*statistics["mistakes"], *statistics["hits"]]:
+    for example in [*statistics["mistakes"], *statistics.get("hits", [])]:
         pixels, _ = images.load(example["index"])
         picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         thumbnails[example["index"]] = to_jpeg(picture, _THUMBNAIL_PX)
-    table = io.StringIO(newline="")
-    writer = csv.writer(table, lineterminator="\n")
-    names = [row["name"] for row in statistics["classes"]]
-    writer.writerow(["true \\ predicted", *names])
-    for name, counts in zip(names, confusion.tolist(), strict=True):
-        writer.writerow([name, *counts])
     # JSON has no NaN and infinity
     finite = json.loads(json.dumps(statistics), parse_constant=lambda _: None)
     page = evaluation_page(statistics, confusion, thumbnails, link_js)
     with explain_write_errors(folder, "Name another folder with --report."):
-        write_file(folder / "confusion.csv", table.getvalue())
+        if confusion is not None:
+            names = [row["name"] for row in statistics["classes"]]
+            write_file(folder / "confusion.csv", confusion_table(confusion, names))
         write_file(folder / "report.json", json.dumps(finite, indent=1) + "\n")
         if link_js:
             write_file(folder / PLOTLY_FILE, plotly_script())
         write_file(folder / "report.html", page)
+
+
+def confusion_table(confusion: np.ndarray, names: Sequence[str]) -> str:
+    """The confusion matrix as CSV. names: of the classes."""
+    table = io.StringIO(newline="")
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["true \\ predicted", *names])
+    for name, counts in zip(names, confusion.tolist(), strict=True):
+        writer.writerow([name, *counts])
+    return table.getvalue()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from imagenet_cls.report.figures import confusion_figure
+from imagenet_cls.report.figures import Figure, confusion_figure
 from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, user_metrics
 from imagenet_cls.report.render import render
 from imagenet_cls.text import utf8_text
@@ -28,6 +28,13 @@ _DETAILS = (
     ("negative log-likelihood", "nll", ".4f"),
     ("expected calibration error", "ece", ".4f"),
     ("mean confidence", "mean_confidence", ".4f"),
+)
+_LABEL_COLUMNS = (
+    ("mAP %", "map_pct", ".3f"),
+    ("micro F1 %", "micro_f1_pct", ".3f"),
+    ("macro F1 %", "macro_f1_pct", ".3f"),
+    ("best micro F1 %", "best_micro_f1_pct", ".3f"),
+    ("at threshold", "best_threshold", _PERCENT),
 )
 
 
@@ -151,14 +158,15 @@ def confused_pairs(confusion: np.ndarray, labels: Sequence[str]) -> list[Statist
 
 def evaluation_page(
     statistics: Mapping[str, Any],
-    confusion: np.ndarray,
+    confusion: np.ndarray | None,
     thumbnails: Mapping[int, bytes],
     link_js: bool = False,
 ) -> bytes:
     """The page of an evaluation. statistics: also `model`, `origin`, `weights`, `messages`,
     `settings`, and `metrics` by weights.
 
-    thumbnails: JPEG files of `mistakes` and `hits`, by index. link_js: see `render`.
+    confusion: None with several labels for an image. thumbnails: JPEG files of `mistakes` and
+    `hits`, by index. link_js: see `render`.
     """
     classes = statistics["classes"]
     by_f1 = sorted(
@@ -174,11 +182,15 @@ def evaluation_page(
         )
     has_top5 = len(classes) >= MIN_CLASSES_FOR_TOP5
     columns = _result_columns(results, has_top5)
-    figures = [
-        confusion_figure(confusion, [row["name"] for row in classes]),
-        {"title": "Reliability diagram", "bins": statistics["calibration"]},
-        {"title": "Confidences", "bins": statistics["calibration"]},
-    ]
+    figures: list[Figure] = []
+    details: Sequence[tuple[str, str, str]] = ()
+    if confusion is not None:
+        details = _DETAILS
+        figures = [
+            confusion_figure(confusion, [row["name"] for row in classes]),
+            {"title": "Reliability diagram", "bins": statistics["calibration"]},
+            {"title": "Confidences", "bins": statistics["calibration"]},
+        ]
     return render(
         "evaluation.html",
         figures,
@@ -190,7 +202,7 @@ def evaluation_page(
         columns=[("weights", ""), *((title, style) for title, _, style in columns)],
         results=[[name, *(row.get(key) for _, key, _ in columns)] for name, row in results.items()],
         weights=_WEIGHTS[statistics["weights"]],
-        details=[[title, format(statistics[key], style)] for title, key, style in _DETAILS],
+        details=[[title, format(statistics[key], style)] for title, key, style in details],
         num_bins=_CALIBRATION_BINS,
         classes=by_f1,
         statistics=statistics,
@@ -203,7 +215,9 @@ def _result_columns(
 ) -> list[tuple[str, str, str]]:
     """The columns of the results of weights: title, key, format."""
     columns = [("top-1 %", "top1_pct", ".3f")]
-    if has_top5:
+    if any("map_pct" in row for row in results.values()):
+        columns = list(_LABEL_COLUMNS)
+    elif has_top5:
         columns.append(("top-5 %", "top5_pct", ".3f"))
     columns += [
         ("loss", "loss", ".4f"),

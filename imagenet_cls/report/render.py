@@ -55,7 +55,9 @@ def render(template: str, figures: Sequence[Any], link_js: bool, **values: Any) 
         finalize=_encodable,
     )
     environment.filters |= {"cell": format_cell, "data_url": data_url}
-    script = None if link_js else plotly_script()
+    script = None
+    if not link_js:
+        script = plotly_script() if figures else ""
     page = environment.get_template(template)
     return page.render(figures=figures, script=script, **values).encode()
 

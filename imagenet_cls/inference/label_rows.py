@@ -1,0 +1,98 @@
+"""Evaluated images with several labels (`data.labels` multi): their outputs, and statistics."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imagenet_cls.engine.label_scores import average_precision, label_losses
+from imagenet_cls.text import utf8_text
+
+_MAX_EXAMPLES = 12
+
+
+def label_rows(logits: Tensor, targets: Tensor, indices: Tensor) -> np.ndarray:
+    """A record for each image of a batch: `index`, `target` uint8 (classes,), and `logits` float32
+    (classes,).
+
+    High logits differ where their probabilities are equal in float32, and average precision needs
+    their order. logits, targets: float (B, classes). indices: (B,).
+    """
+    shape = (logits.shape[1],)
+    outputs = [("target", np.uint8, shape), ("logits", np.float32, shape)]
+    rows = np.empty(len(targets), [("index", np.int64), *outputs])
+    rows["index"] = indices
+    rows["target"] = (targets >= 0.5).cpu()
+    rows["logits"] = logits.cpu()
+    return rows
+
+
+def tensors_of(rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    """The logits, float32 (N, classes), and which labels the images have, bool (N, classes)."""
+    return torch.from_numpy(rows["logits"].copy()), torch.from_numpy(rows["target"] == 1)
+
+
+def label_predictions(
+    rows: np.ndarray, names: Sequence[str], name_of: Callable[[int], str], threshold: float
+) -> Iterator[dict[str, Any]]:
+    """For each image its index, image (its name), target (its labels), and top: the classes whose
+    probability is at least the threshold with their probabilities, likeliest first.
+    """
+    probabilities = tensors_of(rows)[0].sigmoid().sort(descending=True, stable=True)
+    for row, values, order in zip(rows, *map(Tensor.numpy, probabilities), strict=True):
+        index = int(row["index"])
+        count = np.count_nonzero(values >= threshold)
+        yield {
+            "index": index,
+            "image": name_of(index),
+            "target": list(compress(names, row["target"])),
+            "top": [(names[k], float(p)) for k, p in zip(order[:count], values, strict=False)],
+        }
+
+
+def class_statistics(
+    rows: np.ndarray, names: Sequence[str], threshold: float
+) -> list[dict[str, Any]]:
+    """For each class: name, images with the label, images for which it is predicted, average
+    precision, and precision, recall and F1 at the threshold; NaN where it is undefined.
+    """
+    logits, is_label = tensors_of(rows)
+    is_predicted = logits.sigmoid() >= threshold
+    images = is_label.sum(0)
+    predicted = is_predicted.sum(0)
+    hits = 100 * (is_label & is_predicted).sum(0).double()
+    columns = {
+        "name": names,
+        "images": images.tolist(),
+        "predicted": predicted.tolist(),
+        "ap_pct": [
+            100 * average_precision(*pair)
+            for pair in zip(rows["logits"].T, rows["target"].T, strict=True)
+        ],
+        "precision_pct": (hits / predicted).tolist(),
+        "recall_pct": (hits / images).tolist(),
+        "f1_pct": (2 * hits / (predicted + images)).tolist(),
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def label_statistics(
+    rows: np.ndarray, classes: Sequence[str], name_of: Callable[[int], str], threshold: float
+) -> dict[str, Any]:
+    """The statistics of an evaluation for its report: those of the classes, and the images with the
+    highest loss as `mistakes`. name_of: the name of an image by its index.
+    """
+    names = list(map(utf8_text, classes))
+    worst = label_losses(*tensors_of(rows)).argsort(descending=True, stable=True)[:_MAX_EXAMPLES]
+    return {
+        "images": len(rows),
+        "num_classes": len(names),
+        "threshold": threshold,
+        "classes": class_statistics(rows, names, threshold),
+        "mistakes": list(
+            label_predictions(rows[worst], names, lambda i: utf8_text(name_of(i)), threshold)
+        ),
+    }
