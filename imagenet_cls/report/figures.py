@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from imagenet_cls.report.jsonl import Record
+from imagenet_cls.report.jsonl import MAIN_TITLES, Record, main_metrics
 from imagenet_cls.report.plots import columns, mean_points
 
 # Of a field of the records: title of its figure, and format of d3 for an exact value.
 _CURVES = {
     "loss": ("Loss", ".5f"),
     "top1_pct": ("Top-1 on validation images, %", ".3f"),
+    "map_pct": ("mAP on validation images, %", ".3f"),
     "lr": ("Learning rate", ".6g"),
     "images_per_sec": ("Images per second", ",.1f"),
 }
@@ -24,7 +26,7 @@ Figure = dict[str, Any]
 
 
 def curve_figures(runs: Sequence[Sequence[Record]]) -> list[Figure]:
-    """Loss, top-1, learning rate and speed over the steps. runs: the records of each."""
+    """Loss, top-1 or mAP, learning rate and speed over the steps. runs: the records of each."""
     most = min(_MOST_POINTS, _ALL_POINTS // len(runs))
     steps = [record["step"] for metrics in runs for record in metrics]
     resumed = []
@@ -34,7 +36,10 @@ def curve_figures(runs: Sequence[Sequence[Record]]) -> list[Figure]:
             [run, event["step"]] for event in events if event["message"].startswith("resumed from ")
         ]
     figures = []
+    unused = MAIN_TITLES.keys() - main_metrics(chain(*runs))
     for key, (title, number_format) in _CURVES.items():
+        if key in unused:
+            continue
         curves = []
         for run, metrics in enumerate(runs):
             curves += [{"run": run, **curve} for curve in _curves(metrics, key, most)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from imagenet_cls.files import write_file
-from imagenet_cls.report.jsonl import Record
+from imagenet_cls.report.jsonl import MAIN_TITLES, Record, main_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,11 @@ _MAX_POINTS = 300  # of a curve; each is a mean
 _POINTS = "offset points"  # the unit of a distance from the annotated place
 _FAR = 2.5  # times the highest loss before the lowest one
 # Fields of the records that are drawn over the steps of a run, with the labels of their axes.
-_CURVES = {"loss": "loss", "lr": "learning rate", "top1_pct": "top-1 on validation images (%)"}
+_CURVES = {
+    "loss": "loss",
+    "lr": "learning rate",
+    **{key: f"{title} on validation images (%)" for key, title in MAIN_TITLES.items()},
+}
 
 
 def plot_run(metrics: Sequence[Record], folder: Path) -> None:
@@ -35,7 +39,7 @@ def plot_run(metrics: Sequence[Record], folder: Path) -> None:
 
 
 def draw_run(metrics: Sequence[Record]) -> "Figure":
-    """Loss, learning rate and top-1 of a run over its steps, side by side."""
+    """Loss, learning rate and top-1 or mAP of a run over its steps, side by side."""
     from matplotlib.figure import Figure
 
     class RunFigure(Figure):
@@ -44,9 +48,10 @@ def draw_run(metrics: Sequence[Record]) -> "Figure":
             return _png(self)
 
     figure = RunFigure((15, 4), layout="constrained")
-    for axes, (key, label) in zip(figure.subplots(1, 3), _CURVES.items(), strict=True):
+    keys = ("loss", "lr", main_metrics(metrics)[0])
+    for axes, key in zip(figure.subplots(1, 3), keys, strict=True):
         _draw_curve(axes, key, metrics)
-        _finish(axes, "step", label)
+        _finish(axes, "step", _CURVES[key])
     return figure
 
 

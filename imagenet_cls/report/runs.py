@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
@@ -15,18 +16,31 @@ from urllib.parse import quote
 from imagenet_cls.errors import CheckpointError, explain_content_errors
 from imagenet_cls.files import is_locked
 from imagenet_cls.report.figures import curve_figures
-from imagenet_cls.report.jsonl import Record, read_metrics, user_metrics
+from imagenet_cls.report.jsonl import (
+    MAIN_TITLES,
+    Record,
+    main_metrics,
+    read_metrics,
+    user_metrics,
+)
 from imagenet_cls.report.render import DURATION, render
 from imagenet_cls.text import command_line, utf8_text
 
 _MAX_COLUMNS = 6  # differing keys that are columns of the table of runs
 
 # Columns of the results: title, key of `run_statistics`, format.
+_BEST_RESULTS = (("at step", "best_step", ",d"), ("weights", "best_weights", ""))
+_LAST_RESULTS = {
+    "top1_pct": (
+        ("last validation top-1 %", "last_top1_pct", ".2f"),
+        ("last validation balanced %", "last_balanced_pct", ".2f"),
+    ),
+    "map_pct": (
+        ("last validation mAP %", "last_map_pct", ".2f"),
+        ("last validation micro F1 %", "last_micro_f1_pct", ".2f"),
+    ),
+}
 _RESULTS = (
-    ("at step", "best_step", ",d"),
-    ("weights", "best_weights", ""),
-    ("last validation top-1 %", "last_top1_pct", ".2f"),
-    ("last validation balanced %", "last_balanced_pct", ".2f"),
     ("last training loss", "last_loss", ".4f"),
     ("time", "hours", DURATION),
     ("img/s", "images_per_sec", ",.0f"),
@@ -117,13 +131,14 @@ def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRec
 def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     """The statistics of a run by name, None where unknown.
 
-    best: the highest top-1; last: the last evaluation of the same weights. hours: of training steps
-    and evaluations, from the speed of each logging interval. images_per_sec: the median of the
-    intervals; data_wait_pct: their mean.
+    best: the highest top-1, or mAP (`metric`); last: the last evaluation of the same weights.
+    hours: of training steps and evaluations, from the speed of each logging interval.
+    images_per_sec: the median of the intervals; data_wait_pct: their mean.
     """
     train = run.records("train")
     results = run.records("eval")
-    best = max(results, key=itemgetter("top1_pct"), default={})
+    metric = main_metrics(results)[0]
+    best = max(results, key=itemgetter(metric), default={})
     last = next(
         (record for record in reversed(results) if record["weights"] == best["weights"]), {}
     )
@@ -143,12 +158,16 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     return {
         "step": train[-1]["step"] if train else 0,
         "total_steps": run.total_steps,
+        "metric": metric,
         "best_top1_pct": best.get("top1_pct"),
+        "best_map_pct": best.get("map_pct"),
         "best_step": best.get("step"),
         "best_epoch": best.get("epoch"),
         "best_weights": best.get("weights"),
         "last_top1_pct": last.get("top1_pct"),
         "last_balanced_pct": last.get("balanced_accuracy_pct"),
+        "last_map_pct": last.get("map_pct"),
+        "last_micro_f1_pct": last.get("micro_f1_pct"),
         "user_metrics": user_metrics(last),
         "last_loss": train[-1]["loss"] if train else None,
         "hours": hours,
@@ -182,9 +201,11 @@ def runs_page(
         with explain_content_errors(CheckpointError, file, "missing or invalid values"):
             statistics.append(run_statistics(run, global_batch))
     states = [_state(run, row) for run, row in zip(runs, statistics, strict=True)]
-    known = [row for row in statistics if row["best_top1_pct"] is not None]
-    top1 = sorted(row["best_top1_pct"] for row in known)
-    best = max(known, key=itemgetter("best_top1_pct"), default=statistics[0])
+    metrics = main_metrics(record for run in runs for record in run.metrics)
+    main = f"best_{metrics[0]}"
+    known = [row for row in statistics if row[main] is not None]
+    values = sorted(row[main] for row in known)
+    best = max(known, key=itemgetter(main), default=statistics[0])
     return render(
         "runs.html",
         curve_figures([run.metrics for run in runs]),
@@ -200,10 +221,12 @@ def runs_page(
         num_states=Counter(re.split("[:,]", state)[0] for state in states),
         best=best,
         best_run=runs[statistics.index(best)],
-        top1=top1,
-        median_top1=median(top1) if top1 else None,
+        metrics=metrics,
+        titles=MAIN_TITLES,
+        best_values=values,
+        median_value=median(values) if values else None,
         hours=[row["hours"] for row in statistics if row["hours"] is not None],
-        results=_RESULTS,
+        results=[*_BEST_RESULTS, *chain(*(_LAST_RESULTS[name] for name in metrics)), *_RESULTS],
         own_metrics=list(dict.fromkeys(name for row in statistics for name in row["user_metrics"])),
         differences=differences,
         are_columns=len(differences) <= _MAX_COLUMNS,
