@@ -59,14 +59,25 @@ def show_batch_command(argv: Sequence[str]) -> None:
     pixels = (images[: arguments.images] * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
     # The splits of a batch (augment.splits) follow each other.
     classes = [utf8_text(name) for name in parts.data.classes]
-    labels = [describe_target(targets[i % len(targets)], classes) for i in range(len(pixels))]
+    has_several = config.data.labels == "multi"
+    labels = [
+        describe_target(targets[i % len(targets)], classes, has_several) for i in range(len(pixels))
+    ]
     with explain_write_errors(path, "Name another file with --out."):
         plot_images(path, pixels.numpy(), labels)
     print(f"wrote {path}: {len(pixels)} of the {len(images)} images of the first micro-batch")
 
 
-def describe_target(target: "Tensor", classes: Sequence[str]) -> str:
-    """The class of a target, int64 (); of a mixed one, float (classes,), the two largest shares."""
+def describe_target(target: "Tensor", classes: Sequence[str], several_labels: bool = False) -> str:
+    """The class of a target, int64 (); of a mixed one, float (classes,), the two largest shares; of
+    one with several labels, float (classes,), these, with their shares if it is mixed.
+    """
+    if several_labels:
+        return "; ".join(
+            name if share == 1 else f"{share:.2f} {name}"
+            for share, name in zip(target.tolist(), classes, strict=True)
+            if share > 0
+        )
     if not target.is_floating_point():
         return classes[int(target)]
     shares, found = target.topk(min(2, len(target)))
