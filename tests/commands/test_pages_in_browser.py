@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import Browser, open_browser
-from helpers import arguments, succeeds, train_here
+from helpers import SEVERAL_LABELS, arguments, succeeds, train_here
 from PIL import Image
 
 from imagenet_cls.commands.report import report_command
@@ -72,6 +72,25 @@ def test_report_of_an_evaluation_in_a_browser(browser: Browser, run: Path, tmp_p
         row["image"] for row in report["mistakes"]
     ]
     check_page(browser, folder / "report.html", tmp_path, texts)
+
+
+def test_report_of_several_labels_in_a_browser(browser: Browser, tmp_path: Path) -> None:
+    """It has no figures, and its table of classes can be sorted."""
+    words = arguments(tmp_path, tmp_path / "run", train__max_steps=4)
+    train_here([*words, *SEVERAL_LABELS])
+    words = [tmp_path / "run", "--report", tmp_path / "report", "--allow-import", "helpers:plain"]
+    words += ["--allow-import", "imagenet_cls.data.builtin:ComposedDigits"]
+    succeeds(evaluate_command, *words)
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    for width in (390, 800, 1400):
+        browser.open(tmp_path / "report" / "report.html", width)
+        assert browser.messages == [] and browser.layout_problems() == []
+        assert [url for url in browser.urls if not url.startswith(("data:", "file:"))] == []
+    table = "[...document.querySelectorAll('table.sortable')].at(-1)"
+    browser.evaluate(f"{table}.querySelectorAll('th button')[1].click()")
+    shown = browser.evaluate(f"[...{table}.tBodies[0].rows].map((row) => row.cells[1].innerText)")
+    best = sorted((row["ap_pct"] for row in report["classes"]), reverse=True)
+    assert shown == [f"{value:.2f}" for value in best]
 
 
 def test_page_of_a_run_in_a_browser(browser: Browser, run: Path, tmp_path: Path) -> None:
