@@ -1,16 +1,15 @@
 """`tools/predict.py`: classify images."""
 
 import argparse
-import csv
 import io
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.test import write_predictions
+from imagenet_cls.commands.test import write_labels, write_predictions
 from imagenet_cls.config.schema import DEVICE
 from imagenet_cls.errors import DataError, UsageError
 from imagenet_cls.files import check_exists, check_output_path, write_output
@@ -132,19 +131,6 @@ def print_predictions(
         ranked = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])
         print(printable(f"{row['image']}: {ranked or 'none'}"))
     return errors
-
-
-def write_labels(file: IO[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Write CSV with the columns image, labels and probabilities, likeliest first, with `;` between
-    them: a list that `data.name` list reads.
-    """
-    shown = printable if file.isatty() else str
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["image", "labels", "probabilities"])
-    for row in rows:
-        labels = "; ".join(shown(name) for name, _ in row["top"])
-        probabilities = "; ".join(str(probability) for _, probability in row["top"])
-        writer.writerow([row["image"], labels, probabilities])
 
 
 def write_features(predictor: "Predictor", paths: Sequence[Path], file: Path) -> list[DataError]:

@@ -331,8 +331,8 @@ def write_predictions(file: IO[str], rows: Iterable[dict], as_csv: bool) -> None
 
 
 def write_labels(file: IO[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Write predictions of several labels as CSV with the columns image, target (if known), labels
-    and probabilities, likeliest first, with `;` between several.
+    """Write predictions of several labels as CSV: image, target (if known), labels and
+    probabilities, likeliest first, with `;` between several. `data.name` list reads it.
     """
     shown = printable if file.isatty() else str
     writer = csv.writer(file, lineterminator="\n")

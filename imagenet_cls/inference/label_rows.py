@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from imagenet_cls.engine.label_scores import average_precision, label_losses
+from imagenet_cls.inference.predictor import top_classes
 from imagenet_cls.text import utf8_text
 
 _MAX_EXAMPLES = 12
@@ -41,15 +42,14 @@ def label_predictions(
     """For each image its index, image (its name), target (its labels), and top: the classes whose
     probability is at least the threshold with their probabilities, likeliest first.
     """
-    probabilities = tensors_of(rows)[0].sigmoid().sort(descending=True, stable=True)
-    for row, values, order in zip(rows, *map(Tensor.numpy, probabilities), strict=True):
+    top = top_classes(tensors_of(rows)[0], names, threshold=threshold)
+    for row, predicted in zip(rows, top, strict=True):
         index = int(row["index"])
-        count = np.count_nonzero(values >= threshold)
         yield {
             "index": index,
             "image": name_of(index),
             "target": list(compress(names, row["target"])),
-            "top": [(names[k], float(p)) for k, p in zip(order[:count], values, strict=False)],
+            "top": predicted,
         }
 
 
