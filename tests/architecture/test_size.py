@@ -14,16 +14,16 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
 CEILINGS = {
     "checkpoint": 4_300,
-    "commands": 35_300,
-    "config": 12_000,
-    "data": 30_700,
-    "engine": 21_650,
+    "commands": 36_000,
+    "config": 12_300,
+    "data": 32_600,
+    "engine": 23_300,
     "guards": 4_100,
-    "inference": 10_650,
+    "inference": 12_000,
     "models": 9_800,
-    "optim": 6_300,
+    "optim": 6_750,
     "parallel": 10_600,
-    "report": 11_000,
+    "report": 11_500,
     "": 3_900,  # modules of the package itself
 }
 NOT_COUNTED = {

@@ -49,6 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("labels") / "run"
     settings = ["data.fraction=0.1", "data.num_workers=0", "train.epochs=2", "log.plots=false"]
     settings += ["log.tensorboard=false", "checkpoint.keep_last=null", "eval.threshold=0.25"]
+    settings += ["checkpoint.every_epochs=1", "eval.every_epochs=1"]
     train_here([str(CONFIG), *settings, "--work-dir", str(folder)])
     return folder
 
