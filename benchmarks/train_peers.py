@@ -157,7 +157,9 @@ def main() -> None:
     results: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
     for seed in arguments.seeds:
         for name, run in programs.items():
-            result = measure(run, arguments, seed, arguments.out / f"{name}_{seed}")
+            result = measure(
+                run, arguments, seed, arguments.out / f"{name}_{seed}_{arguments.epochs}"
+            )
             results[name].append(result)
             print(name, seed, result, flush=True)
     for name, found in results.items():

@@ -206,7 +206,7 @@ def assert_resumes(root: Any, folder: Path, stop_at: int, *args: Any, **changes:
 
 
 # Arguments of a run on composed digits, with several labels for an image.
-SEVERAL_LABELS = (
+MULTILABEL = (
     "data.name=imagenet_cls.data.builtin:ComposedDigits",
     "data.labels=multi",
     "data.val=val",

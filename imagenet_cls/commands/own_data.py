@@ -1,7 +1,7 @@
 """Train on a dataset that is given in place of a config: `tools/train.py photos`.
 
 The config is `configs/finetune/own_dataset.yaml` with that dataset; with `data.labels=multi` it is
-`several_labels.yaml` in the same folder.
+`multilabel.yaml` in the same folder.
 """
 
 import os
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from imagenet_cls.data.datasets import DataSets
 
 OWN_DATASET = CONFIGS / "finetune" / "own_dataset.yaml"
-SEVERAL_LABELS = CONFIGS / "finetune" / "several_labels.yaml"
+MULTILABEL = CONFIGS / "finetune" / "multilabel.yaml"
 # Keys of the config for the short keys that are allowed beside a dataset, and in Python.
 SHORT_KEYS = {
     "model": ("model.name",),
@@ -85,7 +85,7 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     if has_checkpoint:  # replaces the published weights of the config
         derived.append("model.pretrained=false")
     derived = _without(derived, overrides)
-    config = SEVERAL_LABELS if "data.labels=multi" in overrides else OWN_DATASET
+    config = MULTILABEL if "data.labels=multi" in overrides else OWN_DATASET
     try:
         loaded = load_config(config, [*derived, *overrides])
     except ConfigError as error:

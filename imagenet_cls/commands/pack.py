@@ -56,7 +56,7 @@ class Part:
 
     fingerprint: a text that differs for other data. count: the number of images. shards: the
     numbers of the images of each shard, or of the row groups of Parquet files. read: returns the
-    samples of such a number. several_labels: whether an image may have several, or none.
+    samples of such a number. multilabel: whether an image may have several, or none.
     """
 
     classes: Sequence[str]
@@ -64,7 +64,7 @@ class Part:
     count: int
     shards: Sequence[range]
     read: Callable[[int], Sequence[Sample]]
-    several_labels: bool = False
+    multilabel: bool = False
 
 
 def pack_command(argv: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ def pack_command(argv: Sequence[str]) -> None:
         "data.root=OUT. Files are copied as they are, unless --max-px shrinks them. The same "
         "command continues an interrupted one.",
         "SOURCE OUT [key=value ...] [--max-px N] [--quality Q] [--images-per-shard N] "
-        "[--several-labels] [--threads N]",
+        "[--multilabel] [--threads N]",
     )
     parser.add_argument(
         "source",
@@ -101,7 +101,7 @@ def pack_command(argv: Sequence[str]) -> None:
         "--images-per-shard", type=cli.positive, default=1000, metavar="N", help="default: 1000"
     )
     parser.add_argument(
-        "--several-labels",
+        "--multilabel",
         action="store_true",
         help="as data.labels=multi; labels of Parquet files are text such as cat;outdoor (lists of "
         "labels need no option)",
@@ -114,7 +114,7 @@ def pack_command(argv: Sequence[str]) -> None:
         arguments.source,
         arguments.overrides,
         arguments.images_per_shard,
-        arguments.several_labels,
+        arguments.multilabel,
     )
     for part in parts.values():
         check_class_names(part.classes, arguments.source)
@@ -139,12 +139,12 @@ def check_class_names(classes: Sequence[str], source: str) -> None:
 
 
 def open_parts(
-    source: str, overrides: Sequence[str], per_shard: int, several_labels: bool = False
+    source: str, overrides: Sequence[str], per_shard: int, multilabel: bool = False
 ) -> dict[str, Part]:
     """The parts of the dataset that SOURCE names. Raises DataError and UsageError."""
     data = cli.load_data_config(source, overrides)
     if data is not None:
-        return indexed_parts(data, per_shard, several_labels)
+        return indexed_parts(data, per_shard, multilabel)
     root = Path(source).expanduser()
     files = [
         root / name
@@ -156,11 +156,11 @@ def open_parts(
         chosen = with_first_prefix(files, prefixes)
         if chosen:
             classes = parts["train"].classes if parts else None
-            parts[name] = parquet_part(chosen, classes, per_shard, several_labels)
+            parts[name] = parquet_part(chosen, classes, per_shard, multilabel)
             print(printable(f"{name}: {join_names([path.name for path in chosen])}"))
             files = [path for path in files if path not in chosen]
     if not parts:
-        return indexed_parts(DataConfig(root=str(root)), per_shard, several_labels)
+        return indexed_parts(DataConfig(root=str(root)), per_shard, multilabel)
     if files:
         print(printable(f"not packed: {join_names([path.name for path in files])}"))
     return parts
@@ -175,13 +175,13 @@ def with_first_prefix(files: Sequence[Path], prefixes: Sequence[str]) -> list[Pa
     return []
 
 
-def indexed_parts(data: DataConfig, per_shard: int, several_labels: bool) -> dict[str, Part]:
+def indexed_parts(data: DataConfig, per_shard: int, multilabel: bool) -> dict[str, Part]:
     """The parts of a dataset that `open_datasets` indexes."""
     from imagenet_cls.data.datasets import open_datasets  # imports torch, which --help should not
     from imagenet_cls.data.sources import FolderSource, reason_of, size_fingerprint
 
-    several_labels = several_labels or data.labels == "multi"
-    opened = open_datasets(replace(data, labels="multi") if several_labels else data)
+    multilabel = multilabel or data.labels == "multi"
+    opened = open_datasets(replace(data, labels="multi") if multilabel else data)
     parts = {}
 
     def read_image(source: FolderSource, i: int) -> list[Sample]:
@@ -202,7 +202,7 @@ def indexed_parts(data: DataConfig, per_shard: int, several_labels: bool) -> dic
         shards = [range(start, min(start + per_shard, len(source))) for start in starts]
         fingerprint = f"{source.digest()} {size_fingerprint(source)}"
         read = partial(read_image, source)
-        parts[name] = Part(source.classes, fingerprint, len(source), shards, read, several_labels)
+        parts[name] = Part(source.classes, fingerprint, len(source), shards, read, multilabel)
     return parts
 
 
@@ -224,10 +224,10 @@ def parquet_part(
     files: Sequence[Path],
     classes: Sequence[str] | None,
     per_shard: int,
-    several_labels: bool = False,
+    multilabel: bool = False,
 ) -> Part:
     """The rows of Parquet files with the columns `image` (`bytes`, `path`) and `label`, of one
-    label, of a list of labels, or with `several_labels` of text with `;` between labels.
+    label, of a list of labels, or with `multilabel` of text with `;` between labels.
 
     A shard has whole row groups. classes: the training classes; None: the names that the files
     store, else the lines of a classes.txt beside the files, else the labels. Integers are indices
@@ -256,11 +256,11 @@ def parquet_part(
                 )
             names = stored
             is_list = schema.field("label").type.num_fields == 1
-            several_labels |= is_list
+            multilabel |= is_list
             if names is None:
                 column = file.read(columns=["label"])["label"].drop_null()
                 for label in column.to_pylist() if is_list else column.unique().to_pylist():
-                    labels.update(_labels_of(label, several_labels))
+                    labels.update(_labels_of(label, multilabel))
             groups += [
                 (path, i, file.metadata.row_group(i).num_rows) for i in range(file.num_row_groups)
             ]
@@ -289,18 +289,18 @@ def parquet_part(
         samples = []
         for i, row in enumerate(rows):
             description = f"{path}: row {i} of row group {group}"
-            name, content, own = _parquet_row(row, targets, several_labels, description)
+            name, content, own = _parquet_row(row, targets, multilabel, description)
             samples.append((name or f"{path.stem}-{group}-{i}", content, own, description))
         return samples
 
     fingerprint = str([[path.name, path.stat().st_size] for path in files])
     count = sum(rows for _, _, rows in groups)
-    return Part(classes, fingerprint, count, shards, read_group, several_labels)
+    return Part(classes, fingerprint, count, shards, read_group, multilabel)
 
 
-def _labels_of(label: Any, several_labels: bool) -> Sequence[Any]:
+def _labels_of(label: Any, multilabel: bool) -> Sequence[Any]:
     """The labels in a cell."""
-    if several_labels and isinstance(label, str):
+    if multilabel and isinstance(label, str):
         return split_labels(label)
     return label if isinstance(label, list) else [label]
 
@@ -331,12 +331,12 @@ def _class_names(schema: Any) -> list[str] | None:
 def _parquet_row(
     row: dict[str, Any],
     targets: Mapping[int | str, int],
-    several_labels: bool,
+    multilabel: bool,
     description: str,
 ) -> tuple[str, bytes, tuple[int, ...]]:
     """Name (perhaps empty), file and classes. targets: the target of each label."""
     image = row["image"]
-    labels = _labels_of(row["label"], several_labels)
+    labels = _labels_of(row["label"], multilabel)
     if not isinstance(image, dict) or not image.get("bytes"):
         raise DataError(
             f"{description}: no image: column `image` has no `bytes`.",
@@ -395,7 +395,7 @@ def write_part(name: str, part: Part, arguments: argparse.Namespace) -> None:
                     samples = chain.from_iterable(pool.map(part.read, shard))
                     write_shard(temporary, pool.map(pack, samples))
                     temporary.replace(path)
-        index = index_archives(out, partial_folder.name, paths, None, part.several_labels)
+        index = index_archives(out, partial_folder.name, paths, None, part.multilabel)
         if len(index) != part.count or index.classes != tuple(part.classes):
             raise DataError(
                 f"{partial_folder}: {len(index)} images instead of {part.count}.",

@@ -68,11 +68,11 @@ def show_batch_command(argv: Sequence[str]) -> None:
     print(f"wrote {path}: {len(pixels)} of the {len(images)} images of the first micro-batch")
 
 
-def describe_target(target: "Tensor", classes: Sequence[str], several_labels: bool = False) -> str:
+def describe_target(target: "Tensor", classes: Sequence[str], multilabel: bool = False) -> str:
     """The class of a target, int64 (); of a mixed one, float (classes,), the two largest shares; of
     one with several labels, float (classes,), these, with their shares if it is mixed.
     """
-    if several_labels:
+    if multilabel:
         return "; ".join(
             name if share == 1 else f"{share:.2f} {name}"
             for share, name in zip(target.tolist(), classes, strict=True)

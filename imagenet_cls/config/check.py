@@ -160,14 +160,14 @@ def _label_rules(c: Config) -> Iterator[Problem]:
     if c.loss.class_weights == "effective":
         yield Problem("loss.class_weights", "'effective' is for one label; use balanced")
     if c.data.balance > 0:
-        text = "draws by class, and an image has several labels; use loss.class_weights: balanced"
+        text = "is not supported with data.labels multi; use loss.class_weights: balanced"
         yield Problem("data.balance", text)
     if c.distill.kind != "none":
-        yield Problem("distill.kind", "compares one label; with data.labels multi use none")
+        yield Problem("distill.kind", "is not supported with data.labels multi; use none")
     if c.eval.classes == "present":
-        yield Problem("eval.classes", "'present' is for one label; mAP has the classes that occur")
+        yield Problem("eval.classes", "'present' is not supported with data.labels multi; use all")
     if c.eval.real_labels is not None:
-        yield Problem("eval.real_labels", "is for ImageNet with data.labels single; use null")
+        yield Problem("eval.real_labels", "is not supported with data.labels multi; use null")
 
 
 def _image_rules(c: Config) -> Iterator[Problem]:

@@ -178,7 +178,7 @@ AVERAGES = Condition(
 STOPS_EARLY = Condition(
     "train.early_stop.patience_evals", lambda c: c.train.early_stop.patience_evals is not None
 )
-SEVERAL_LABELS = Condition("data.labels multi", lambda c: c.data.labels == "multi")
+MULTILABEL = Condition("data.labels multi", lambda c: c.data.labels == "multi")
 DATA_PARALLEL = Condition("parallel.mode dp", lambda c: c.parallel.mode == "dp")
 RESIZES_BY_SHARE = Condition("eval.resize_px null", lambda c: c.eval.resize_px is None)
 
@@ -259,7 +259,7 @@ class DataConfig:
     # Images of other classes are left out. null: all.
     classes: list[str] | str | None = None
     # single: each image has one class. multi: it has any number of them, and each output is the
-    # logit of one class, present or absent (docs/several_labels.md).
+    # logit of one class, present or absent (docs/multilabel.md).
     labels: Literal["single", "multi"] = "single"
     # Share of each class that is trained on, by a hash of the path: 0.1 of the images are also in
     # 0.2 of them. With data.labels multi, share of all images.
@@ -454,9 +454,8 @@ class LossConfig:
     label_smoothing: float = key(0.0, SHARE_BELOW_1)
     # Weights of the classes in the loss. A number for each class, of which only the ratios matter;
     # or from the number n of training images: `balanced`, proportional to 1/n; `effective`, to
-    # (1 - beta) / (1 - beta^n). With data.labels multi, factors of the terms of the images that
-    # have the class, as they are given; `balanced`: the images without the class for each one with
-    # it.
+    # (1 - beta) / (1 - beta^n). With data.labels multi, weights of the positive terms, like
+    # pos_weight of torch's BCEWithLogitsLoss; `balanced`: negatives / positives.
     class_weights: list[int | float] | Literal["balanced", "effective"] | None = key(
         None, NOT_NEGATIVE
     )
@@ -677,8 +676,8 @@ class EvalConfig:
     resize_px: int | None = key(None, PIXELS)
     # Resampling of the resize.
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
-    # With data.labels multi: the probability from which on a class counts as predicted, for F1.
-    threshold: float = key(0.5, SHARE, needs=SEVERAL_LABELS)
+    # With data.labels multi: the minimum probability of a predicted class.
+    threshold: float = key(0.5, SHARE, needs=MULTILABEL)
     # Average the outputs for each image and its mirror image, also in predict.py.
     flip_tta: bool = False
     # all: the validation part has the classes of the training part. present: it may have only some

@@ -125,13 +125,13 @@ def index_archives(
     part: str,
     archives: Sequence[Path],
     classes: Sequence[str] | None = None,
-    several_labels: bool = False,
+    multilabel: bool = False,
 ) -> ImageIndex:
     """Index the images in what `find_archives` found: in the order of class folders on disk, or of
     the shards.
 
     classes: the training classes, for the labels of shards in a validation part (see
-    `resolve_labels`). several_labels: a label of a shard may be several with `;` between, or empty
+    `resolve_labels`). multilabel: a label of a shard may be several with `;` between, or empty
     for none. Raises DataError.
     """
     part_path = root / part
@@ -150,17 +150,17 @@ def index_archives(
     if not scan.are_shards:
         return index
     class_file = archives[0].with_name("classes.txt")
-    return _with_labels_resolved(index, class_file, classes, several_labels)
+    return _with_labels_resolved(index, class_file, classes, multilabel)
 
 
 def _with_labels_resolved(
-    index: ImageIndex, class_file: Path, classes: Sequence[str] | None, several_labels: bool
+    index: ImageIndex, class_file: Path, classes: Sequence[str] | None, multilabel: bool
 ) -> ImageIndex:
     """The index of shards, whose classes are labels, with the classes that the labels name.
 
     classes: the training classes, for a validation part. Raises DataError.
     """
-    labels_of = [split_labels(text) if several_labels else (text,) for text in index.classes]
+    labels_of = [split_labels(text) if multilabel else (text,) for text in index.classes]
     labels = {label for own in labels_of for label in own}
     # In WebDataset `KEY.cls` holds an integer, so that numbers are lines of a classes.txt.
     target_of, names = resolve_labels(
@@ -178,7 +178,7 @@ def _with_labels_resolved(
     if not names:
         raise DataError(f"{index.root}: no image has a label.", _LAYOUT_REMEDY)
     classes_of = [[target_of[label] for label in own] for own in labels_of]
-    rows = multi_hot(classes_of, len(names)) if several_labels else np.concatenate(classes_of)
+    rows = multi_hot(classes_of, len(names)) if multilabel else np.concatenate(classes_of)
     targets = rows[index.targets]
     return replace(index, targets=targets, classes=names)
 

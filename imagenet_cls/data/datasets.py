@@ -298,15 +298,15 @@ def index_part(config: DataConfig, part: str, classes: Sequence[str] | None = No
     labels of lists and shards; class folders are not matched to them.
     """
     root = Path(config.root).expanduser()
-    several_labels = config.labels == "multi"
+    multilabel = config.labels == "multi"
     if config.name == "list":
-        return index_list(root / part, root, classes, several_labels)
+        return index_list(root / part, root, classes, multilabel)
     archives = find_archives(root, part)
     if archives:
-        index = index_archives(root, part, archives, classes, several_labels)
+        index = index_archives(root, part, archives, classes, multilabel)
     else:
         index = index_folder(root / part)
-    if several_labels and index.targets.ndim == 1:
+    if multilabel and index.targets.ndim == 1:
         raise DataError(
             f"{root / part}: class folders, which give each image one label, and data.labels is "
             "multi.",

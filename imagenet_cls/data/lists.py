@@ -8,6 +8,7 @@ import csv
 import io
 import os
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,14 +30,14 @@ _MIN_EXCLUDABLE = 3
 _ALWAYS_EXCLUDABLE = 10
 LIST_REMEDY = "Set data.root, data.train and data.val to the lists."
 
-_Row = tuple[int, str, str]  # line number (from 1), path, label or labels
+_Row = tuple[int, str, tuple[str, ...]]  # line number (from 1), path, labels
 
 
 def index_list(
     file: Path | str,
     folder: Path | str,
     classes: Sequence[str] | None = None,
-    several_labels: bool = False,
+    multilabel: bool = False,
 ) -> ImageIndex:
     """Index the images that `file` names, in its order, with paths relative to `folder` (or
     absolute).
@@ -46,7 +47,7 @@ def index_list(
     classes in a `classes.txt` next to `file`, else of `classes` (the training classes, for a
     validation list), else name classes themselves: see `resolve_labels`.
 
-    several_labels: a label may be several with `;` between, or none: a line of another file that
+    multilabel: an image has several labels with `;` between, or none. In a text file, a line that
     ends in the name of an image has none. A CSV file whose header names at least two columns beside
     that of the paths, and none of `LABEL_COLUMNS`, has a column of 0 and 1 for each class.
 
@@ -55,17 +56,18 @@ def index_list(
     """
     file = Path(file)
     folder = Path(folder)
-    rows, columns = _read_rows(file, several_labels)
+    rows, columns = _read_rows(file, multilabel)
     if not rows:
         raise DataError(f"{file}: no images in it.", "Write one `path label` line for each image.")
-    labels_of = [split_labels(label) if several_labels else (label,) for _, _, label in rows]
-    labels = {label for labels in labels_of for label in labels}
-    if not labels | set(columns or classes or ()):
+    labels = {label for _, _, labels in rows for label in labels} | {*columns}
+    if not labels | {*(classes or ())}:
         raise DataError(f"{file}: no image has a label.", "Write `path label;label` lines.")
     class_file = file.with_name("classes.txt")
-    target_of, names = resolve_labels(labels, classes or columns, file, class_file)
-    for (number, _, _), own in zip(rows, labels_of, strict=True):
-        unknown = [label for label in own if label not in target_of]
+    if columns and not class_file.is_file():
+        classes = classes or columns  # in their order
+    target_of, names = resolve_labels(labels, classes, file, class_file)
+    for number, _, image_labels in [(1, "", columns), *rows]:
+        unknown = [label for label in image_labels if label not in target_of]
         if unknown:
             count = len(labels - target_of.keys())
             raise DataError(
@@ -82,15 +84,15 @@ def index_list(
             f"Paths in a list are relative to data.root, {folder}: correct the paths or data.root.",
         )
     paths = np.array([os.fsencode(path) for _, path, _ in rows])
-    if several_labels:
-        classes_of = [[target_of[label] for label in own] for own in labels_of]
+    if multilabel:
+        classes_of = [[target_of[label] for label in labels] for _, _, labels in rows]
         targets = multi_hot(classes_of, len(names))
     else:
-        targets = np.array([target_of[label] for _, _, label in rows], np.int64)
+        targets = np.array([target_of[label] for _, _, (label,) in rows], np.int64)
     return ImageIndex(folder, paths, targets, names)
 
 
-def _read_rows(file: Path, several_labels: bool) -> tuple[list[_Row], list[str] | None]:
+def _read_rows(file: Path, multilabel: bool) -> tuple[list[_Row], tuple[str, ...]]:
     """The rows of an annotation file, without blank lines, and the names of its columns of 0 and 1,
     if it has such. Raises DataError for a line that does not parse.
     """
@@ -101,82 +103,101 @@ def _read_rows(file: Path, several_labels: bool) -> tuple[list[_Row], list[str] 
             "Give a list of images, a folder of classes, or a .tar or .zip archive.",
         )
     if file.suffix.lower() == ".csv":
-        return _csv_rows(file, text, several_labels)
-    rows = []
+        return _csv_rows(file, text, multilabel)
+    rows: list[_Row] = []
     for number, line in enumerate(text.splitlines(), 1):
         parts = line.strip().rsplit(maxsplit=1)
-        if several_labels and parts and suffix_of(os.fsencode(parts[-1])) in IMAGE_SUFFIXES:
-            parts = [line.strip(), ""]
-        if len(parts) == 1:
+        if multilabel and parts and suffix_of(os.fsencode(parts[-1])) in IMAGE_SUFFIXES:
+            rows.append((number, line.strip(), ()))
+            continue
+        if len(parts) == 1 or (multilabel and parts and parts[0].endswith(";")):
             raise DataError(
-                f"{file}:{number}: {format_value(parts[0])} is not `path label`.",
-                "Add the image's class.",
+                f"{file}:{number}: {format_value(line.strip())} is not `path label`.",
+                "Add the image's class; labels have no spaces here, but may have in a CSV file.",
             )
         if parts:
-            rows.append((number, parts[0], parts[1]))
-    return rows, None
+            labels = split_labels(parts[1]) if multilabel else (parts[1],)
+            rows.append((number, parts[0], labels))
+    return rows, ()
 
 
-def _csv_rows(file: Path, text: str, several_labels: bool) -> tuple[list[_Row], list[str] | None]:
+def _csv_rows(file: Path, text: str, multilabel: bool) -> tuple[list[_Row], tuple[str, ...]]:
     """As `_read_rows`, of a CSV file; its header is a first line without the name of an image."""
     rows: list[_Row] = []
     class_columns: dict[int, str] = {}  # of 0 and 1
     reader = csv.reader(io.StringIO(text, newline=""))
     path_column = 0
     label_column = 1
+    width = 2  # of a row, at most; ignored with one label
     try:
         for line in reader:
             cells = [cell.strip() for cell in line]
             if not any(cells):
                 continue
+            where = f"{file}:{reader.line_num}"
             if not rows:
                 suffixes = {suffix_of(os.fsencode(cell)) for cell in cells}
                 if suffixes.isdisjoint(IMAGE_SUFFIXES):
-                    path_column, label_column = _columns(cells, f"{file}:{reader.line_num}")
-                    if several_labels:
-                        class_columns = _class_columns(cells, path_column)
+                    path_column, label_column = _columns(cells, where)
+                    width = len(cells)
+                    if multilabel:
+                        class_columns = _class_columns(cells, path_column, where)
                     continue
             path = cells[path_column] if path_column < len(cells) else ""
             label = cells[label_column] if label_column < len(cells) else ""
-            if class_columns:
-                label = _label_of_columns(cells, class_columns, f"{file}:{reader.line_num}")
-            if not path or not (label or several_labels):
+            if not path or not (label or multilabel) or (multilabel and any(cells[width:])):
                 raise DataError(
-                    f"{file}:{reader.line_num}: {format_value(','.join(cells))} is not "
-                    "`path,label`.",
-                    "Give both, with a comma between.",
+                    f"{where}: {format_value(','.join(cells))} is not `path,label`.",
+                    "Give both, with a comma between, and `;` between several labels.",
                 )
-            rows.append((reader.line_num, path, label))
+            labels: tuple[str, ...] = (label,)
+            if class_columns:
+                labels = _labels_of_columns(cells, class_columns, where)
+            elif multilabel:
+                labels = split_labels(label)
+            rows.append((reader.line_num, path, labels))
     except csv.Error as error:  # such as a quote that is never closed
         raise DataError(
             f"{file}:{reader.line_num}: not CSV: {error}.", "Look for a missing quote."
         ) from None
-    return rows, list(class_columns.values()) or None
+    return rows, tuple(class_columns.values())
 
 
-def _class_columns(header: Sequence[str], path_column: int) -> dict[int, str]:
-    """The classes of columns of 0 and 1, by the index of the column; none for a file with
-    labels."""
-    others = {column: name for column, name in enumerate(header) if column != path_column}
-    if len(others) < 2 or any(name.lower() in LABEL_COLUMNS for name in others.values()):
+def _class_columns(header: Sequence[str], path_column: int, where: str) -> dict[int, str]:
+    """The classes of columns of 0 and 1, by the index of the column; none for a file with labels.
+    Columns without a name, as of row numbers, are ignored. Raises DataError for a class with two
+    columns.
+    """
+    columns = {i: name for i, name in enumerate(header) if name and i != path_column}
+    if len(columns) < 2 or any(name.lower() in LABEL_COLUMNS for name in columns.values()):
         return {}
-    return others
+    repeated = [name for name, count in Counter(columns.values()).items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"{where}: two columns are named {format_value(repeated[0])}.", "Rename one of them."
+        )
+    return columns
 
 
-def _label_of_columns(cells: Sequence[str], class_columns: dict[int, str], where: str) -> str:
-    """The labels of a row, as `split_labels` takes them. Raises DataError for other than 0 and 1.
+def _labels_of_columns(
+    cells: Sequence[str], class_columns: dict[int, str], where: str
+) -> tuple[str, ...]:
+    """The classes of a row of 0 and 1. Raises DataError for another value.
 
     where: file and line, for messages.
     """
-    values = {name: cells[i] if i < len(cells) else "" for i, name in class_columns.items()}
-    for name, value in values.items():
-        if value not in ("0", "1"):
+    labels = []
+    for column, name in class_columns.items():
+        value = cells[column] if column < len(cells) else ""
+        if value not in ("0", "1", "0.0", "1.0"):
             raise DataError(
                 f"{where}: {format_value(value)} in column {format_value(name)} is not 0 or 1.",
                 "Write 1 where the image has the class, else 0; or one column, `labels`, with the "
                 "names of the classes and `;` between.",
             )
-    return ";".join(name for name, value in values.items() if value == "1")
+        if value.startswith("1"):
+            labels.append(name)
+    return tuple(labels)
 
 
 def _columns(header: Sequence[str], where: str) -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 With one class the target of an image is its index, and those of N images are int64 (N,). With
 several labels it is a row of zeros and ones, float32 (classes,), and those of N images are uint8
-(N, classes), one byte for each image and class. This module does not import torch: what lists and
-indexes images is needed before.
+(N, classes), one byte for each image and class. This module must not import torch: datasets are
+indexed before torch is imported.
 """
 
 from collections.abc import Iterable, Sequence

@@ -274,7 +274,7 @@ def samples_of_classes(source: ImageSource, num_classes: int, balance: float) ->
     targets = required_targets(source, "loss.class_weights")
     counts = class_sizes(targets, num_classes)
     if targets.ndim == 2:  # `data.balance` is 0
-        return np.pad(counts, (0, num_classes - len(counts)))
+        return counts
     return class_quotas(counts, balance, len(source))
 
 

@@ -1,7 +1,7 @@
 """Evaluation: every image counts exactly once, on any number of ranks.
 
-Shards are not padded, models run without their DDP wrapper, and all counts are summed over the
-ranks in one all-reduce.
+Shards are not padded, and models run without their DDP wrapper. Counts are summed over the ranks in
+one all-reduce; multi-label outputs are gathered on rank 0.
 """
 
 import time
@@ -18,7 +18,7 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.data.device import Normalize
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.engine.evaluation_labels import EvaluationLabels
-from imagenet_cls.engine.label_scores import score_outputs
+from imagenet_cls.engine.label_scores import LabelOutputs
 from imagenet_cls.engine.loaders import EvalBatch, build_val_batches
 from imagenet_cls.engine.precision import autocast, choose_precision
 from imagenet_cls.engine.user_metrics import UserMetrics, compute_metrics, update_metrics
@@ -177,7 +177,7 @@ def compute_results(
     user-defined metrics of each model.
 
     Returns a dictionary for each model:
-    * the results of `class_results`, or of `LabelScores` with several labels;
+    * the results of `class_results`, or of `LabelOutputs` with several labels;
     * images, and seconds for all models together;
     * the values of user-defined metrics;
     * classes, a text such as `200 of 1000`, if `eval.classes` is `present`;
@@ -185,12 +185,16 @@ def compute_results(
     """
     started = time.perf_counter()
     metrics = metrics or {name: {} for name in names}
-    watched = update_metrics(outputs, metrics, num_classes, context)
+    multilabel = labels.threshold is not None
+    watched = update_metrics(outputs, metrics, num_classes, context, multilabel)
     if labels.threshold is None:
         results = class_results(watched, names, context, num_classes, labels)
     else:
-        scores = score_outputs(watched, names, num_classes, labels.threshold, context.device)
-        results = {name: scores[name].results(context) for name in names}
+        kept = {name: LabelOutputs(num_classes) for name in names}
+        for logits, targets, _ in watched:
+            for name in names:
+                kept[name].add(logits[name], targets)
+        results = {name: kept[name].results(labels.threshold, context) for name in names}
     seconds = time.perf_counter() - started  # the device has done its work
     for name, result in results.items():
         result["seconds"] = seconds

@@ -51,10 +51,10 @@ def build_metrics(
     num_classes: int,
     weights: Sequence[str],
     context: RankContext,
-    several_labels: bool = False,
+    multilabel: bool = False,
 ) -> dict[str, UserMetrics]:
     """The metrics of each set of weights. Raises ConfigError for an object that can't be used. A
-    collective. several_labels: whether targets are int64 (B, classes).
+    collective. multilabel: whether targets are int64 (B, classes).
 
     They are tried on a few images, so that a mistake ends the run at its start. Exceptions of
     `compute` are ignored: the metric may need more images.
@@ -64,7 +64,7 @@ def build_metrics(
     }
     targets = torch.arange(min(num_classes, _TRIAL_IMAGES), device=context.device)
     logits = torch.eye(len(targets), num_classes, device=context.device)
-    if several_labels:
+    if multilabel:
         targets = logits.long()
     results = {}
     for name, metric in metrics[weights[0]].items():
@@ -103,6 +103,7 @@ def update_metrics(
     metrics: Mapping[str, UserMetrics],
     num_classes: int,
     context: RankContext,
+    multilabel: bool = False,
 ) -> Iterator[Any]:
     """Yield the outputs of an evaluation (`engine.evaluate.EvalOutputs`), after the metrics of each
     model have got them; targets of several labels as int64.
@@ -123,7 +124,7 @@ def update_metrics(
         # A rank with an empty shard passes an empty batch, so that torchmetrics that gather lists
         # know the dtype and shape. Others may reject it.
         no_logits = torch.zeros(0, num_classes, device=context.device)
-        no_targets = no_logits.new_zeros(0, dtype=torch.int64)
+        no_targets = no_logits.new_zeros((0, num_classes) if multilabel else 0, dtype=torch.int64)
         for metric in all_metrics:
             with suppress(Exception):
                 metric.update(no_logits, no_targets)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from imagenet_cls.engine.label_scores import average_precision, label_losses
+from imagenet_cls.engine.label_scores import label_statistics
 from imagenet_cls.inference.predictor import top_classes
 from imagenet_cls.text import utf8_text
 
@@ -32,8 +33,8 @@ def label_rows(logits: Tensor, targets: Tensor, indices: Tensor) -> np.ndarray:
 
 
 def tensors_of(rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """The logits, float32 (N, classes), and which labels the images have, bool (N, classes)."""
-    return torch.from_numpy(rows["logits"].copy()), torch.from_numpy(rows["target"] == 1)
+    """The logits, float32 (N, classes), and the targets, uint8 (N, classes)."""
+    return torch.from_numpy(rows["logits"].copy()), torch.from_numpy(rows["target"].copy())
 
 
 def label_predictions(
@@ -59,34 +60,33 @@ def class_statistics(
     """For each class: name, images with the label, images for which it is predicted, average
     precision, and precision, recall and F1 at the threshold; NaN where it is undefined.
     """
-    logits, is_label = tensors_of(rows)
-    is_predicted = logits.sigmoid() >= threshold
-    images = is_label.sum(0)
-    predicted = is_predicted.sum(0)
-    hits = 100 * (is_label & is_predicted).sum(0).double()
+    found = label_statistics(*tensors_of(rows), threshold)
+    with np.errstate(invalid="ignore"):  # 0 / 0
+        shares = {
+            "precision_pct": found.hits / found.predicted,
+            "recall_pct": found.hits / found.positive,
+            "f1_pct": 2 * found.hits / (found.predicted + found.positive),
+        }
     columns = {
         "name": names,
-        "images": images.tolist(),
-        "predicted": predicted.tolist(),
-        "ap_pct": [
-            100 * average_precision(*pair)
-            for pair in zip(rows["logits"].T, rows["target"].T, strict=True)
-        ],
-        "precision_pct": (hits / predicted).tolist(),
-        "recall_pct": (hits / images).tolist(),
-        "f1_pct": (2 * hits / (predicted + images)).tolist(),
+        "images": found.positive.tolist(),
+        "predicted": found.predicted.tolist(),
+        "ap_pct": (100 * found.precisions).tolist(),
+        **{key: (100 * values).tolist() for key, values in shares.items()},
     }
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def label_statistics(
+def report_statistics(
     rows: np.ndarray, classes: Sequence[str], name_of: Callable[[int], str], threshold: float
 ) -> dict[str, Any]:
     """The statistics of an evaluation for its report: those of the classes, and the images with the
     highest loss as `mistakes`. name_of: the name of an image by its index.
     """
     names = list(map(utf8_text, classes))
-    worst = label_losses(*tensors_of(rows)).argsort(descending=True, stable=True)[:_MAX_EXAMPLES]
+    logits, targets = tensors_of(rows)
+    losses = functional.binary_cross_entropy_with_logits(logits, targets.float(), reduction="none")
+    worst = losses.mean(1).argsort(descending=True, stable=True)[:_MAX_EXAMPLES]
     return {
         "images": len(rows),
         "num_classes": len(names),

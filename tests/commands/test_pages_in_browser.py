@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import Browser, open_browser
-from helpers import SEVERAL_LABELS, arguments, succeeds, train_here
+from helpers import MULTILABEL, arguments, succeeds, train_here
 from PIL import Image
 
 from imagenet_cls.commands.report import report_command
@@ -74,10 +74,10 @@ def test_report_of_an_evaluation_in_a_browser(browser: Browser, run: Path, tmp_p
     check_page(browser, folder / "report.html", tmp_path, texts)
 
 
-def test_report_of_several_labels_in_a_browser(browser: Browser, tmp_path: Path) -> None:
+def test_report_of_multilabel_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     """It has no figures, and its table of classes can be sorted."""
     words = arguments(tmp_path, tmp_path / "run", train__max_steps=4)
-    train_here([*words, *SEVERAL_LABELS])
+    train_here([*words, *MULTILABEL])
     words = [tmp_path / "run", "--report", tmp_path / "report", "--allow-import", "helpers:plain"]
     words += ["--allow-import", "imagenet_cls.data.builtin:ComposedDigits"]
     succeeds(evaluate_command, *words)

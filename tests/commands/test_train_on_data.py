@@ -153,9 +153,7 @@ def test_archive_and_list_are_data(photos: Path) -> None:
 
 
 @pytest.mark.parametrize("labels", ["single", "multi"])
-def test_list_of_several_labels_in_a_row_warns_unless_the_key_is_set(
-    photos: Path, labels: str
-) -> None:
+def test_list_of_multilabel_in_a_row_warns_unless_the_key_is_set(photos: Path, labels: str) -> None:
     rows = [
         f"{file},{file.parent.name};{'xy'[i % 2]}"
         for i, file in enumerate(sorted(photos.rglob("*.jpg")))

@@ -14,7 +14,7 @@ PATHS = {
     path.stem: path for path in CONFIGS.rglob("*.yaml") if not {"_base_", "quick"} & {*path.parts}
 }
 RECIPES = sorted(
-    PATHS.keys() - {"demo", "fast", "mnist", "own_dataset", "resnet50_imagenette", "several_labels"}
+    PATHS.keys() - {"demo", "fast", "mnist", "own_dataset", "resnet50_imagenette", "multilabel"}
 )
 
 

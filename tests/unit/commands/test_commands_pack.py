@@ -178,8 +178,8 @@ def test_absolute_paths_of_a_list_are_packed(
 MULTI_LABEL = ["data.labels=multi", "loss.name=bce", "checkpoint.best=map"]
 
 
-@pytest.mark.parametrize("options", [MULTI_LABEL, ["--several-labels"]])
-def test_several_labels_of_a_list_are_packed(
+@pytest.mark.parametrize("options", [MULTI_LABEL, ["--multilabel"]])
+def test_multilabel_of_a_list_are_packed(
     options: list[str], image_folder: Path, tmp_path: Path, call: Call
 ) -> None:
     """A shard has images without labels only."""
@@ -205,10 +205,10 @@ def test_several_labels_of_a_list_are_packed(
         assert [sample.read() for sample in samples] == [b"", b"0;1;2"]
 
 
-def test_class_folders_with_several_labels_are_an_error(
+def test_class_folders_with_multilabel_are_an_error(
     image_folder: Path, tmp_path: Path, call: Call
 ) -> None:
-    assert call(pack_command, image_folder, tmp_path / "out", "--several-labels")[0] == 3
+    assert call(pack_command, image_folder, tmp_path / "out", "--multilabel")[0] == 3
 
 
 # ---- Parquet
@@ -353,11 +353,11 @@ def test_integers_without_names_are_positions_in_classes_txt(
     [
         ([["b", "a"], [], ["b"]], [], ("a", "b"), [[1, 1], [0, 0], [0, 1]]),
         ([[1], [2, 0], []], [], ("0", "1", "2"), [[0, 1, 0], [1, 0, 1], [0, 0, 0]]),
-        (["b; a", "", "b"], ["--several-labels"], ("a", "b"), [[1, 1], [0, 0], [0, 1]]),
+        (["b; a", "", "b"], ["--multilabel"], ("a", "b"), [[1, 1], [0, 0], [0, 1]]),
         (["b;a", "b", "b"], [], ("b", "b;a"), [1, 0, 0]),
     ],
 )
-def test_several_labels_of_parquet_are_packed(
+def test_multilabel_of_parquet_are_packed(
     labels: list[Any],
     options: list[str],
     classes: tuple[str, ...],
@@ -375,11 +375,11 @@ def test_several_labels_of_parquet_are_packed(
     assert sets.train.index.targets.tolist() == rows
     assert sets.val.index.targets.tolist() == rows[::-1]
     if not is_multi:  # split, the labels are other classes
-        assert call(pack_command, root, tmp_path / "out", "--several-labels")[0] == 2
+        assert call(pack_command, root, tmp_path / "out", "--multilabel")[0] == 2
 
 
 @pytest.mark.parametrize("form", [0, 1])
-def test_names_of_several_labels_of_parquet_are_kept(
+def test_names_of_multilabel_of_parquet_are_kept(
     form: int, write_parquet: Callable[..., Path], tmp_path: Path, call: Call
 ) -> None:
     """The Hub's `datasets` stores the feature of a list in two ways, by its version."""

@@ -32,7 +32,7 @@ def root(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("labeled")
     write_lists(digits, root)
     words = line("list", root, root)
-    options = ["--several-labels", "--images-per-shard", "100"]
+    options = ["--multilabel", "--images-per-shard", "100"]
     keys = ("data.name", "data.root", "data.train", "data.val", "data.val_fraction")
     overrides = [word for word in words if word.partition("=")[0] in keys]
     succeeds(pack_command, words[0], root / "packed", *overrides, *options)

@@ -39,7 +39,7 @@ from imagenet_cls.errors import UsageError
 from imagenet_cls.inference.export import METADATA
 from imagenet_cls.inference.predictor import OnnxPredictor, Predictor
 
-CONFIG = REPOSITORY / "configs/quick/resnet_several_labels.yaml"
+CONFIG = REPOSITORY / "configs/quick/resnet_multilabel.yaml"
 IMAGES = 40  # more than a batch
 
 
@@ -151,7 +151,7 @@ def test_text_and_csv_of_images_without_a_class(run: Path, images: Path, tmp_pat
         assert shares == [share for _, share in same["top"]]
     # the columns are those of a list to train with
     (tmp_path / "list.csv").write_text(out)
-    index = index_list(tmp_path / "list.csv", images, list("0123456789"), several_labels=True)
+    index = index_list(tmp_path / "list.csv", images, list("0123456789"), multilabel=True)
     names = [{name for name, _ in row["top"]} for row in expected]
     assert [set(map(str, np.flatnonzero(row))) for row in index.targets] == names
     _, out, _ = call(predict_command, run, images, "--threshold", 1, "--csv")

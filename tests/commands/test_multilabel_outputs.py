@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import RankServer, destroy_process_groups, join_ranks
-from helpers import SEVERAL_LABELS, arguments, evaluations, fails, succeeds, train_here
+from helpers import MULTILABEL, arguments, evaluations, fails, succeeds, train_here
 from PIL import Image
 from sklearn import metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("labels")
     options: dict[str, Any] = {"log__tensorboard": "true", "log__plots": "true", "ema__decay": 0.8}
     options |= {"optimizer__lr": 0.1, "eval__threshold": THRESHOLD}
-    train_here([*arguments(folder, folder / "run", **options), *SEVERAL_LABELS])
+    train_here([*arguments(folder, folder / "run", **options), *MULTILABEL])
     lines = []
     dataset = ComposedDigits("", "val")
     (folder / "photos").mkdir()
@@ -269,7 +269,7 @@ def test_labels_above_the_pictures_of_a_batch(
     monkeypatch.setattr(
         "imagenet_cls.report.plots.plot_images", lambda path, images, labels: drawn.extend(labels)
     )
-    words = [*arguments(tmp_path, tmp_path)[:-2], *SEVERAL_LABELS]
+    words = [*arguments(tmp_path, tmp_path)[:-2], *MULTILABEL]
     succeeds(show_batch_command, *words, "--out", tmp_path / "batch.png")
     assert set("".join(drawn)) <= set("0123456789; ") and any("; " in text for text in drawn)
 

@@ -16,7 +16,7 @@ from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1
 from imagenet_cls.config.schema import LossConfig, MixConfig
 from imagenet_cls.data.device import build_mixing, mix_batch
 from imagenet_cls.data.targets import multi_hot
-from imagenet_cls.engine.label_scores import LabelScores, average_precision
+from imagenet_cls.engine.label_scores import LabelOutputs, average_precision, label_statistics
 from imagenet_cls.optim.losses import build_loss, loss_problems
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import RankContext
@@ -74,7 +74,7 @@ def test_asymmetric_loss_is_timms(kwargs: dict[str, float], smoothing: float) ->
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("clip", [0.0, 1e-8, 0.05])
 def test_asymmetric_loss_has_finite_gradients_at_large_logits(gamma: float, clip: float) -> None:
     loss = loss_of("asymmetric", gamma_neg=gamma, gamma_pos=gamma, clip=clip)
     assert gradient(loss, LOGITS * 100).isfinite().all()
@@ -98,12 +98,13 @@ def test_bce_is_torchs(weights: Any) -> None:
 
 
 def test_balanced_weight_of_a_class_without_images_is_one() -> None:
+    """Likewise one that all images have."""
+    counts = np.array([0, 3, 4])
     loss = build_loss(
-        LossConfig("bce", class_weights="balanced"), 2, class_samples=np.array([0, 3]), images=4
+        LossConfig("bce", class_weights="balanced"), 3, class_samples=counts, images=4
     )
-    targets = torch.tensor([[1.0, 1.0]])
-    # the weights are 1 and (4 - 3) / 3
-    close(loss(torch.zeros(1, 2), targets), (1 + 1 / 3) / 2 * np.log(2))
+    # the weights are 1, (4 - 3) / 3 and 1
+    close(loss(torch.zeros(1, 3), torch.ones(1, 3)), (1 + 1 / 3 + 1) / 3 * np.log(2))
 
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
@@ -133,10 +134,10 @@ def test_rows_are_mixed_as_classes_are(options: dict[str, float], size: int, mod
 
 
 def scores_of(logits: Tensor, targets: Tensor, threshold: float) -> dict[str, float]:
-    scores = LabelScores(CLASSES, threshold, torch.device("cpu"))
+    outputs = LabelOutputs(CLASSES)
     for batch in torch.arange(len(logits)).split(17):
-        scores.add(logits[batch], targets[batch])
-    return scores.results(ALONE)
+        outputs.add(logits[batch], targets[batch])
+    return outputs.results(threshold, ALONE)
 
 
 @pytest.mark.parametrize("decimals", [0, 1, 6])  # few decimals: many equal scores
@@ -164,9 +165,22 @@ def test_results_are_those_of_torchmetrics_and_scikit_learn(
         number / 100: f1_score(labels, logits.sigmoid() >= number / 100, average="micro")
         for number in range(1, 100)
     }
-    best = max(found, key=lambda value: found[value])
-    close(result["best_micro_f1_pct"], 100 * found[best])
-    close(found[result["best_threshold"]], found[best])
+    highest = max(found.values())
+    close(result["best_micro_f1_pct"], 100 * highest)
+    equal = [value for value in found if found[value] == highest]
+    assert result["best_threshold"] == equal[len(equal) // 2]
+
+
+def test_probabilities_at_a_candidate_reach_it() -> None:
+    """The best threshold counts as `probability >= threshold` does, also where float32 rounds."""
+    for number in range(1, 100):
+        threshold = number / 100
+        probability = torch.tensor(threshold)
+        for value in (probability, torch.nextafter(probability, torch.tensor(0.0))):
+            logits = value.logit()[None, None]
+            statistics = label_statistics(logits, torch.ones(1, 1, dtype=torch.uint8), threshold)
+            reached = int(statistics.positive_bins.argmax()) >= number
+            assert reached == bool(statistics.predicted[0])
 
 
 def test_class_without_positive_images_is_left_out() -> None:
@@ -181,6 +195,7 @@ def test_class_without_positive_images_is_left_out() -> None:
 
 def test_images_without_labels_count() -> None:
     targets = torch.zeros_like(TARGETS)
-    result = scores_of(LOGITS, targets, 0.5)
+    result = scores_of(LOGITS, targets, 0.4)
     assert result["map_pct"] == result["micro_f1_pct"] == result["macro_f1_pct"] == 0.0
+    assert result["best_threshold"] == 0.4 and result["best_micro_f1_pct"] == 0.0
     close(result["loss"], functional.binary_cross_entropy_with_logits(LOGITS, targets))

@@ -90,14 +90,14 @@ LISTS = {
 @pytest.mark.parametrize("name", LISTS)
 def test_list_has_the_rows_of_its_labels(folder: Path, name: str) -> None:
     (folder / name).write_text(LISTS[name])
-    index = index_list(folder / name, folder, None, several_labels=True)
+    index = index_list(folder / name, folder, None, multilabel=True)
     assert index.classes == ("cat", "dog") and index.targets.tolist() == ROWS
     assert [index.name(i)[7:] for i in range(3)] == ["a 1.jpg", "b.jpg", "c.jpg"]
 
 
 def test_line_of_a_path_with_spaces_has_no_label(folder: Path) -> None:
     (folder / "t.txt").write_text("images/a 1.jpg\nimages/b.jpg cat\n")
-    index = index_list(folder / "t.txt", folder, None, several_labels=True)
+    index = index_list(folder / "t.txt", folder, None, multilabel=True)
     assert index.name(0) == "images/a 1.jpg" and index.targets.tolist() == [[0], [1]]
 
 
@@ -115,10 +115,10 @@ def test_labels_are_names_or_numbers_of_classes(
     cells = zip(("a 1", "b", "c"), labels.replace("-", "").split(" "), strict=True)
     (folder / "t.csv").write_text("".join(f"images/{name}.jpg,{own}\n" for name, own in cells))
     if listed:
-        given = index_list(folder / "t.csv", folder, listed.split(), several_labels=True)
+        given = index_list(folder / "t.csv", folder, listed.split(), multilabel=True)
         assert given.targets.tolist() == rows
         (folder / "classes.txt").write_text(listed.replace(" ", "\n"))
-    index = index_list(folder / "t.csv", folder, None, several_labels=True)
+    index = index_list(folder / "t.csv", folder, None, multilabel=True)
     assert index.classes == tuple(classes.split()) and index.targets.tolist() == rows
 
 
@@ -137,7 +137,11 @@ def test_columns_of_a_validation_list_are_matched_by_name(folder: Path) -> None:
     [
         ("t.csv", "path,cat,dog\nimages/b.jpg,0,1\nimages/c.jpg,0,2\n", "t.csv:3: .*'dog'"),
         ("t.csv", "path,cat,dog\nimages/b.jpg,0,1\nimages/c.jpg,0\n", "t.csv:3: .*'dog'"),
-        ("t.csv", "path,cat,dog\nimages/b.jpg,1.0,0\n", "t.csv:2: .*'cat'"),
+        ("t.csv", "path,cat,dog\nimages/b.jpg,yes,0\n", "t.csv:2: .*'cat'"),
+        ("t.csv", "path,cat,cat\nimages/b.jpg,1,0\n", "t.csv:1: .*'cat'"),
+        ("t.csv", "path,labels\nimages/b.jpg,cat,dog\n", "t.csv:2: "),
+        ("t.csv", "images/b.jpg,1,0,1\n", "t.csv:1: "),
+        ("t.txt", "images/b.jpg x; y\n", "t.txt:1: "),
         ("t.csv", "path,cat,dog\nimages/b.jpg,1,0\n,1,0\n", "t.csv:3: "),
         ("t.csv", "images/b.jpg,x\nimages/c.jpg,x;fox\n", "t.csv:2: label 'fox'"),
         ("t.txt", "images/b.jpg x;y\nimages/c.jpg fox;x\n", "t.txt:2: label 'fox'"),
@@ -151,13 +155,31 @@ def test_bad_row_is_an_error_with_its_line(
     (folder / name).write_text(text)
     classes = None if "path," in text else ["x", "y"]
     with pytest.raises(DataError, match=expected):
-        index_list(folder / name, folder, classes, several_labels=True)
+        index_list(folder / name, folder, classes, multilabel=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "listed", "classes", "row"),
+    [
+        (",path,cat,a;b\n0,images/b.jpg,0.0,1.0\n", "", "cat a;b", [0, 1]),  # as pandas writes it
+        ("path,dog,cat\nimages/b.jpg,1,0\n", "cat dog eel", "cat dog eel", [0, 1, 0]),
+        ("path,1,2\nimages/b.jpg,1,0\n", "", "1 2", [1, 0]),
+    ],
+)
+def test_names_of_columns(
+    folder: Path, text: str, listed: str, classes: str, row: list[int]
+) -> None:
+    (folder / "t.csv").write_text(text)
+    if listed:
+        (folder / "classes.txt").write_text(listed.replace(" ", "\n"))
+    index = index_list(folder / "t.csv", folder, None, multilabel=True)
+    assert index.classes == tuple(classes.split()) and index.targets.tolist() == [row]
 
 
 def test_list_without_any_label_is_an_error(folder: Path) -> None:
     (folder / "t.txt").write_text("images/b.jpg\n")
     with pytest.raises(DataError, match="no image has a label"):
-        index_list(folder / "t.txt", folder, None, several_labels=True)
+        index_list(folder / "t.txt", folder, None, multilabel=True)
 
 
 # ---- shards
@@ -216,7 +238,7 @@ def test_bad_labels_of_shards_are_errors(
         datasets_in(tmp_path, val="train", labels="multi")
 
 
-def test_class_folders_with_several_labels_are_an_error(tmp_path: Path) -> None:
+def test_class_folders_with_multilabel_are_an_error(tmp_path: Path) -> None:
     write_files(tmp_path / "train", {"cat/0.jpg": "x", "dog/0.jpg": "x"})
     write_zip(tmp_path / "train.zip", [("cat/0.jpg", IMAGE), ("dog/0.jpg", IMAGE)])
     for part in ("train", "train.zip"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from helpers import (
-    SEVERAL_LABELS,
+    MULTILABEL,
     arguments,
     evaluations,
     fails,
@@ -20,7 +20,7 @@ from imagenet_cls.commands.print_config import print_config_command
 from imagenet_cls.commands.train import train_command
 
 EVERYTHING = (
-    *SEVERAL_LABELS,
+    *MULTILABEL,
     "loss.name=asymmetric",
     "loss.label_smoothing=0.1",
     "loss.class_weights=balanced",
@@ -55,7 +55,7 @@ def test_interrupted_run_has_the_same_bits(tmp_path: Path) -> None:
 
 def test_learns(tmp_path: Path) -> None:
     """The mean average precision rises; that of random outputs is 18 %."""
-    train_here([*arguments(tmp_path, tmp_path / "run", optimizer__lr=0.1), *SEVERAL_LABELS])
+    train_here([*arguments(tmp_path, tmp_path / "run", optimizer__lr=0.1), *MULTILABEL])
     first, *_, last = evaluations(tmp_path / "run")
     assert last["map_pct"] > first["map_pct"] and last["map_pct"] > 25
 
@@ -79,13 +79,13 @@ def test_learns(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_do_not_fit_name_their_key(settings: list[str], key: str) -> None:
-    words = [*arguments("data", "run")[:-2], *SEVERAL_LABELS, *settings]
+    words = [*arguments("data", "run")[:-2], *MULTILABEL, *settings]
     assert f"{key}:" in fails(2, print_config_command, *words)
 
 
 @pytest.mark.parametrize("setting", ["model.num_classes=11", "loss.kwargs.target_threshold=0.2"])
 def test_what_only_one_label_has_is_an_error(tmp_path: Path, setting: str) -> None:
-    words = [*arguments(tmp_path, tmp_path / "run"), *SEVERAL_LABELS, setting]
+    words = [*arguments(tmp_path, tmp_path / "run"), *MULTILABEL, setting]
     assert f"{setting.partition('=')[0]}:" in fails(2, train_command, *words)
 
 
@@ -97,7 +97,7 @@ def own_precision(num_classes: int) -> Any:
 
 
 def test_own_metrics_get_rows(tmp_path: Path) -> None:
-    words = [*arguments(tmp_path, tmp_path / "run"), *SEVERAL_LABELS, "train.epochs=1"]
+    words = [*arguments(tmp_path, tmp_path / "run"), *MULTILABEL, "train.epochs=1"]
     train_here([*words, f"eval.metrics=[{__name__}:own_precision]"])
     (result,) = evaluations(tmp_path / "run")
     assert result["own_precision"] == pytest.approx(result["map_pct"] / 100, abs=1e-6)
