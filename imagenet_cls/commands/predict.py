@@ -43,7 +43,7 @@ def predict_command(argv: Sequence[str]) -> None:
         "--threshold",
         type=float,
         metavar="P",
-        help="with data.labels multi: the probability (0 to 1) from which on a class is predicted; "
+        help="with data.labels multi: the minimum probability (0 to 1) of a predicted class; "
         "default: the best one on the validation images if the checkpoint was evaluated, else "
         "eval.threshold",
     )

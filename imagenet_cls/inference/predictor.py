@@ -67,7 +67,7 @@ class Predictor:
     read as it is; a run folder or a checkpoint gives the kind of weights that evaluated best in the
     run, and without evaluations the EMA if there is one. allow_import: factories and modules that
     the config may name, besides the models of libraries. threshold: with `data.labels` multi, the
-    probability (0 to 1) from which on a class is predicted; by default the one with the highest
+    minimum probability (0 to 1) of a predicted class; by default the one with the highest
     micro F1 on the validation images if the checkpoint was evaluated, else `eval.threshold`. Raises
     CheckpointError, and UsageError for a threshold with one label for each image.
 
