@@ -190,8 +190,8 @@ def plateau(
     """Multiply the rate by gamma, but not below min_lr, after more than `patience` evaluations in a
     row without a better one.
 
-    evaluations: top-1 or mAP (%) of each one up to now; better is more than the best so far times 1 +
-    threshold. This is the rule of torch's ReduceLROnPlateau with mode `max`, which also ignores a
+    evaluations: top-1 or mAP (%) of each one up to now; better is more than the best so far times 1
+    + threshold. This is the rule of torch's ReduceLROnPlateau with mode `max`, which also ignores a
     reduction of 1e-8 or less.
     """
     lr = horizon.peak_lr
