@@ -150,7 +150,10 @@ def expand_short_keys(overrides: Sequence[str], pretrained: bool) -> list[str]:
 
 
 def data_overrides(path: Path) -> list[str]:
-    """The keys of the section `data` for a folder, an archive or a list of images."""
+    """The keys of the section `data` for a folder, an archive or a list of images. All that the
+    config sets, since another `data.name` resets the section.
+    """
+    held_out = ["data.val=null", "data.val_fraction=0.2"]
     if path.is_dir():
         content = list_folder(os.fsencode(path))
         names = [os.fsdecode(name) for name in [*content.folders, *content.others]]
@@ -158,13 +161,12 @@ def data_overrides(path: Path) -> list[str]:
         names = part_folders(path)
     else:
         files = [_text_override("data.root", path.parent), _text_override("data.train", path.name)]
-        # Another `data.name` resets the section.
-        return ["data.name=list", *files, "data.val=null", "data.val_fraction=0.2"]
+        return ["data.name=list", *files, *held_out, "data.exif=apply"]
     train, val = _find_splits(names)
-    keys = [_text_override("data.root", path), _text_override("data.train", train or ".")]
     if val is not None:
-        keys += [_text_override("data.val", val), "data.val_fraction=null"]
-    return keys
+        held_out = [_text_override("data.val", val), "data.val_fraction=null"]
+    files = [_text_override("data.root", path), _text_override("data.train", train or ".")]
+    return ["data.name=folder", *files, *held_out, "data.exif=apply"]
 
 
 def _text_override(key: str, text: str | Path) -> str:

@@ -173,7 +173,8 @@ def _with_labels_resolved(
                 raise DataError(
                     f"{image}: its label {format_value(label)} is none of the {len(names)} "
                     "classes.",
-                    f"Correct the shards, or list all classes, one per line, in {class_file}",
+                    f"Correct the shards, or list all classes, one per line, in {class_file}; for "
+                    "several labels or none set data.labels=multi",
                 )
     if not names:
         raise DataError(f"{index.root}: no image has a label.", _LAYOUT_REMEDY)

@@ -148,7 +148,8 @@ def _csv_rows(file: Path, text: str, multilabel: bool) -> tuple[list[_Row], tupl
             if not path or not (label or multilabel) or (multilabel and any(cells[width:])):
                 raise DataError(
                     f"{where}: {format_value(','.join(cells))} is not `path,label`.",
-                    "Give both, with a comma between, and `;` between several labels.",
+                    "Give both, with a comma between. Several labels, with `;` between, or none "
+                    "need data.labels=multi.",
                 )
             labels: tuple[str, ...] = (label,)
             if class_columns:
@@ -165,17 +166,18 @@ def _csv_rows(file: Path, text: str, multilabel: bool) -> tuple[list[_Row], tupl
 
 def _class_columns(header: Sequence[str], path_column: int, where: str) -> dict[int, str]:
     """The classes of columns of 0 and 1, by the index of the column; none for a file with labels.
-    Columns without a name, as of row numbers, are ignored. Raises DataError for a class with two
-    columns.
+    A first column without a name is ignored: pandas writes row numbers there. Raises DataError for
+    names that are repeated, empty or have a `;`.
     """
-    columns = {i: name for i, name in enumerate(header) if name and i != path_column}
+    columns = {i: name for i, name in enumerate(header) if (name or i) and i != path_column}
     if len(columns) < 2 or any(name.lower() in LABEL_COLUMNS for name in columns.values()):
         return {}
-    repeated = [name for name, count in Counter(columns.values()).items() if count > 1]
-    if repeated:
-        raise DataError(
-            f"{where}: two columns are named {format_value(repeated[0])}.", "Rename one of them."
-        )
+    for name, count in Counter(columns.values()).items():
+        if count > 1 or not name or ";" in name:
+            raise DataError(
+                f"{where}: {format_value(name)} is no name of a class, or two columns have it.",
+                "Give each column of 0 and 1 its own name, without `;`.",
+            )
     return columns
 
 

@@ -139,6 +139,8 @@ def test_columns_of_a_validation_list_are_matched_by_name(folder: Path) -> None:
         ("t.csv", "path,cat,dog\nimages/b.jpg,0,1\nimages/c.jpg,0\n", "t.csv:3: .*'dog'"),
         ("t.csv", "path,cat,dog\nimages/b.jpg,yes,0\n", "t.csv:2: .*'cat'"),
         ("t.csv", "path,cat,cat\nimages/b.jpg,1,0\n", "t.csv:1: .*'cat'"),
+        ("t.csv", "path,cat,a;b\nimages/b.jpg,1,0\n", "t.csv:1: .*'a;b'"),
+        ("t.csv", "path,cat,,dog\nimages/b.jpg,1,0,0\n", "t.csv:1: "),
         ("t.csv", "path,labels\nimages/b.jpg,cat,dog\n", "t.csv:2: "),
         ("t.csv", "images/b.jpg,1,0,1\n", "t.csv:1: "),
         ("t.txt", "images/b.jpg x; y\n", "t.txt:1: "),
@@ -161,7 +163,7 @@ def test_bad_row_is_an_error_with_its_line(
 @pytest.mark.parametrize(
     ("text", "listed", "classes", "row"),
     [
-        (",path,cat,a;b\n0,images/b.jpg,0.0,1.0\n", "", "cat a;b", [0, 1]),  # as pandas writes it
+        (",path,cat,a_b\n0,images/b.jpg,0.0,1.0\n", "", "cat a_b", [0, 1]),  # as pandas writes it
         ("path,dog,cat\nimages/b.jpg,1,0\n", "cat dog eel", "cat dog eel", [0, 1, 0]),
         ("path,1,2\nimages/b.jpg,1,0\n", "", "1 2", [1, 0]),
     ],
