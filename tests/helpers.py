@@ -216,6 +216,16 @@ MULTILABEL = (
 )
 
 
+def write_report_and_rows(evaluation: Any, folder: Path) -> None:
+    """Write the report of an evaluation, and its results and rows as rows.json beside it."""
+    from imagenet_cls.inference.evaluate_weights import prediction_rows, write_report
+
+    folder.mkdir()
+    write_report(evaluation, folder)
+    rows = [evaluation.results, list(prediction_rows(evaluation))]
+    (folder / "rows.json").write_text(json.dumps(rows))
+
+
 def runs_on_gpus(markers: str) -> bool:
     """Whether pytest's `-m MARKERS` selects tests that need a GPU."""
     return "gpu" in markers and "not gpu" not in markers

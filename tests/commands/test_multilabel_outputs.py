@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import RankServer, destroy_process_groups, join_ranks
-from helpers import MULTILABEL, arguments, evaluations, fails, succeeds, train_here
+from helpers import (
+    MULTILABEL,
+    arguments,
+    evaluations,
+    fails,
+    succeeds,
+    train_here,
+    write_report_and_rows,
+)
 from PIL import Image
 from sklearn import metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -30,8 +38,6 @@ from imagenet_cls.data.builtin import ComposedDigits
 from imagenet_cls.inference.evaluate_weights import (
     OutputRecorder,
     evaluate_weights,
-    prediction_rows,
-    write_report,
 )
 from imagenet_cls.inference.load_weights import WeightsSource
 
@@ -77,10 +83,7 @@ def report_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     weights = WeightsSource(folder / "run", "raw", ["helpers:plain"])
     evaluation = evaluate_weights(config, weights, context, record=True)
     if rank == 0:
-        (folder / "written").mkdir()
-        write_report(evaluation, folder / "written")
-        rows = [evaluation.results, list(prediction_rows(evaluation))]
-        (folder / "written" / "rows.json").write_text(json.dumps(rows))
+        write_report_and_rows(evaluation, folder / "written")
     destroy_process_groups(context)
 
 

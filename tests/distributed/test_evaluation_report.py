@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import RankServer, destroy_process_groups, join_ranks
-from helpers import DEMO, call, fails, plain, succeeds
+from helpers import DEMO, call, fails, plain, succeeds, write_report_and_rows
 from PIL import Image
 from safetensors.torch import save_file
 from sklearn import metrics
@@ -26,8 +26,6 @@ from imagenet_cls.config.load import load_config
 from imagenet_cls.inference.evaluate_weights import (
     evaluate_weights,
     image_dtype,
-    prediction_rows,
-    write_report,
 )
 from imagenet_cls.inference.load_weights import WeightsSource
 from imagenet_cls.report.evaluation import evaluation_page, evaluation_statistics
@@ -83,10 +81,7 @@ def report_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     config = load_config(DEMO, words(folder)[1:]).config
     evaluation = evaluate_weights(config, WeightsSource(), context, record=True)
     if rank == 0:
-        (folder / "written").mkdir()
-        write_report(evaluation, folder / "written")
-        rows = [evaluation.results, list(prediction_rows(evaluation))]
-        (folder / "written" / "rows.json").write_text(json.dumps(rows))
+        write_report_and_rows(evaluation, folder / "written")
     destroy_process_groups(context)
 
 
