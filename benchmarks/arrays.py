@@ -1,6 +1,7 @@
 """Training on images in memory against a plain loop: `python tools/benchmark.py arrays`.
 
-`configs/fashion_mnist/fast.yaml` with random images and targets, without EMA and label smoothing.
+`configs/fashion_mnist/fast.yaml` with random images and targets, in fp32, without EMA and label
+smoothing.
 The plain loop is the reference loop of `step`; it makes crops, flips and erased boxes with the same
 distributions from a tensor of all images: padded crops by one index for a batch, and those of
 RandomResizedCrop image by image. The loops run in turn in one process, on one thread, without data
@@ -91,6 +92,7 @@ def training_rows(
         f"eval.batch_size={batch_size}",
         "ema.half_life_images=null",
         "loss.label_smoothing=0",
+        "train.precision=fp32",  # bf16 of CPUs without its instructions would hide the batches
         "device=cpu",
     ]
     context = RankContext(RankInfo(), torch.device("cpu"))

@@ -193,7 +193,9 @@ class SyntheticLoader:
         with preserve_rng_state():
             for row in range(batch_size if splits > 1 else 0, len(images)):
                 seed_generators(keys[row])
-                boxes[row] = draw_boxes(erasing, size_px)
+                drawn = draw_boxes(erasing, size_px)
+                if drawn:
+                    boxes[row, : len(drawn)] = torch.tensor(drawn)
         return TrainBatch(images, targets, boxes, torch.tensor(keys))
 
     def close(self) -> None:

@@ -190,8 +190,8 @@ def _train_batch(
             row = split * len(samples) + number
             images[row] = pixels
             keys[row] = split_keys[split]
-            if erase_boxes is not None:
-                boxes[row] = erase_boxes
+            if erase_boxes:
+                boxes[row, : len(erase_boxes)] = torch.tensor(erase_boxes)
     if augment.erasing.prob == 0:
         return TrainBatch(images, stack_targets(targets))
     return TrainBatch(images, stack_targets(targets), boxes, torch.tensor(keys))

@@ -103,8 +103,8 @@ class TrainTransform:
 
     def __call__(
         self, image: torch.Tensor, epoch: int, keys: Sequence[int], crop: Box | None = None
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The splits, each with the boxes to erase: int32 (n, 4), or None. crop: None to draw it.
+    ) -> list[tuple[torch.Tensor, list[Box]]]:
+        """The splits, each with the boxes to erase. crop: None to draw it.
 
         keys: one for each split. The caller has seeded the default generators with the first one.
         """
@@ -112,18 +112,17 @@ class TrainTransform:
         base = self.crop_and_flip(image, epoch, crop)
         if self.splits == 1:
             return [self.color_and_boxes(base)]
-        splits: list[tuple[torch.Tensor, torch.Tensor | None]] = [(base, None)]
+        splits: list[tuple[torch.Tensor, list[Box]]] = [(base, [])]
         for key in keys[1:]:
             seed_generators(key)
             splits.append(self.color_and_boxes(base))
         return splits
 
-    def color_and_boxes(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The image after `color_transforms`, and its boxes to erase, if any are drawn."""
+    def color_and_boxes(self, image: torch.Tensor) -> tuple[torch.Tensor, list[Box]]:
+        """The image after `color_transforms`, and its boxes to erase."""
         image = self.color_transforms(image)
         erasing = self.augment.erasing
-        boxes = draw_boxes(erasing, list(image.shape[1:])) if erasing.prob > 0 else None
-        return image, boxes
+        return image, draw_boxes(erasing, list(image.shape[1:])) if erasing.prob > 0 else []
 
     def crop_and_flip(
         self, image: torch.Tensor, epoch: int, crop: Box | None = None
@@ -154,8 +153,7 @@ class TrainTransform:
         pad_px = self.augment.pad_px
         if pad_px == 0:
             return image
-        top = int(torch.randint(2 * pad_px + 1, ()))
-        left = int(torch.randint(2 * pad_px + 1, ()))
+        top, left = torch.randint(2 * pad_px + 1, (2,)).tolist()
         if self.augment.pad_mode == "constant":  # negative padding crops
             down, right = pad_px - top, pad_px - left
             return pad(image, [right, -right, down, -down])
@@ -238,21 +236,20 @@ def draw_bernoulli(prob: float) -> bool:
     return prob > 0 and torch.rand(1).item() < prob
 
 
-def draw_boxes(config: ErasingConfig, size_px: Size) -> torch.Tensor:
-    """Boxes for one image: int32 (max_count, 4) of top, left, height, width in pixels; zeros where
-    none.
+def draw_boxes(config: ErasingConfig, size_px: Size) -> list[Box]:
+    """At most max_count boxes for one image. A box that fits in no attempt is left out.
 
     Draws the same numbers as timm's RandomErasing, in its order, from `random`'s default generator.
     Unlike algorithm 1 of Zhong et al., "Random Erasing Data Augmentation", 2017, it draws the
     logarithm of the aspect ratio uniformly, and not the ratio itself.
     """
-    boxes = torch.zeros(config.max_count, 4, dtype=torch.int32)
     if random.random() > config.prob:
-        return boxes
+        return []
+    boxes = []
     count = random.randint(1, config.max_count) if config.max_count > 1 else 1
     rows, columns = height_width(size_px)
     log_ratio = [math.log(bound) for bound in config.ratio]
-    for number in range(count):
+    for _ in range(count):
         for _ in range(BOX_ATTEMPTS):
             area = random.uniform(*config.scale) * rows * columns / count
             ratio = math.exp(random.uniform(*log_ratio))
@@ -261,7 +258,7 @@ def draw_boxes(config: ErasingConfig, size_px: Size) -> torch.Tensor:
             if height < rows and width < columns:
                 top = random.randint(0, rows - height)
                 left = random.randint(0, columns - width)
-                boxes[number] = torch.tensor([top, left, height, width])
+                boxes.append(Box(top, left, height, width))
                 break
     return boxes
 

@@ -165,7 +165,10 @@ def test_erasing_boxes_equal_timms(name: str, size: tuple[int, int]) -> None:
         expected = theirs(torch.full((3, *size), 9.0))
         assert random.getstate() == state, "as many draws, in the same order"
         images = erase(
-            torch.full((1, 3, *size), 9.0), boxes[None], torch.tensor([seed]), erasing.mode
+            torch.full((1, 3, *size), 9.0),
+            torch.tensor(boxes, dtype=torch.int32).reshape(1, -1, 4),
+            torch.tensor([seed]),
+            erasing.mode,
         )
         assert torch.equal(images[0] != 9, expected != 9)
         erased += int((expected != 9).any())

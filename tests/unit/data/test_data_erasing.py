@@ -14,11 +14,12 @@ MODES = ("const", "rand", "pixel")
 
 
 def boxes_for(keys: list[int], erasing: ErasingConfig, size_px: int) -> torch.Tensor:
-    boxes = []
-    for key in keys:
+    boxes = torch.zeros(len(keys), erasing.max_count, 4, dtype=torch.int32)
+    for row, key in enumerate(keys):
         seed_generators(key)
-        boxes.append(draw_boxes(erasing, size_px))
-    return torch.stack(boxes)
+        for number, box in enumerate(draw_boxes(erasing, size_px)):
+            boxes[row, number] = torch.tensor(box)
+    return boxes
 
 
 def test_draw_boxes_without_chance_or_fitting_box_gives_none() -> None:
