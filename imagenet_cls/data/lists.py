@@ -28,6 +28,7 @@ BAD_IMAGES_FILE = "bad_images.txt"
 # Images of a part: in any part, and in one where they are at most a tenth.
 _MIN_EXCLUDABLE = 3
 _ALWAYS_EXCLUDABLE = 10
+_ZERO_OR_ONE = ("0", "1", "0.0", "1.0")
 LIST_REMEDY = "Set data.root, data.train and data.val to the lists."
 
 _Row = tuple[int, str, tuple[str, ...]]  # line number (from 1), path, labels
@@ -125,6 +126,7 @@ def _csv_rows(file: Path, text: str, multilabel: bool) -> tuple[list[_Row], tupl
     """As `_read_rows`, of a CSV file; its header is a first line without the name of an image."""
     rows: list[_Row] = []
     class_columns: dict[int, str] = {}  # of 0 and 1
+    are_zeros_and_ones = True  # the cells of these columns so far
     reader = csv.reader(io.StringIO(text, newline=""))
     path_column = 0
     label_column = 1
@@ -140,8 +142,9 @@ def _csv_rows(file: Path, text: str, multilabel: bool) -> tuple[list[_Row], tupl
                 if suffixes.isdisjoint(IMAGE_SUFFIXES):
                     path_column, label_column = _columns(cells, where)
                     width = len(cells)
+                    class_columns = _class_columns(cells, path_column)
                     if multilabel:
-                        class_columns = _class_columns(cells, path_column, where)
+                        _check_names(class_columns, where)
                     continue
             path = cells[path_column] if path_column < len(cells) else ""
             label = cells[label_column] if label_column < len(cells) else ""
@@ -152,33 +155,51 @@ def _csv_rows(file: Path, text: str, multilabel: bool) -> tuple[list[_Row], tupl
                     "need data.labels=multi.",
                 )
             labels: tuple[str, ...] = (label,)
-            if class_columns:
+            if not multilabel:
+                are_zeros_and_ones = are_zeros_and_ones and all(
+                    column < len(cells) and cells[column] in _ZERO_OR_ONE
+                    for column in class_columns
+                )
+            elif class_columns:
                 labels = _labels_of_columns(cells, class_columns, where)
-            elif multilabel:
+            else:
                 labels = split_labels(label)
             rows.append((reader.line_num, path, labels))
     except csv.Error as error:  # such as a quote that is never closed
         raise DataError(
             f"{file}:{reader.line_num}: not CSV: {error}.", "Look for a missing quote."
         ) from None
-    return rows, tuple(class_columns.values())
+    if multilabel:
+        return rows, tuple(class_columns.values())
+    if rows and class_columns and are_zeros_and_ones:
+        raise DataError(
+            f"{file}: all its columns but that of the paths hold 0 and 1.",
+            "If each is a class that an image may have, set data.labels=multi; else name the "
+            f"column of the labels {LABEL_COLUMNS[0]}.",
+        )
+    return rows, ()
 
 
-def _class_columns(header: Sequence[str], path_column: int, where: str) -> dict[int, str]:
-    """The classes of columns of 0 and 1, by the index of the column; none for a file with labels.
-    A first column without a name is ignored: pandas writes row numbers there. Raises DataError for
-    names that are repeated, empty or have a `;`.
+def _class_columns(header: Sequence[str], path_column: int) -> dict[int, str]:
+    """The columns that may be classes, with 0 or 1 for each image: their names by their indices.
+
+    None for a file with a column of labels. A first column without a name is ignored: pandas writes
+    row numbers there.
     """
     columns = {i: name for i, name in enumerate(header) if (name or i) and i != path_column}
     if len(columns) < 2 or any(name.lower() in LABEL_COLUMNS for name in columns.values()):
         return {}
+    return columns
+
+
+def _check_names(columns: dict[int, str], where: str) -> None:
+    """Raise DataError for names of classes that are repeated, empty or have a `;`."""
     for name, count in Counter(columns.values()).items():
         if count > 1 or not name or ";" in name:
             raise DataError(
                 f"{where}: {format_value(name)} is no name of a class, or two columns have it.",
                 "Give each column of 0 and 1 its own name, without `;`.",
             )
-    return columns
 
 
 def _labels_of_columns(
@@ -191,7 +212,7 @@ def _labels_of_columns(
     labels = []
     for column, name in class_columns.items():
         value = cells[column] if column < len(cells) else ""
-        if value not in ("0", "1", "0.0", "1.0"):
+        if value not in _ZERO_OR_ONE:
             raise DataError(
                 f"{where}: {format_value(value)} in column {format_value(name)} is not 0 or 1.",
                 "Write 1 where the image has the class, else 0; or one column, `labels`, with the "
