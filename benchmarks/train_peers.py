@@ -3,9 +3,9 @@
     python benchmarks/train_peers.py DATA_ROOT OUT [TRAIN_PY] [--seeds 0 1 2] [--epochs 3]
 
 TRAIN_PY: `train.py` of timm's repository, unchanged. Model, batch size, optimizer, decay groups,
-schedule and flips are the same, and each program draws its own random numbers: fp32, one thread and
-one data worker. Prints top-1 of the last epoch, wall time and CPU time of each run, and the mean
-and standard deviation over the seeds. Runs that OUT has are not repeated.
+schedule and flips are the same. All use fp32, one thread and one data worker; each has its own
+random number generator. Prints top-1 of the last epoch, wall time and CPU time of each run, and the
+mean and standard deviation over the seeds. Runs that OUT has are not repeated.
 """
 
 import argparse
@@ -51,8 +51,8 @@ def run_ours(arguments: argparse.Namespace, seed: int, folder: Path) -> float:
 
 
 def run_timm(arguments: argparse.Namespace, seed: int, folder: Path) -> float:
-    """Top-1 of timm's train.py, with cosine steps for each update."""
-    command = [sys.executable, str(arguments.timm), "--dataset", "torch/fashion_mnist"]
+    """Top-1 of timm's train.py, with a cosine schedule stepped at each update."""
+    command = [sys.executable, str(arguments.train_py), "--dataset", "torch/fashion_mnist"]
     command += ["--data-dir", str(arguments.data_root), "--seed", str(seed), "--device", "cpu"]
     command += ["--model", "resnet18", "--num-classes", "10", "--in-chans", "1"]
     command += ["--model-kwargs", f"layers={LAYERS}", f"channels={CHANNELS}"]
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("data_root", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument(
-        "timm", type=Path, nargs="?", help="timm's train.py; without it, timm is not run"
+        "train_py", type=Path, nargs="?", help="timm's train.py; without it, timm is not run"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=3)
@@ -153,7 +153,7 @@ def main() -> None:
         print(plain_loop(arguments.data_root, arguments.plain, arguments.epochs))
         return
     os.environ["OMP_NUM_THREADS"] = "1"
-    programs = {name: run for name, run in PROGRAMS.items() if name != "timm" or arguments.timm}
+    programs = {name: run for name, run in PROGRAMS.items() if name != "timm" or arguments.train_py}
     results: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
     for seed in arguments.seeds:
         for name, run in programs.items():

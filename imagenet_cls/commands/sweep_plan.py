@@ -23,16 +23,18 @@ from imagenet_cls.files import explain_write_errors, write_file
 REPEATS = ("seed", "data.fold")
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 RANGE = re.compile(rf"(log:)?({_NUMBER})\.\.({_NUMBER})")
-_MAX_VALUES = 1000  # of a range; catches typos
+WHOLE_NUMBER = re.compile(r"[-+]?\d+")
+_MAX_VALUES = 1000  # of a range; a larger one is most likely a typing error
 
 
 @dataclass
 class SweepRun:
     """A run of a sweep.
 
-    name: of its folder. values: of the swept keys. fixed: the other arguments of `train`, without
-    those of the run folder. of_folds: those that --folds adds. search: the arguments of the search
-    that drew the values; empty in a grid. pruned: whether the search stopped the run.
+    name: the name of its folder. values: the values of the swept keys. fixed: the other arguments
+    of `train`, without those of the run folder. of_folds: the arguments that --folds adds. search:
+    the arguments of the search that drew the values; empty in a grid. pruned: whether the search
+    stopped the run.
     """
 
     name: str
@@ -45,6 +47,16 @@ class SweepRun:
     @property
     def setting(self) -> dict[str, Any]:
         return {key: value for key, value in self.values.items() if key not in REPEATS}
+
+    @property
+    def conditions(self) -> list[str]:
+        """The arguments that the seeds or folds of a setting have in common, and the number of
+        folds.
+        """
+        fold = self.values.get("data.fold", "null")
+        num_folds = fold.rpartition(",")[2].strip(" ]")
+        folds = [] if num_folds == "null" else [f"data.fold=[...,{num_folds}]"]
+        return [*self.fixed, *self.of_folds, *folds]
 
     @property
     def arguments(self) -> list[str]:
@@ -98,11 +110,10 @@ def expand_range(key: str, text: str) -> list[str]:
     match = RANGE.fullmatch(text)
     if match is None:
         return [text]
-    try:
+    numbers = range(0)
+    if not match[1] and all(WHOLE_NUMBER.fullmatch(end) for end in match.groups()[1:]):
         numbers = range(int(match[2]), int(match[3]) + 1)
-    except ValueError:
-        numbers = range(0)
-    if match[1] or not 0 < len(numbers) <= _MAX_VALUES:
+    if not 0 < len(numbers) <= _MAX_VALUES:
         raise UsageError(
             f"{key}={text}: without --search, a range has 1 to {_MAX_VALUES} whole numbers.",
             "Give one such as 0..2, or list the values: 0.1,0.2.",

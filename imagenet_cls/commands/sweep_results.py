@@ -24,7 +24,9 @@ from imagenet_cls.text import command_line
 
 @dataclass
 class Row:
-    """A setting in the table. results: of its finished runs."""
+    """A setting in the table. setting: the values of the swept keys, and as `others` the arguments
+    that only some runs of the sweep have. results: of its finished runs.
+    """
 
     setting: dict[str, Any]
     runs: list[SweepRun] = field(default_factory=list)
@@ -68,21 +70,29 @@ def best_result(folder: Path) -> tuple[str, float] | None:
 
 
 def read_table(folder: Path) -> tuple[str, list[Row]]:
-    """The metric of the results, "" without any, and the settings of a sweep, the best first, and
-    those without a result last.
+    """The metric of the results, "" without any, and the settings of a sweep: those with the most
+    finished runs first, of these the best first.
     """
     rows: dict[tuple[Any, ...], Row] = {}
     metric = ""
-    for run in read_runs(folder).values():
-        row = rows.setdefault(tuple(run.setting.items()), Row(run.setting))
+    runs = list(read_runs(folder).values())
+    common = set.intersection(*(set(run.conditions) for run in runs)) if runs else set()
+    for run in runs:
+        setting = dict(run.setting)
+        others = [argument for argument in run.conditions if argument not in common]
+        if others:
+            setting["others"] = shlex.join(others)
+        row = rows.setdefault(tuple(setting.items()), Row(setting))
         row.runs.append(run)
         result = best_result(folder / run.name)
         if result is not None:
             metric, value = result
             row.results.append(value)
 
-    def order(row: Row) -> float:
-        return score({metric: fmean(row.results)}, metric) if row.results else -math.inf
+    def order(row: Row) -> tuple[int, float]:
+        # A setting with fewer finished runs than others would be best by chance.
+        mean = score({metric: fmean(row.results)}, metric) if row.results else -math.inf
+        return len(row.results), mean
 
     return metric, sorted(rows.values(), key=order, reverse=True)
 
@@ -118,8 +128,7 @@ def show_results(folder: Path) -> None:
             write_page(begun, folder / "report.html", settings=(columns, cells))
         except UsageError as error:  # a missing package, which the results do not need
             print(error)
-    # Settings with fewer finished runs than others would be best by chance.
-    best = max(rows, key=lambda row: len(row.results))  # of equal ones the first
+    best = rows[0]
     if best.results:
         arguments = ["--work-dir", str(folder / "best"), *best.runs[0].best_arguments]
         print(f"the best setting: {command_line('train')} {shlex.join(arguments)}")

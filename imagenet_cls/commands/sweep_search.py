@@ -8,6 +8,7 @@ from imagenet_cls.checkpoint.progress import RESULT_FIELDS, score
 from imagenet_cls.commands.sweep_plan import (
     RANGE,
     REPEATS,
+    WHOLE_NUMBER,
     SweepRun,
     load_runs,
     overrides_of,
@@ -77,7 +78,8 @@ class Search:
         hint, _ = split_optional(value_types().get(key, int))
         distributions = self.optuna.distributions
         try:
-            if low.isdecimal() and high.isdecimal() and hint is not float:
+            are_whole = WHOLE_NUMBER.fullmatch(low) and WHOLE_NUMBER.fullmatch(high)
+            if are_whole and hint is not float:
                 return distributions.IntDistribution(int(low), int(high), log=log is not None)
             return distributions.FloatDistribution(float(low), float(high), log=log is not None)
         except ValueError as error:

@@ -38,11 +38,10 @@ INTERPOLATIONS = {
     "bicubic": InterpolationMode.BICUBIC,
 }
 RANDOM_INTERPOLATIONS = ("bilinear", "bicubic")
-# Half the width of an antialiasing filter, in pixels of the smaller of the two images, or more.
+# Upper bound of half the width of an antialiasing filter, in pixels of the smaller image.
 _SUPPORTS = {"nearest": 1.0, "bilinear": 1.0, "bicubic": 2.0}
 HAS_AVX2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-# A box as long as the image, or longer, is drawn again; after this many draws there is none (timm:
-# 10 as well).
+# Attempts to draw a box that is smaller than the image; 10 as in timm.
 BOX_ATTEMPTS = 10
 
 

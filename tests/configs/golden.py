@@ -64,12 +64,15 @@ def meta_model(config: Config) -> nn.Module:
     """The network as it is trained, without memory for its weights. Not to be changed: equal
     configs share it.
     """
-    key = json.dumps([asdict(config.model), config.augment.splits, num_classes(config)])
+    channels = config.data.channels
+    key = json.dumps([asdict(config.model), config.augment.splits, num_classes(config), channels])
     if key not in _built:
         plain = ModelConfig(name=config.model.name, kwargs=config.model.kwargs)
         with torch.device("meta"):
             model = split_batch_norm(
-                build_model(plain, num_classes(config)), config.model, config.augment.splits
+                build_model(plain, num_classes(config), channels),
+                config.model,
+                config.augment.splits,
             )
         freeze(model, config.model, num_classes(config))
         _built[key] = model
