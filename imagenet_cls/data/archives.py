@@ -370,7 +370,11 @@ def _pieces(path: Path, archive_index: int) -> list[_Piece]:
         first = next(members, None)
         if first is None or not first.name.endswith(b".tar"):
             return [whole]
-        tars = [member for member in (first, *members) if member.name.endswith(b".tar")]
+        tars = [
+            member
+            for member in (first, *members)
+            if member.name.endswith(b".tar") and not _is_hidden(_parts(member.name))
+        ]
     return [
         replace(
             whole,
@@ -392,8 +396,8 @@ def _scan_piece(piece: _Piece) -> _PieceScan:
     others: list[bytes] = []
     with open_archive(piece.path) as file:
         for member in archive_members(file, piece.start, piece.end):
-            parts = [part for part in member.name.split(b"/") if part not in (b"", b".")]
-            if any(part.startswith(b".") for part in parts):  # hidden
+            parts = _parts(member.name)
+            if _is_hidden(parts):
                 continue
             name = b"/".join(parts)
             suffix = suffix_of(name)
@@ -416,6 +420,15 @@ def _scan_piece(piece: _Piece) -> _PieceScan:
         placed[kept],
         others,
     )
+
+
+def _parts(name: bytes) -> list[bytes]:
+    return [part for part in name.split(b"/") if part not in (b"", b".")]
+
+
+def _is_hidden(parts: Sequence[bytes]) -> bool:
+    """Whether a member or a folder of it is hidden, such as the files `._name` of macOS."""
+    return any(part.startswith(b".") for part in parts)
 
 
 def _check_member(path: str, name: bytes, member: Member) -> None:
@@ -443,6 +456,7 @@ def _labels(
         return None
     labels: list[bytes | None] = []
     keys: list[bytes] = []
+    further: list[tuple[bytes, bytes]] = []  # keys and names of further images of samples
     unlabeled: list[bytes] = []
     for name in names:
         dot = name.find(b".", name.rfind(b"/") + 1)
@@ -453,6 +467,8 @@ def _labels(
             label = _read_label(file, key, label_files)
             if label is None:
                 unlabeled.append(key)
+        else:
+            further.append((key, name))
         labels.append(label)
     if all(label is None for label in labels) and all(b"/" in name for name in names):
         return None
@@ -468,6 +484,14 @@ def _labels(
             f"{file.name}: the sample {sample} has no label.",
             f"Add {sample}.cls, or `label` to its .json.",
         )
+    samples = set(keys)
+    for key, name in further:
+        if key not in samples:
+            raise DataError(
+                f"{file.name}: the image {decode_name(name)} is of no sample: a key ends at the "
+                f"first dot, so it is {decode_name(key)}.",
+                "Make the shards again with keys without dots.",
+            )
     return labels
 
 

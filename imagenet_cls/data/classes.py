@@ -279,13 +279,15 @@ def targets_of_dataset(dataset: Any, labels: str = "single") -> np.ndarray | Non
     for attribute in ("targets", "labels", TARGETS):
         try:
             values = getattr(dataset, attribute, None)
-            targets = np.asarray(values, np.int64 if labels == "single" else None)
+            targets = np.asarray(values)
+            with np.errstate(invalid="ignore"):  # NaN
+                integers = targets.astype(np.int64)
         except (TypeError, ValueError):
             continue
         if targets.ndim == (2 if labels == "multi" else 1) and len(targets) == len(dataset):
-            if labels == "single":
-                return targets
-            if ((targets == 0) | (targets == 1)).all():
+            if labels == "single" and (integers == targets).all():
+                return integers
+            if labels == "multi" and ((targets == 0) | (targets == 1)).all():
                 return targets.astype(np.uint8)
     return None
 

@@ -47,30 +47,26 @@ from imagenet_cls.text import command_line, first_line
 
 BUILT_IN = ("folder", "list", "digits", "synthetic")
 TORCHVISION = "torchvision:"
+# Those with names or numbers of classes: not Caltech101, Caltech256, FER2013, GTSRB, INaturalist
+# and PCAM.
 CLASSIFICATION_SETS = (
     "CIFAR10",
     "CIFAR100",
     "CLEVRClassification",
-    "Caltech101",
-    "Caltech256",
     "Country211",
     "DTD",
     "EMNIST",
     "EuroSAT",
-    "FER2013",
     "FGVCAircraft",
     "FakeData",
     "FashionMNIST",
     "Flowers102",
     "Food101",
-    "GTSRB",
-    "INaturalist",
     "ImageNet",
     "Imagenette",
     "KMNIST",
     "MNIST",
     "OxfordIIITPet",
-    "PCAM",
     "Places365",
     "QMNIST",
     "RenderedSST2",
@@ -147,7 +143,7 @@ def open_datasets(
             place = describe_part(config, getattr(config, part) or config.train)
             if part == "val" and config.val is None and chosen is None:
                 raise DataError(
-                    f"{place}: none of the {len(sources['train'])} images is held out.",
+                    f"{place}: no image is held out.",
                     "Add images, or hold out a larger share (data.val_fraction).",
                 )
             keys = f"data.root, data.{part}, data.val_fraction, data.fold"

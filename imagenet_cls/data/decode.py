@@ -165,8 +165,9 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
                 reason = "a HEIF image, which needs pillow-heif: pip install pillow-heif"
         except Image.DecompressionBombError:
             reason = f"more than the {MAX_PIXELS} pixels allowed"
-        except (OSError, SyntaxError, ValueError, EOFError, RuntimeError, struct.error) as error:
-            # Pillow's decoders and format plug-ins raise all of these for damaged files.
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow's decoders raise any for damaged files
             reason = f"damaged or truncated ({first_line(error)})"
     raise DataError(reason, "Replace the file.")
 

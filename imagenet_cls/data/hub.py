@@ -266,7 +266,7 @@ def _targets(values: Any, feature: Any, place: str) -> tuple[np.ndarray, tuple[s
             f"{place}: no classes ({values.type}{f' up to {highest}' if highest else ''}).",
             "Name a column of ClassLabel, small integers or text: data.kwargs.label=COLUMN",
         )
-    targets = values.fill_null(-1).to_numpy().astype(np.int64)
+    targets = values.cast("int64").fill_null(-1).to_numpy()
     unlabeled = np.flatnonzero((targets < 0) | (targets >= len(classes)))
     if len(unlabeled):
         raise DataError(

@@ -67,6 +67,7 @@ def wnid_of(wnids: dict[str, str], name: str) -> str:
     if Path(name).stem not in wnids:
         raise DataError(
             f"{name}: not one of the {len(wnids)} labeled images.",
-            "Give its labels with --labels FILE.",
+            f"Put the {DEVKIT}.tar.gz of these images there, or use --labels FILE of "
+            "prepare-imagenet.",
         )
     return wnids[Path(name).stem]

@@ -157,7 +157,7 @@ def _is_cacheable(scan: Scan, started: float) -> bool:
         return False
     file_systems = {}
     # only Linux has it: see proc(5)
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
         mount, _, file_system = line.partition(" - ")
         major, minor = mount.split()[2].split(":")
         file_systems[os.makedev(int(major), int(minor))] = file_system.split()[0]

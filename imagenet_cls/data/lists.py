@@ -11,6 +11,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,13 +26,20 @@ from imagenet_cls.text import command_line, format_value, join_names
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path", "name")
 LABEL_COLUMNS = ("label", "class", "class_name", "target", "category", "labels", "classes", "tags")
 BAD_IMAGES_FILE = "bad_images.txt"
-# Images of a part: in any part, and in one where they are at most a tenth.
+# `data.exclude` may always leave out 3 images, and 10 where they are at most a tenth of the part.
 _MIN_EXCLUDABLE = 3
 _ALWAYS_EXCLUDABLE = 10
-_ZERO_OR_ONE = ("0", "1", "0.0", "1.0")
 LIST_REMEDY = "Set data.root, data.train and data.val to the lists."
 
 _Row = tuple[int, str, tuple[str, ...]]  # line number (from 1), path, labels
+
+
+class _Columns(NamedTuple):
+    """The indices of the columns of a CSV file. classes: the names of columns of 0 and 1."""
+
+    path: int
+    label: int
+    classes: dict[int, str]
 
 
 def index_list(
@@ -43,8 +51,8 @@ def index_list(
     """Index the images that `file` names, in its order, with paths relative to `folder` (or
     absolute).
 
-    A .csv file has the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or the
-    first two. Another one has `path label` lines, split at the last white space. Labels are of the
+    A .csv file has the columns that its header names (`PATH_COLUMNS`, `LABEL_COLUMNS`), or only
+    two. Another one has `path label` lines, split at the last white space. Labels are of the
     classes in a `classes.txt` next to `file`, else of `classes` (the training classes, for a
     validation list), else name classes themselves: see `resolve_labels`.
 
@@ -125,29 +133,24 @@ def _read_rows(file: Path, multilabel: bool) -> tuple[list[_Row], tuple[str, ...
 def _csv_rows(file: Path, text: str, multilabel: bool) -> tuple[list[_Row], tuple[str, ...]]:
     """As `_read_rows`, of a CSV file; its header is a first line without the name of an image."""
     rows: list[_Row] = []
-    class_columns: dict[int, str] = {}  # of 0 and 1
-    are_zeros_and_ones = True  # the cells of these columns so far
-    reader = csv.reader(io.StringIO(text, newline=""))
-    path_column = 0
-    label_column = 1
+    columns = _Columns(path=0, label=1, classes={})
     width = 2  # of a row, at most; ignored with one label
+    is_first = True
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         for line in reader:
             cells = [cell.strip() for cell in line]
             if not any(cells):
                 continue
             where = f"{file}:{reader.line_num}"
-            if not rows:
-                suffixes = {suffix_of(os.fsencode(cell)) for cell in cells}
-                if suffixes.isdisjoint(IMAGE_SUFFIXES):
-                    path_column, label_column = _columns(cells, where)
+            if is_first:
+                is_first = False
+                if {suffix_of(os.fsencode(cell)) for cell in cells}.isdisjoint(IMAGE_SUFFIXES):
+                    columns = _find_columns(cells, multilabel, where)
                     width = len(cells)
-                    class_columns = _class_columns(cells, path_column)
-                    if multilabel:
-                        _check_names(class_columns, where)
                     continue
-            path = cells[path_column] if path_column < len(cells) else ""
-            label = cells[label_column] if label_column < len(cells) else ""
+            path = cells[columns.path] if columns.path < len(cells) else ""
+            label = cells[columns.label] if columns.label < len(cells) else ""
             if not path or not (label or multilabel) or (multilabel and any(cells[width:])):
                 raise DataError(
                     f"{where}: {format_value(','.join(cells))} is not `path,label`.",
@@ -155,51 +158,51 @@ def _csv_rows(file: Path, text: str, multilabel: bool) -> tuple[list[_Row], tupl
                     "need data.labels=multi.",
                 )
             labels: tuple[str, ...] = (label,)
-            if not multilabel:
-                are_zeros_and_ones = are_zeros_and_ones and all(
-                    column < len(cells) and cells[column] in _ZERO_OR_ONE
-                    for column in class_columns
-                )
-            elif class_columns:
-                labels = _labels_of_columns(cells, class_columns, where)
-            else:
+            if columns.classes:
+                labels = _labels_of_columns(cells, columns.classes, where)
+            elif multilabel:
                 labels = split_labels(label)
             rows.append((reader.line_num, path, labels))
     except csv.Error as error:  # such as a quote that is never closed
         raise DataError(
             f"{file}:{reader.line_num}: not CSV: {error}.", "Look for a missing quote."
         ) from None
-    if multilabel:
-        return rows, tuple(class_columns.values())
-    if rows and class_columns and are_zeros_and_ones:
-        raise DataError(
-            f"{file}: all its columns but that of the paths hold 0 and 1.",
-            "If each is a class that an image may have, set data.labels=multi; else name the "
-            f"column of the labels {LABEL_COLUMNS[0]}.",
-        )
-    return rows, ()
+    return rows, tuple(columns.classes.values())
 
 
-def _class_columns(header: Sequence[str], path_column: int) -> dict[int, str]:
-    """The columns that may be classes, with 0 or 1 for each image: their names by their indices.
+def _find_columns(header: Sequence[str], multilabel: bool, where: str) -> _Columns:
+    """The columns that a header names. Raises DataError for a header that does not tell them.
 
-    None for a file with a column of labels. A first column without a name is ignored: pandas writes
-    row numbers there.
+    Without a column of labels (`LABEL_COLUMNS`), the only column beside that of the paths has them;
+    with `multilabel` several columns are those of classes. A first column without a name is
+    ignored: pandas writes row numbers there. where: file and line, for messages.
     """
-    columns = {i: name for i, name in enumerate(header) if (name or i) and i != path_column}
-    if len(columns) < 2 or any(name.lower() in LABEL_COLUMNS for name in columns.values()):
-        return {}
-    return columns
-
-
-def _check_names(columns: dict[int, str], where: str) -> None:
-    """Raise DataError for names of classes that are repeated, empty or have a `;`."""
-    for name, count in Counter(columns.values()).items():
+    names = [name.lower() for name in header]
+    path = next((names.index(name) for name in PATH_COLUMNS if name in names), 0)
+    label = next((names.index(name) for name in LABEL_COLUMNS if name in names), None)
+    others = {i: name for i, name in enumerate(header) if (name or i) and i != path}
+    if path == label:
+        raise DataError(
+            f"{where}: the header {format_value(','.join(header))} has no column of paths.",
+            f"Name it {PATH_COLUMNS[0]}.",
+        )
+    if label is not None or len(others) < 2:
+        only = next(iter(others), len(header))
+        return _Columns(path, only if label is None else label, {})
+    if not multilabel:
+        raise DataError(
+            f"{where}: the header {format_value(','.join(header))} does not tell which column has "
+            "the labels.",
+            f"Name it {LABEL_COLUMNS[0]}. If each column is a class, with 0 or 1 for an image, set "
+            "data.labels=multi.",
+        )
+    for name, count in Counter(others.values()).items():
         if count > 1 or not name or ";" in name:
             raise DataError(
                 f"{where}: {format_value(name)} is no name of a class, or two columns have it.",
                 "Give each column of 0 and 1 its own name, without `;`.",
             )
+    return _Columns(path, len(header), others)
 
 
 def _labels_of_columns(
@@ -212,7 +215,7 @@ def _labels_of_columns(
     labels = []
     for column, name in class_columns.items():
         value = cells[column] if column < len(cells) else ""
-        if value not in _ZERO_OR_ONE:
+        if value not in ("0", "1", "0.0", "1.0"):
             raise DataError(
                 f"{where}: {format_value(value)} in column {format_value(name)} is not 0 or 1.",
                 "Write 1 where the image has the class, else 0; or one column, `labels`, with the "
@@ -221,23 +224,6 @@ def _labels_of_columns(
         if value.startswith("1"):
             labels.append(name)
     return tuple(labels)
-
-
-def _columns(header: Sequence[str], where: str) -> tuple[int, int]:
-    """The indices of the columns of paths and of labels. Raises DataError if they are the same.
-
-    where: file and line, for messages.
-    """
-    names = [name.lower() for name in header]
-    path_column = next((names.index(name) for name in PATH_COLUMNS if name in names), 0)
-    default = 1 if path_column == 0 else 0
-    label_column = next((names.index(name) for name in LABEL_COLUMNS if name in names), default)
-    if path_column == label_column:
-        raise DataError(
-            f"{where}: the header {format_value(','.join(header))} has no column of paths.",
-            f"Name it {PATH_COLUMNS[0]}.",
-        )
-    return path_column, label_column
 
 
 def read_bad_images(path: Path) -> set[str]:
@@ -261,7 +247,7 @@ def exclude_images(
 
     root: the folder of the dataset, to which relative paths in the list belong. part: its name in
     messages. Raises DataError for more than 1 % of the images or 10, whichever is more, and for
-    more than a tenth or 3.
+    more than a tenth or 3, whichever is more.
     """
     rows = _bad_rows(index, root, path)
     if not rows:

@@ -293,8 +293,8 @@ class MapSource(ImageSource):
                 if row.shape == (count,) and ((row >= 0) & (row <= 1)).all():
                     return row
         else:
-            with suppress(TypeError, ValueError):
-                if 0 <= (number := int(target)) < count:
+            with suppress(TypeError, ValueError, RuntimeError):
+                if 0 <= (number := int(target)) < count and number == target:
                     return number
         raise DataError(
             f"{self.name(i)}: its target is {target!r}, and the dataset has {count} classes.",
@@ -306,7 +306,8 @@ class MapSource(ImageSource):
 
     def digest(self) -> str:
         """Over name, length, classes, and the targets where the dataset lists them."""
-        digest = sha256("\0".join([self.dataset_name, str(len(self)), *self.classes]).encode())
+        text = "\0".join([self.dataset_name, str(len(self)), *self.classes])
+        digest = sha256(os.fsencode(text))
         targets = self.known_targets()
         if targets is not None:
             digest.update(target_bytes(targets))
@@ -382,7 +383,7 @@ class SubsetSource(ImageSource):
         digest = sha256(self.source.digest().encode() + self.rows.astype("<i8").tobytes())
         if self.classes != self.source.classes:
             digest.update(
-                "\0".join(self.classes).encode() + self.target_map.astype("<i8").tobytes()
+                os.fsencode("\0".join(self.classes)) + self.target_map.astype("<i8").tobytes()
             )
         return digest.hexdigest()
 

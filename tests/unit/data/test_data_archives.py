@@ -357,6 +357,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: write_tar(f / "a.tar", [("a.jpg", IMAGE), ("a.json", b'{"label": "\\ud800"}')]),
         "the sample a has no label",
     ),
+    "dot in a key": (
+        lambda f: write_tar(f / "a.tar", [*SAMPLE, ("b.v2.jpg", IMAGE), ("b.v2.cls", b"0")]),
+        "b.v2.jpg is of no sample",
+    ),
     "some without labels": (
         lambda f: (write_tar(f / "a.tar", SAMPLE), write_tar(f / "b.tar", [("b.jpg", IMAGE)])),
         "1 of 2 archives have no labels",
@@ -624,6 +628,20 @@ def test_class_tar_with_subfolders_is_one_class(tmp_path: Path, image_folder: Pa
     data = held_out(tmp_path, "train")
     assert data.classes == ("cat", "dog")
     assert len(data.train) + len(data.val) == 20
+
+
+def test_hidden_files_of_macos_in_a_tar_of_tars_are_ignored(
+    tmp_path: Path, image_folder: Path
+) -> None:
+    members = []
+    for folder in sorted((image_folder / "train").iterdir()):
+        inner = write_tar(tmp_path / f"{folder.name}.tar", files_of(folder))
+        members += [(f"._{folder.name}.tar", b"Mac OS X"), (inner.name, inner.read_bytes())]
+        inner.unlink()
+    for names in (members, members[::-1]):
+        write_tar(tmp_path / "train.tar", names)
+        opened = held_out(tmp_path, "train.tar")
+        assert len(opened.train) + len(opened.val) == len(list(image_folder.glob("train/*/*")))
 
 
 def test_class_tars_beside_other_class_folders_are_an_error(

@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.builtin import write_digits
+from imagenet_cls.data.classes import targets_of_dataset
 from imagenet_cls.data.datasets import data_problems, has_training_part, open_datasets
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.errors import DataError, UserError
@@ -55,6 +56,9 @@ WRONG = {
     "generator": (i for i in range(3)),
     "floats": Own((torch.rand(3, 4, 4), 0), num_classes=2),
     "not_a_pair": Own({"image": 1}, num_classes=2),
+    "fraction": Own((Image.new("RGB", (4, 4)), 0.7), num_classes=2),
+    "text": Own((Image.new("RGB", (4, 4)), "1"), num_classes=2),
+    "several_targets": Own((Image.new("RGB", (4, 4)), torch.ones(2)), num_classes=2),
     "out_of_range": Own((Image.new("RGB", (4, 4)), 2), num_classes=2),
     "without_classes": Own((Image.new("RGB", (4, 4)), 2)),
 }
@@ -86,6 +90,30 @@ def test_open_factory_with_a_wrong_data_set_raises(kind: str) -> None:
 
 
 # ---- files
+
+
+@pytest.mark.parametrize(
+    ("targets", "known"),
+    [([1, 0, 2, 1], True), ([1.0, 0.0, 2.0, 1.0], True), ([1.0, 0.7, 2.0, 1.0], False)],
+)
+def test_targets_of_a_dataset_are_whole_numbers(targets: list[float], known: bool) -> None:
+    found = targets_of_dataset(Own((None, 0), targets=targets))
+    assert (found is not None) == known
+    if found is not None:
+        assert found.dtype == np.int64 and found.tolist() == targets
+
+
+def test_validation_part_alone_without_a_held_out_image_is_an_error(tmp_path: Path) -> None:
+    write_files(tmp_path, {"train/cat/1_a.jpg": "x", "train/cat/1_b.jpg": "x"})
+    data = DataConfig(root=str(tmp_path), val=None, fold=[0, 5], group="cat/([0-9])")
+    outcomes = set()
+    for fold in range(5):
+        try:
+            opened = open_datasets(replace(data, fold=[fold, 5]), ("val",))
+            outcomes.add(len(opened.val))
+        except DataError:
+            outcomes.add(0)
+    assert outcomes == {0, 2}
 
 
 def names(source: ImageSource | None) -> list[str]:

@@ -163,6 +163,7 @@ def test_digest_changes_with_the_rows(tmp_path: Path) -> None:
     ("feature", "values", "classes", "targets"),
     [
         (Value("int16"), [2, 0, 2], ("0", "1", "2"), [2, 0, 2]),
+        (Value("uint8"), [2, 0, 2], ("0", "1", "2"), [2, 0, 2]),
         (Value("string"), ["dog", "cat", "dog"], ("cat", "dog"), [1, 0, 1]),
         (Value("large_string"), ["b", "a", "ä"], ("a", "b", "ä"), [1, 0, 2]),
     ],

@@ -39,6 +39,8 @@ def test_index_list_of_names_and_paths_with_spaces(folder: Path) -> None:
         'id,label,filename\n7,dog,"images/a 1.jpg"\n8,cat,images/b.jpg\n',
         "./images/a 1.jpg,dog\nimages/b.jpg,cat\n",
         "\ufeffimage,class\r\nimages/a 1.jpg,dog\r\nimages/b.jpg,cat\r\n",
+        ",filename,breed\n0,images/a 1.jpg,dog\n1,images/b.jpg,cat\n",  # row numbers of pandas
+        "photo,breed\nimages/a 1.jpg,dog\nimages/b.jpg,cat\n",
     ],
 )
 def test_index_list_csv(folder: Path, text: str) -> None:
@@ -79,6 +81,9 @@ LONG = "9" * 5000
         ("t.txt", "images/b.jpg cat\nimages/c.jpg\n", None, "t.txt:2: "),
         ("t.csv", "images/b.jpg,cat\nimages/c.jpg,\n", None, "t.csv:2: "),
         ("t.csv", "label,img\ncat,images/b.jpg\n", None, "t.csv:1: the header 'label,img'"),
+        ("t.csv", "id,file,breed\n1,images/b.jpg,cat\n", None, "t.csv:1: the header"),
+        ("t.csv", "path,label\nimages/0001,cat\nimages/b.jpg,dog\n", None, "t.csv:2: no image"),
+        ("t.csv", 'images/b.jpg,"cat\nimages/c.jpg,dog\n', None, "not CSV"),
         ("t.csv", "images/b.jpg,cat\n" + "x" * 200_000 + ",dog\n", None, r"t\.csv:\d: not CSV"),
         ("t.txt", "images/b.jpg 0\nimages/c.jpg 3\nimages/c.jpg -1\n", "ab", "t.txt:2: .* 0 to 1"),
         ("t.txt", "images/b.jpg a\nimages/c.jpg x\n", "ab", "t.txt:2: label 'x'"),
