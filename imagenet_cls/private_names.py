@@ -49,6 +49,15 @@ def base_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "_base_optimizer", optimizer)
 
 
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` skips the update on the device where the attribute `found_inf` is not zero.
+
+    The fused optimizers of torch do, and GradScaler asks in the same way. A wrapper (Lookahead)
+    does not pass `found_inf` on.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def generate_readme(card: dict[str, Any], model_name: str) -> str:
     """The model card that timm writes for the Hugging Face Hub. Its public function also uploads
     it.

@@ -12,8 +12,19 @@ from imagenet_cls.private_names import base_optimizer
 
 _SEPARATOR = "//"
 
-# Values of a parameter group that always come from the config, not from the checkpoint.
-_FROM_CONFIG = ("weight_decay", "lr_scale")
+# Values of a parameter group that always come from the config, not from the checkpoint. A schedule
+# of the momentum sets it before each step. The last four choose the implementation of torch's
+# optimizers, for which the `Updater` was built.
+_FROM_CONFIG = (
+    "weight_decay",
+    "lr_scale",
+    "momentum",
+    "betas",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+)
 
 
 def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

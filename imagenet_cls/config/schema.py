@@ -606,7 +606,8 @@ class TrainConfig:
     # weighted. With parallel.mode dp all have the same size.
     micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
     # Precision of forward and backward. auto: fp32 on CPUs, bf16 on GPUs since Ampere, fp16 on
-    # Volta and Turing (fp32 with train.sam_rho), fp32 on older GPUs. fp16 uses a loss scale.
+    # Volta and Turing (fp32 with train.sam_rho), fp32 on older GPUs. fp16 uses a loss scale. With
+    # fp32, convolutions on GPUs since Ampere use TF32, which is torch's default.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # torch.compile the model, in this mode. true: the mode `default`. Shapes are static, except
     # with augment.progressive; the last batch of an evaluation is padded. reduce-overhead and

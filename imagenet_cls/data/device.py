@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -56,8 +57,14 @@ def prefetch_to_device(batches: Iterator[TrainBatch], device: torch.device) -> I
     return _copy_ahead(batches, device) if device.type == "cuda" else batches
 
 
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all epochs: the memory of batches is reused only by the stream that allocated it."""
+    return torch.cuda.Stream(device)
+
+
 def _copy_ahead(batches: Iterator[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
-    stream = torch.cuda.Stream(device)
+    stream = _copy_stream(device)
 
     def start_copy(batch: TrainBatch) -> tuple[TrainBatch, torch.cuda.Event]:
         with torch.cuda.stream(stream):

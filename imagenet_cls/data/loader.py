@@ -153,8 +153,8 @@ def eval_batches(
     batch_size: int,
     options: WorkerOptions,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Batches for evaluation: images uint8 (B, C, H, W), channels-last, targets int64 (B,), indices
-    int64 (B,).
+    """Batches for evaluation: images uint8 (B, C, H, W), channels-last, targets (see
+    `data.targets`), indices int64 (B,).
 
     Every image of `indices` once, in order; the last batch may be smaller. The workers end with the
     iterator. Errors as in `TrainLoader.epoch`.

@@ -197,7 +197,8 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     if context.is_main:
         messages.append(exif_warning(data.train))
     if train.precision == "auto" and device.type == "cuda" and autocast_dtype != torch.bfloat16:
-        messages.append("train.precision=auto does not use bf16, which this GPU only emulates")
+        used = "fp32" if autocast_dtype is None else "fp16"
+        messages.append(f"train.precision=auto uses {used}: this GPU only emulates bf16")
     return TrainingParts(
         config=config,
         context=context,

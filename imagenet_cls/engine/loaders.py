@@ -18,7 +18,7 @@ from imagenet_cls.parallel.cpus import cpus_per_rank
 from imagenet_cls.parallel.process_group import RankContext
 
 EvalBatch = tuple[Tensor, Tensor, Tensor]
-"""uint8 images (B, C, H, W), targets (B,), indices of the images (B,)."""
+"""uint8 images (B, C, H, W), targets (see `data.targets`), indices of the images (B,)."""
 
 _MAX_WORKERS = 16
 # with at least this many CPUs, a rank reserves one for the process that trains

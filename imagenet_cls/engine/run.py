@@ -232,8 +232,8 @@ class Run:
         if progress.stopped_early and progress.step < parts.plan.total_steps:
             self.reporter.event(
                 progress.step,
-                f"stopped early: no better {early_stop.metric} of the "
-                f"{'ema' if 'ema' in models else 'raw'} weights in "
+                f"stopped early: {early_stop.metric} of the "
+                f"{'ema' if 'ema' in models else 'raw'} weights did not improve in "
                 f"{early_stop.patience_evals} evaluations (train.early_stop)",
             )
         return any(improved)

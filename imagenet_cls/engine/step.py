@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from imagenet_cls.config.schema import TrainConfig
 from imagenet_cls.parallel.wrap import preserve_values
-from imagenet_cls.private_names import base_optimizer
+from imagenet_cls.private_names import skips_on_device
 
 
 class Updater:
@@ -44,12 +44,9 @@ class Updater:
         self.optimizer = optimizer
         self.clip = build_clipper(model, train, head_names)
         self.scaler = scaler
-        # Fused optimizers skip on the device, without waiting for it. Their kernels read
-        # `found_inf` from their optimizer's attribute; a wrapper (Lookahead) does not pass it on.
-        # Whether the fused kernels of MPS read it is untested.
+        # Fused optimizers skip without waiting for the device. Whether those of MPS do is untested.
         on_mps = any(parameter.is_mps for parameter in self.parameters)
-        is_fused = bool(optimizer.defaults.get("fused")) and base_optimizer(optimizer) is optimizer
-        self.skips_on_device = is_fused and not on_mps
+        self.skips_on_device = skips_on_device(optimizer) and not on_mps
         self.has_stepped = False
 
     def update(self, lr: float, momentum: float | None = None) -> tuple[Tensor, Tensor]:

@@ -108,9 +108,8 @@ def forward_backward(
         # Dropout and drop-path draw from these generators.
         key = hash_key("batch", parts.config.seed, step, micro_step, context.rank)
         seed_generators(key, *parts.devices.all)
-        # 1 / divisor is the share of this micro-batch in the mean over the global batch, times
-        # `world_size`, since DDP averages the gradients over the ranks. If all micro-batches have
-        # the same size, the divisor is `accumulation`.
+        # DDP averages over the ranks, so a micro-batch of n images has the weight
+        # n * world_size / global_batch. If all have the same size, the divisor is `accumulation`.
         divisor = plan.global_batch / (plan.world_size * len(targets))
         # DDP all-reduces the gradients in the backward pass of the last micro-batch only.
         with gradient_sync(parts.wrapped, micro_step == plan.accumulation - 1):

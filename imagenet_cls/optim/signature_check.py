@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args
 
 from imagenet_cls.config.keys import choices, split_optional
-from imagenet_cls.config.schema import NOT_NEGATIVE, POSITIVE, Range
+from imagenet_cls.config.schema import NOT_NEGATIVE, Range
 from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import number_problem
 from imagenet_cls.text import format_value
 
 NotNegative = Annotated[float, NOT_NEGATIVE]
-Positive = Annotated[float, POSITIVE]
 
 
 def value_problems(

@@ -58,6 +58,19 @@ def test_base_optimizer_of_lookahead_holds_the_state() -> None:
     assert private_names.base_optimizer(sgd) is sgd
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_fused_optimizers_skip_where_found_inf_is_set(kind: Any) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    fused = kind([parameter], lr=0.1, fused=True)
+    assert private_names.skips_on_device(fused)
+    assert not private_names.skips_on_device(kind([parameter], lr=0.1))
+    assert not private_names.skips_on_device(timm.optim.Lookahead(fused))
+    fused.found_inf = torch.ones(())
+    fused.step()
+    assert torch.equal(parameter, torch.ones(3))
+
+
 def test_generate_readme_contains_the_details() -> None:
     text = private_names.generate_readme({"details": {"Classes": 10}}, "my_model")
     assert "my_model" in text and "Classes" in text

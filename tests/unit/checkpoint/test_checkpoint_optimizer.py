@@ -15,7 +15,8 @@ from imagenet_cls.checkpoint.optimizer_state import (
     load_optimizer,
     optimizer_to_tensors,
 )
-from imagenet_cls.config.schema import OptimizerConfig
+from imagenet_cls.config.schema import OptimizerConfig, TrainConfig
+from imagenet_cls.engine.step import Updater
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.optim.build import build_optimizer, optimizer_problems
 from imagenet_cls.optim.groups import parameter_groups
@@ -124,26 +125,57 @@ def test_load_optimizer_changed_arguments_keep_their_new_values() -> None:
     optimizer = optimizer_for(model, "sgd")
     steps(model, optimizer, 0, 2)
     tensors, numbers = optimizer_to_tensors(model, optimizer)
-    config = OptimizerConfig(lr=0.05, kwargs={"momentum": 0.5}, **DECAYS)
+    config = OptimizerConfig(lr=0.05, kwargs={"momentum": 0.9, "nesterov": True}, **DECAYS)
     changed = build_optimizer(config, parameter_groups(model, config))
-    load_optimizer(model, changed, tensors, numbers, ["momentum"])
-    assert [group["momentum"] for group in changed.param_groups] == [0.5, 0.5]
+    load_optimizer(model, changed, tensors, numbers, ["nesterov"])
+    assert [group["nesterov"] for group in changed.param_groups] == [True, True]
     weight = model[0].weight
     assert torch.equal(
         changed.state[weight]["momentum_buffer"], optimizer.state[weight]["momentum_buffer"]
     )
 
 
-def test_load_optimizer_weight_decay_comes_from_the_config() -> None:
+def test_load_optimizer_decay_and_momentum_come_from_the_config() -> None:
+    """The momentum of the checkpoint may be that of a schedule, which the run no longer has."""
     model = nn.Linear(2, 3)
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1, "lr_scale": 1.0}]
     tensors, numbers = optimizer_to_tensors(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     changed = torch.optim.SGD(
-        [{**groups[0], "weight_decay": 0.7, "lr_scale": 0.5}], lr=0.1, momentum=0.5
+        [{"params": list(model.parameters()), "weight_decay": 0.7, "lr_scale": 0.5}],
+        lr=0.1,
+        momentum=0.5,
     )
     load_optimizer(model, changed, tensors, numbers)
     (group,) = changed.param_groups
-    assert (group["weight_decay"], group["lr_scale"], group["momentum"]) == (0.7, 0.5, 0.9)
+    assert (group["weight_decay"], group["lr_scale"], group["momentum"]) == (0.7, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("before", "after"), [({"foreach": True}, {}), ({}, {"foreach": True})], ids=str
+)
+def test_load_optimizer_implementation_comes_from_the_config(
+    name: str, before: dict[str, bool], after: dict[str, bool]
+) -> None:
+    """Otherwise the second update could fail, or copy each parameter from a GPU to the host."""
+    model = network()
+
+    def optimizer_with(implementation: dict[str, bool]) -> torch.optim.Optimizer:
+        kwargs = KWARGS.get(name, {}) | implementation
+        config = OptimizerConfig(name=name, lr=0.05, kwargs=kwargs, **DECAYS)
+        return build_optimizer(config, parameter_groups(model, config))
+
+    first = optimizer_with(before)
+    steps(model, first, 0, 2)
+    second = optimizer_with(after)
+    expected = [(group["foreach"], group["fused"]) for group in second.param_groups]
+    load_optimizer(model, second, *through_files(*optimizer_to_tensors(model, first)))
+    assert [(group["foreach"], group["fused"]) for group in second.param_groups] == expected
+    updater = Updater(model, second, TrainConfig(), torch.amp.GradScaler("cpu", enabled=False))
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        assert not updater.update(0.1)[1]
 
 
 @pytest.mark.parametrize(("fused", "device"), [(False, "cpu"), (True, "meta")])
@@ -158,7 +190,8 @@ def test_step_of_a_run_on_a_cpu_is_loaded_where_the_kernels_read_it(
     saved = through_files(*optimizer_to_tensors(first, optimizer))
     second = network().to("meta")
     resumed = torch.optim.AdamW(parameter_groups(second, config), lr=0.05)
+    for group in resumed.param_groups:
+        group["fused"] = fused  # the constructor refuses tensors on meta
     load_optimizer(second, resumed, *saved)
-    assert resumed.param_groups[0]["fused"] is fused
     assert {state["step"].device.type for state in resumed.state.values()} == {device}
     assert {state["exp_avg"].device.type for state in resumed.state.values()} == {"meta"}
