@@ -21,7 +21,6 @@ from imagenet_cls.config.schema import (
     ScheduleConfig,
 )
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.meter import StepResult
@@ -232,8 +231,7 @@ class _LrRangeRun:
         self.average = 0.0
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        batches = self.parts.train_loader.epoch(epoch, first_step)
-        return prefetch_to_device(batches, self.parts.context.device)
+        return self.parts.prefetch(self.parts.train_loader.epoch(epoch, first_step))
 
     def after_epoch(self) -> None:
         pass

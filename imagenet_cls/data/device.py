@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Literal
 
 import torch
@@ -48,45 +47,47 @@ class Normalize:
         )
 
 
-def prefetch_to_device(batches: Iterator[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
-    """The batches. On a GPU, images and targets are copied to it while the previous batch is used.
+class DevicePrefetch:
+    """Callable: batches -> the batches. On a GPU, images and targets are copied to it while the
+    previous batch is used; for other devices nothing is copied.
 
-    The copies run on a separate CUDA stream, asynchronously from pinned memory. For other devices
-    nothing is copied.
+    The copies run asynchronously from pinned memory, on one CUDA stream for all calls: the memory
+    that a stream has allocated is only reused by this stream.
     """
-    return _copy_ahead(batches, device) if device.type == "cuda" else batches
 
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-@cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all epochs: the memory of batches is reused only by the stream that allocated it."""
-    return torch.cuda.Stream(device)
+    def __call__(self, batches: Iterator[TrainBatch]) -> Iterator[TrainBatch]:
+        return batches if self.stream is None else self._copy_ahead(batches, self.stream)
 
+    def _copy_ahead(
+        self, batches: Iterator[TrainBatch], stream: torch.cuda.Stream
+    ) -> Iterator[TrainBatch]:
+        device = self.device
 
-def _copy_ahead(batches: Iterator[TrainBatch], device: torch.device) -> Iterator[TrainBatch]:
-    stream = _copy_stream(device)
+        def start_copy(batch: TrainBatch) -> tuple[TrainBatch, torch.cuda.Event]:
+            with torch.cuda.stream(stream):
+                images = batch.images.to(device, non_blocking=True)
+                targets = batch.targets.to(device, non_blocking=True)
+                return batch._replace(images=images, targets=targets), stream.record_event()
 
-    def start_copy(batch: TrainBatch) -> tuple[TrainBatch, torch.cuda.Event]:
-        with torch.cuda.stream(stream):
-            images = batch.images.to(device, non_blocking=True)
-            targets = batch.targets.to(device, non_blocking=True)
-            return batch._replace(images=images, targets=targets), stream.record_event()
+        def wait_for_copy(batch: TrainBatch, copied: torch.cuda.Event) -> TrainBatch:
+            current = torch.cuda.current_stream(device)
+            current.wait_event(copied)
+            for tensor in (batch.images, batch.targets):
+                # its memory is not reused before the work queued on `current` is done
+                tensor.record_stream(current)
+            return batch
 
-    def wait_for_copy(batch: TrainBatch, copied: torch.cuda.Event) -> TrainBatch:
-        current = torch.cuda.current_stream(device)
-        current.wait_event(copied)
-        for tensor in (batch.images, batch.targets):
-            # its memory is not reused before the work queued on `current` is done
-            tensor.record_stream(current)
-        return batch
-
-    started = None
-    for batch in batches:
-        previous, started = started, start_copy(batch)
-        if previous is not None:
-            yield wait_for_copy(*previous)
-    if started is not None:
-        yield wait_for_copy(*started)
+        started = None
+        for batch in batches:
+            previous, started = started, start_copy(batch)
+            if previous is not None:
+                yield wait_for_copy(*previous)
+        if started is not None:
+            yield wait_for_copy(*started)
 
 
 def erase(

@@ -19,7 +19,7 @@ from imagenet_cls.config.schema import (
 )
 from imagenet_cls.data.builtin import BatchLoader
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.device import Normalize, TrainPreprocess, build_mixing
+from imagenet_cls.data.device import DevicePrefetch, Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.sources import ImageSource, exif_warning, required_targets, size_fingerprint
@@ -85,6 +85,7 @@ class TrainingParts:
     ema: ModelEma
     mean: list[float]  # the normalization of the images, per channel
     std: list[float]
+    prefetch: DevicePrefetch
     preprocess: TrainPreprocess
     autocast_dtype: torch.dtype | None  # None: fp32, no autocast
     criterion: TrainingLoss
@@ -212,6 +213,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
         ema=ema,
         mean=mean,
         std=std,
+        prefetch=DevicePrefetch(device),
         preprocess=TrainPreprocess(
             normalize,
             augment.erasing,

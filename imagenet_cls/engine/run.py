@@ -15,7 +15,6 @@ from torch import nn
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import RESULT_FIELDS, Progress, stops_early
 from imagenet_cls.checkpoint.saver import CheckpointSaver
-from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.loaders import DataWaitCheck, EvalBatch
@@ -105,8 +104,7 @@ class Run:
         new run to the reporter.
         """
         parts = self.parts
-        batches = parts.train_loader.epoch(epoch, first_step)
-        batches = prefetch_to_device(batches, parts.context.device)
+        batches = parts.prefetch(parts.train_loader.epoch(epoch, first_step))
         is_first = self.progress.step == 0
         self.meter.restart_clock()
         while True:

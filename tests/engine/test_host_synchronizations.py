@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import load_config
-from imagenet_cls.data.device import prefetch_to_device
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.meter import Meter, StepResult
@@ -60,9 +59,7 @@ class Steps:
         self.reads, self.checks = CountReads(), ExitStack()
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        return prefetch_to_device(
-            self.parts.train_loader.epoch(epoch, first_step), self.parts.context.device
-        )
+        return self.parts.prefetch(self.parts.train_loader.epoch(epoch, first_step))
 
     def after_step(self, result: StepResult) -> None:
         self.meter.add(result)

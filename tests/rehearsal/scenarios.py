@@ -88,7 +88,7 @@ def run_files(folder: Path) -> None:
 
 def run_prefetch(folder: Path) -> None:
     """The next batch is read, and its copy started, before a batch is used."""
-    from imagenet_cls.data.device import prefetch_to_device
+    from imagenet_cls.data.device import DevicePrefetch
     from imagenet_cls.data.loader import TrainBatch
 
     read = []
@@ -99,16 +99,16 @@ def run_prefetch(folder: Path) -> None:
             images = torch.full((1, 3, 2, 2), number, dtype=torch.uint8)
             yield TrainBatch(images.pin_memory(), torch.tensor([number]).pin_memory())
 
-    prefetched = prefetch_to_device(batches(), torch.device("cuda", 0))
-    assert [(int(batch.targets), len(read)) for batch in prefetched] == [(0, 2), (1, 3), (2, 3)]
-    assert not list(prefetch_to_device(iter([]), torch.device("cuda", 0)))
+    prefetch = DevicePrefetch(torch.device("cuda", 0))
+    seen = [(int(batch.targets), len(read)) for batch in prefetch(batches())]
+    assert seen == [(0, 2), (1, 3), (2, 3)]
+    assert not list(prefetch(iter([])))
 
 
 def run_waits(folder: Path) -> None:
     """From the second step on, no operator of a step makes the host wait."""
     from imagenet_cls.checkpoint.progress import Progress
     from imagenet_cls.config.load import load_config
-    from imagenet_cls.data.device import prefetch_to_device
     from imagenet_cls.engine.build import build
     from imagenet_cls.engine.meter import Meter, StepResult
     from imagenet_cls.engine.train import train as train_loop
@@ -126,9 +126,7 @@ def run_waits(folder: Path) -> None:
             self.meter = Meter(parts.context, parts.plan.global_batch)
 
         def epoch_batches(self, epoch: int, first_step: int) -> Any:
-            return prefetch_to_device(
-                parts.train_loader.epoch(epoch, first_step), parts.context.device
-            )
+            return parts.prefetch(parts.train_loader.epoch(epoch, first_step))
 
         def after_step(self, result: StepResult) -> None:
             self.meter.add(result)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from imagenet_cls.data.device import prefetch_to_device
+from imagenet_cls.data.device import DevicePrefetch
 from imagenet_cls.data.loader import TrainBatch
 
 
@@ -25,7 +25,7 @@ def batches(count: int, read: list[int], pin: bool = False) -> Iterator[TrainBat
 
 def test_on_a_cpu_batches_are_unchanged_and_read_when_needed() -> None:
     read: list[int] = []
-    ahead = prefetch_to_device(batches(3, read), torch.device("cpu"))
+    ahead = DevicePrefetch(torch.device("cpu"))(batches(3, read))
     assert next(ahead).images[0, 0, 0, 0] == 0 and read == [0]
     assert [int(batch.targets[0]) for batch in ahead] == [1, 2]
 
@@ -35,7 +35,7 @@ def test_on_a_gpu_batches_are_copied_in_order_without_a_synchronization() -> Non
     device, sums = torch.device("cuda", torch.cuda.current_device()), []
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for batch in prefetch_to_device(batches(20, [], pin=True), device):
+        for batch in DevicePrefetch(device)(batches(20, [], pin=True)):
             assert batch.images.device == batch.targets.device == device
             assert batch.images.is_contiguous(memory_format=torch.channels_last)
             busy = torch.randn(500, 500, device=device)
