@@ -7,7 +7,7 @@
 # fails, the others end, too; the exit code is that of the first one.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-read -ra hosts <<<"${HOSTS:-}"
+read -r -d '' -a hosts <<<"${HOSTS:-}" || true  # separated by spaces or lines
 if [ $# -lt 2 ] || [[ ! "$2" =~ ^[1-9][0-9]*$ ]] || [ ${#hosts[@]} = 0 ]; then
     echo "usage: HOSTS=\"HOST HOST ...\" bash scripts/ssh_train.sh CONFIG GPUS [arguments of tools/train.py]" >&2
     echo "error: give the hosts, a config file and the number of processes on each machine" >&2

@@ -460,3 +460,13 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def read_weights(path: Path, averaged: bool = True) -> Any:
+    """The EMA weights in a file, or with averaged=False the raw ones, or else its only ones, and
+    their description.
+    """
+    from imagenet_cls.models.weight_files import read_all_weights
+
+    weights = read_all_weights(path)
+    return weights.get("ema" if averaged else "raw") or next(iter(weights.values()))

@@ -156,7 +156,7 @@ def read_states(
     Raises CheckpointError if one is damaged, or of another model or task than the first.
     """
     from imagenet_cls.checkpoint.select import load_best
-    from imagenet_cls.models.weight_files import read_weights
+    from imagenet_cls.models.weight_files import read_all_weights
 
     first: Snapshot | None = None
     for path in paths:
@@ -166,7 +166,14 @@ def read_states(
                 "Give checkpoints; or average files of weights with --out average.safetensors.",
             )
         if path.is_file():
-            yield path, read_weights(path, averaged=kind == "ema")[0], None
+            found = read_all_weights(path)
+            # A file of the format safetensors has one set of weights, of either kind.
+            if kind not in found and path.suffix != ".safetensors":
+                raise CheckpointError(
+                    f"{path} has no {kind} weights.",
+                    "Choose the kind that all files have (--weights), or leave this file out.",
+                )
+            yield path, (found.get(kind) or found["raw"])[0], None
             continue
         snapshot, _, damage = load_best(path)
         if damage:

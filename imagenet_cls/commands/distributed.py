@@ -128,6 +128,7 @@ def parse_rank_arguments(
     arguments = parse(parser, argv)
     rank_info = find_rank_info(os.environ, arguments.launcher)
     if rank_info is not None:
+        check_number_of_ranks(arguments, rank_info)
         return arguments, rank_info
     if arguments.launcher == "pytorch":
         parser.set_defaults(**options_from_kubernetes(os.environ))
@@ -144,6 +145,18 @@ def parse_rank_arguments(
             "Use --launcher spawn.",
         )
     return arguments, RankInfo()
+
+
+def check_number_of_ranks(arguments: argparse.Namespace, rank_info: RankInfo) -> None:
+    """Raise UsageError if --gpus and --nodes ask for other ranks than a launcher has started."""
+    ranks = ranks_to_start(arguments)
+    if not rank_info.launched and ranks not in (None, 1, rank_info.world_size):
+        raise UsageError(
+            f"--gpus {arguments.gpus} --nodes {arguments.nodes}: {ranks} ranks, but the launcher "
+            f"({rank_info.launcher}) has started {rank_info.world_size}.",
+            "Let the launcher start as many, or start one process for each machine with "
+            "--launcher spawn.",
+        )
 
 
 def ranks_to_start(arguments: argparse.Namespace) -> int | None:

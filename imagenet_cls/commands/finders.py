@@ -126,7 +126,7 @@ def micro_batch_trials(
     config = trial_config(config)
     low, high = 0, most + 1
     first = 2 if context.device.type == "cpu" else 8
-    while high - low > (1 if low < 8 else max(8, low // 8)):
+    while low < most if high > most else high - low > (1 if low < 8 else max(8, low // 8)):
         size = (low + high) // 2
         if high > most:  # every size so far fits
             size = min(2 * low or first, most)

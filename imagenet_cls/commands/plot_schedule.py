@@ -5,7 +5,6 @@ number is assumed.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
@@ -74,18 +73,16 @@ def count_training_images(data: DataConfig) -> tuple[int, str]:
     """The number of training images, and where it comes from. Downloads nothing. Raises DataError
     for wrong data.
     """
-    has_files = data.name in ("folder", "list", "digits")
-    if data.name == "synthetic" or (
-        has_files and (Path(data.root).expanduser() / data.train).exists()
-    ):
-        from imagenet_cls.data.datasets import open_datasets
+    from imagenet_cls.data.datasets import has_files_of_part, open_datasets
 
+    has_files = data.name in ("folder", "list", "digits")
+    if data.name == "synthetic" or (has_files and has_files_of_part(data, data.train)):
         train = open_datasets(data, ("train",)).train
         assert train is not None
         place = data.root if has_files else data.name
         return len(
             train
-        ), f"{len(train):,} training images: counted ({place}); --images takes another number"
+        ), f"{len(train):,} training images: counted ({place}); use --images N for another number"
     why = f"no {data.root} here" if has_files else f"the images of {data.name} are not counted"
     return (
         IMAGENET_IMAGES,

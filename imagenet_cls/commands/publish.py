@@ -31,6 +31,8 @@ def publish_command(argv: Sequence[str]) -> None:
         raise UsageError(
             f"{folder} exists and is not empty.", "Give another folder, or --overwrite."
         )
+    if (folder / "manifest.json").exists():
+        raise UsageError(f"{folder} is a checkpoint.", "Give another folder.")
     if arguments.license is not None and not re.fullmatch(r"[\w.-]+", arguments.license):
         raise UsageError(
             f"--license {printable(arguments.license)}: not an identifier.",

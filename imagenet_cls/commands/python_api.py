@@ -73,7 +73,10 @@ class TrainedRun:
         Raises CheckpointError if the run has none yet.
         """
         state = state_of_newest(self.folder)
-        assert state is not None  # of a folder
+        if state is None:
+            raise CheckpointError(
+                f"{self.folder}: none of its checkpoints can be read.", "Restore one of them."
+            )
         best = state["progress"]["best"]
         if not best:
             raise CheckpointError(f"{self.folder}: no evaluation yet.", "Train for an epoch.")
@@ -159,6 +162,8 @@ def train(
     if gpus is not None:
         argv += ["--gpus", str(gpus)]
     if work_dir is not None:
+        if str(work_dir) == "auto":
+            raise UsageError("work_dir: 'auto' is for the command line.", "Name a folder.")
         argv += ["--work-dir", str(work_dir)]
     if resume:
         argv.append("--resume")

@@ -184,10 +184,14 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     that can't be used.
     """
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
-    if (arguments.knn or arguments.linear_probe) and (arguments.out or arguments.report):
+    outputs = arguments.out or arguments.report or arguments.results
+    if (arguments.knn or arguments.linear_probe) and outputs:
         raise UsageError(
-            "--knn and --linear-probe have no --out and no --report.", "Leave these out."
+            "--knn and --linear-probe have no --out, no --results and no --report.",
+            "Leave these out.",
         )
+    if arguments.out is not None and arguments.out == arguments.results:
+        raise UsageError("--out and --results name the same file.", "Give two files.")
     if arguments.link_js and not arguments.report:
         raise UsageError(
             "--link-js is an option of --report.", "Add --report DIR, or leave it out."
@@ -231,7 +235,11 @@ def check_report_folder(folder: Path | None) -> None:
         raise UsageError(f"{folder} is a file.", remedy)
     page = folder / "report.html"
     is_new = not page.exists()
-    if not is_new and not (folder / "report.json").exists():
+    others = [folder / name for name in ("report.json", "confusion.csv")]
+    found = [path for path in others if path.exists()]
+    if is_new and found:
+        raise UsageError(f"{found[0]} was not written by this command.", remedy)
+    if not is_new and others[0] not in found:
         raise UsageError(f"{page} was not written by this command.", remedy)
     with explain_write_errors(folder, remedy):
         folder.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,12 @@ def verify_command(argv: Sequence[str]) -> None:
         help="a folder or archive, with all images and archives in it; or a config",
     )
     cli.add_data_options(parser)
-    parser.add_argument("--out", type=cli.path, metavar="FILE", help="default: ROOT/bad_images.txt")
+    parser.add_argument(
+        "--out",
+        type=cli.path,
+        metavar="FILE",
+        help="replaced if it exists (default: ROOT/bad_images.txt)",
+    )
     arguments = parser.parse_intermixed_args(argv)
     verify_data(arguments.data, arguments.overrides, arguments.out, arguments.threads)
 

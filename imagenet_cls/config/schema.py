@@ -707,8 +707,8 @@ class ParallelConfig:
     # MPI, and mpirun.
     backend: Literal["auto", "nccl", "gloo", "mpi"] = key("auto", recipe=False)
     # The GPUs to use, numbered in the order of CUDA_VISIBLE_DEVICES. In mode dp the first one holds
-    # the parameters; in mode ddp each rank uses the one at the index of its local rank. null: all
-    # visible GPUs, in order.
+    # the parameters; in mode ddp each rank uses the one at the index of its local rank, and one
+    # process alone the first. null: all visible GPUs, in order.
     device_ids: list[int] | None = key(None, NOT_NEGATIVE, recipe=False)
     # For mode dp: the GPU where the logits are gathered and the loss is computed. null: the first
     # of device_ids.

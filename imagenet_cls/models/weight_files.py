@@ -34,16 +34,6 @@ NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module", *PRETRAINING
 AVERAGE_KEYS = ("state_dict_ema", "model_ema")
 
 
-def read_weights(path: Path, averaged: bool = True) -> tuple[dict[str, Tensor], str]:
-    """The weights in a file, and a description, as `read_all_weights` returns them for one kind.
-
-    averaged: prefer the EMA weights if the file has both, as timm's `create_model` does.
-    """
-    weights = read_all_weights(path)
-    kind = "ema" if "raw" not in weights or (averaged and "ema" in weights) else "raw"
-    return weights[kind]
-
-
 def read_all_weights(path: Path) -> dict[str, tuple[dict[str, Tensor], str]]:
     """The trained weights in a file (`raw`) and their moving average (`ema`), if it has both.
 

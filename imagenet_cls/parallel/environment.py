@@ -75,10 +75,10 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
     rank.
 
     launcher: `auto` reads torch's variables, then MPI's, then SLURM's, since mpirun in a batch job
-    may start helpers by srun; `none` reads none; any other is required. The script of `sbatch`,
-    which has SLURM_PROCID, is not a rank, nor is a step of one task, such as a shell, unless with
-    `--launcher slurm`. RANK without LOCAL_RANK is the number of a pod if the launcher is `pytorch`
-    or there is a single pod. Raises UsageError.
+    may start helpers by srun; `none` reads none; `spawn` and `pytorch` read torch's; `mpi` and
+    `slurm` are required. The script of `sbatch`, which has SLURM_PROCID, is not a rank, nor is a
+    step of one task, such as a shell, unless `--launcher slurm` is given. RANK without LOCAL_RANK
+    is the number of a pod if the launcher is `pytorch` or there is a single pod. Raises UsageError.
     """
     if launcher == "none":
         return None
@@ -87,8 +87,8 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
         return None
     if "RANK" in env:  # the most explicit
         return _read(env, _PYTORCH, "pytorch" if launcher == "auto" else launcher)
-    if launcher == "spawn":  # its ranks have torch's variables
-        launcher = "auto"
+    if launcher == "spawn":  # its ranks have torch's variables; here they are to be started
+        return None
     if launcher in ("auto", "mpi"):
         for names in (_OPEN_MPI, _PMI):
             # srun (--mpi=pmi2) sets PMI_RANK, but no local rank by that name.

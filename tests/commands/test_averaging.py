@@ -198,5 +198,8 @@ def test_average_of_weights_files_of_any_origin(run: Path, digits: Path, tmp_pat
     )
     words = arguments(digits, tmp_path, "noisy")[:-2]
     succeeds(evaluate_command, *words, out)
+    torch.save({"state_dict": trained}, tmp_path / "raw.pth")
+    kinds = [average_command, tmp_path / "a.pth", tmp_path / "raw.pth", "--weights", "ema"]
+    assert "raw.pth" in fails(4, *kinds, "--out", tmp_path / "ema.safetensors")
     err = fails(2, average_command, tmp_path / "a.pth", first, "--out", tmp_path / "folder")
     assert "--out average.safetensors" in err

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from archive_writers import write_zip
 from helpers import call, succeeds
 from PIL import Image
 
@@ -113,6 +114,14 @@ def test_training_images_are_counted_given_or_assumed(
     out = succeeds(plot_schedule_command, config, "train.global_batch_size=100", *words)
     assert expected in out and ("training images" not in out) == ("--images" in more)
     assert not Path("none").exists()
+
+
+def test_training_images_in_an_archive_are_counted(config: Path, tmp_path: Path) -> None:
+    files = [(f"{part}/cat/{i}.jpg", b"x") for part in ("train", "val") for i in range(30)]
+    write_zip(tmp_path / "photos.zip", files)
+    words = ["data.root=photos.zip", "train.global_batch_size=10"]
+    out = succeeds(plot_schedule_command, config, *words)
+    assert "30 training images: counted" in out
 
 
 @pytest.mark.parametrize(

@@ -369,6 +369,8 @@ def test_python_api_raises_the_errors_of_a_run(photos: Path) -> None:
         imagenet_cls.train("photos", model=UserError)
     with pytest.raises(UserError, match="--gpus"):
         imagenet_cls.train("photos", gpus=0)
+    with pytest.raises(UserError, match="work_dir"):
+        imagenet_cls.train("photos", work_dir="auto")
 
 
 def test_python_api_evaluates_no_folder_that_is_missing(photos: Path) -> None:

@@ -347,6 +347,9 @@ def test_command_writes_a_report_and_replaces_only_its_own(folder: Path, tmp_pat
     (report / "report.json").unlink()  # as beside a page of report.py
     err = fails(2, evaluate_command, *words(folder), *options)
     assert "report.html" in err
+    (report / "report.html").unlink()  # then `confusion.csv` may be the user's
+    err = fails(2, evaluate_command, *words(folder), *options)
+    assert "confusion.csv" in err
 
 
 def test_masked_evaluation_is_stated_and_has_only_the_present_classes(

@@ -233,7 +233,7 @@ def test_ssh_train_agrees_with_one_rank_and_passes_the_exit_code(
     ssh.chmod(0o755)
     env = {
         "PATH": f"{ssh.parent}:{os.environ['PATH']}",
-        "HOSTS": "127.0.0.1 127.0.0.2",
+        "HOSTS": "127.0.0.1\n127.0.0.2",  # as `scontrol show hostnames` prints them
         "MASTER_PORT": free_port(),
     }
     config, *rest = words_for(digits, Path("a run"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked_ranks import RankServer, destroy_process_groups, join_ranks
-from helpers import noisy
+from helpers import noisy, read_weights
 from torch import Tensor
 
 from imagenet_cls.config.load import load_config
@@ -16,7 +16,6 @@ from imagenet_cls.config.schema import TeacherConfig
 from imagenet_cls.errors import UserError
 from imagenet_cls.guards.agreement import check_same_config
 from imagenet_cls.models.teacher import MeanStd, build_teacher
-from imagenet_cls.models.weight_files import read_weights
 
 MEAN_STD = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 OWN = ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])

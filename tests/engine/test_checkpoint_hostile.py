@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, call, edit_state, fails, newest, succeeds, train_here
+from helpers import arguments, call, edit_state, fails, newest, read_weights, succeeds, train_here
 from safetensors.torch import load_file, save_file
 
 from imagenet_cls.checkpoint.format import read_checkpoint, write_manifest
@@ -29,7 +29,6 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.models.weight_files import read_weights
 
 CANARY = "canary"
 # A module of the attacker's: importing it creates the canary.

@@ -280,6 +280,8 @@ def test_command_evaluates_raw_and_ema_weights(run: Path, tmp_path: Path) -> Non
         ("--knn", 0): "0",
         ("--linear-probe", "-1"): "number, more than 0",
         ("--knn", 2, "--out", tmp_path / "rows.csv"): "no --out",
+        ("--knn", 2, "--results", tmp_path / "results.json"): "no --out, no --results",
+        ("--out", tmp_path / "a.json", "--results", tmp_path / "a.json"): "the same file",
     }.items():
         err = fails(2, evaluate_command, run, *words)
         assert message in err

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
-from helpers import arguments, fails, succeeds, train_here
+from helpers import arguments, fails, newest, succeeds, train_here
 from PIL import Image
 from safetensors import SafetensorError
 
@@ -130,6 +130,10 @@ def test_folder_is_not_overwritten_without_the_option(run: Path, tmp_path: Path)
     err = fails(2, publish_command, run, tmp_path)
     assert "--overwrite" in err and (tmp_path / "README.md").read_text() == "mine"
     succeeds(publish_command, run, tmp_path, "--overwrite")
+    checkpoint = newest(run)
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    fails(2, publish_command, run, checkpoint, "--overwrite")
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
     assert "license: unknown" in (tmp_path / "README.md").read_text()
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import timm
 import torch
+from helpers import read_weights
 from torch import Tensor, nn
 
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.models.weight_files import read_weights
 from imagenet_cls.models.weights import load_weights
 
 State = dict[str, Tensor]

@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from helpers import plain, single_rank
+from helpers import plain, read_weights, single_rank
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import DistillConfig, TeacherConfig
@@ -19,7 +19,6 @@ from imagenet_cls.models.teacher import (
     build_teacher,
     distillation_problems,
 )
-from imagenet_cls.models.weight_files import read_weights
 
 CPU = torch.device("cpu")
 ALONE = single_rank()

@@ -13,11 +13,12 @@ import safetensors.torch
 import timm
 import torch
 import torchvision
+from helpers import read_weights
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from imagenet_cls.errors import CheckpointError, ResourceError
-from imagenet_cls.models.weight_files import download_weights, read_weights
+from imagenet_cls.models.weight_files import download_weights
 from imagenet_cls.models.weights import load_weights
 
 

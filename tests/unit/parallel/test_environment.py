@@ -1,5 +1,6 @@
 """Rank information from each launcher's variables, without torch."""
 
+import contextlib
 import math
 import os
 import shutil
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 from helpers import write_files
 
+from imagenet_cls.commands.distributed import parse_rank_arguments
+from imagenet_cls.commands.train import train_parser
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel import cpus
 from imagenet_cls.parallel.cpus import cgroup_cpus, cpu_threads, cpus_per_rank
 from imagenet_cls.parallel.environment import (
+    LAUNCHED_VARIABLE,
     RankInfo,
     complete_master_address,
     find_rank_info,
@@ -86,6 +90,8 @@ def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
         ({"RANK": "1", "WORLD_SIZE": "1"}, "auto", UsageError),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "pytorch", None),  # a pod, which starts its ranks
         ({"RANK": "1", "WORLD_SIZE": "2"}, "spawn", UsageError),
+        (SLURM, "spawn", None),  # one task for each machine, which starts the ranks of its GPUs
+        (OPEN_MPI, "spawn", None),
         (TORCHRUN, "pytorch", (5, 1, 8, 4)),
         ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),  # which GPU?
@@ -108,6 +114,27 @@ def test_find_rank_info_of_a_spawned_rank_names_spawn() -> None:
         "pytorch",
         "spawn",
     ]
+
+
+@pytest.mark.parametrize(
+    ("env", "words", "is_error"),
+    [
+        (TORCHRUN, ["--gpus", "4"], True),
+        (TORCHRUN, ["--gpus", "4", "--nodes", "2"], False),  # the ranks that there are
+        ({**TORCHRUN, LAUNCHED_VARIABLE: "1"}, ["--gpus", "4"], False),  # one of ours
+        (SLURM, ["--gpus", "8"], True),
+        (OPEN_MPI, [], False),
+    ],
+)
+def test_options_that_ask_for_other_ranks_than_the_launcher_are_an_error(
+    env: dict[str, str], words: list[str], is_error: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [*TORCHRUN, *SLURM, *OPEN_MPI, LAUNCHED_VARIABLE]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError) if is_error else contextlib.nullcontext():
+        assert parse_rank_arguments(train_parser(), ["demo", *words])[1] is not None
 
 
 # What Kubeflow sets in the second of two pods with eight GPUs each.
