@@ -96,10 +96,6 @@ def predict_command(argv: Sequence[str]) -> None:
         errors = write_features(predictor, paths, arguments.features)
     else:
         errors = print_predictions(predictor, paths, arguments)
-    used = f"used the {predictor.weights} weights of {predictor.path}"
-    if predictor.threshold is not None:
-        used += f", threshold {predictor.threshold:g}"
-    print(printable(used), file=sys.stderr)
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -108,6 +104,10 @@ def predict_command(argv: Sequence[str]) -> None:
             f"{count}: {errors[0].problem}\n{errors[1].problem}",
             "Leave them out, or give other files.",
         )
+    used = f"used the {predictor.weights} weights of {predictor.path}"
+    if predictor.threshold is not None:
+        used += f", threshold {predictor.threshold:g}"
+    print(printable(used), file=sys.stderr)
 
 
 def print_predictions(

@@ -63,6 +63,8 @@ def test_every_command_of_your_data_md_runs(
     text = io.StringIO()
     csv.writer(text).writerows(rows)
     Path("labels.csv").write_text(text.getvalue())
+    for part in ("train", "val"):  # with paths relative to their folder
+        Path(f"photos/{part}.csv").write_text(text.getvalue().replace("photos/", ""))
     Path("test.csv").write_text(text.getvalue())
     shutil.copytree("photos", "testset")
     shutil.make_archive("testset", "zip", ".", "testset")
@@ -84,7 +86,7 @@ def test_every_command_of_your_data_md_runs(
         if tool == "train":
             assert "\nbest top-1 (raw weights" in out
         done.append(tool)
-    assert [done.count(tool) for tool in TOOLS] == [10, 5, 1, 1, 1]
+    assert [done.count(tool) for tool in TOOLS] == [11, 5, 1, 1, 1]
     assert {path.name for path in Path("work_dirs").iterdir()} == {
         "convnext",
         "photos",
@@ -93,6 +95,7 @@ def test_every_command_of_your_data_md_runs(
         "resnet50",
         "scratch",
         "labels",
+        "tables",
         "zip",
         "packed",
         "own_dataset",
