@@ -126,10 +126,12 @@ def micro_batch_trials(
     config = trial_config(config)
     low, high = 0, most + 1
     first = 2 if context.device.type == "cpu" else 8
-    while low < most if high > most else high - low > (1 if low < 8 else max(8, low // 8)):
+    while low < most:
         size = (low + high) // 2
         if high > most:  # every size so far fits
             size = min(2 * low or first, most)
+        elif high - low <= (1 if low < 8 else max(8, low // 8)):
+            return
         accumulation = 1 if num_devices == 1 and size >= share else 2
         with explain_device_errors():
             trial = try_micro_batch(config, context, size, accumulation)

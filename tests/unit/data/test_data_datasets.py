@@ -1,5 +1,6 @@
 """Opening every kind of dataset, and the problems of its config."""
 
+import math
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
@@ -94,9 +95,15 @@ def test_open_factory_with_a_wrong_data_set_raises(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("targets", "known"),
-    [([1, 0, 2, 1], True), ([1.0, 0.0, 2.0, 1.0], True), ([1.0, 0.7, 2.0, 1.0], False)],
+    [
+        ([1, 0, 2, 1], True),
+        ([1.0, 0.0, 2.0, 1.0], True),
+        ([1.0, 0.7, 2.0, 1.0], False),
+        ([1.0, math.nan, 2.0, 1.0], False),
+        (["1", "0", "2", "1"], False),
+    ],
 )
-def test_targets_of_a_dataset_are_whole_numbers(targets: list[float], known: bool) -> None:
+def test_targets_of_a_dataset_are_whole_numbers(targets: list[Any], known: bool) -> None:
     found = targets_of_dataset(Own((None, 0), targets=targets))
     assert (found is not None) == known
     if found is not None:
