@@ -95,6 +95,14 @@ class Highlighter(RegexHighlighter):
     highlights = (r"(?m)^(?P<yellow>warning: .*)", r"(?P<green>\S+ % \*)")
 
 
+class VisibleCursor(RichConsole):
+    """A console of rich whose bars do not hide the cursor."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Do nothing. A process that ends while the cursor is hidden would leave it hidden."""
+        return False
+
+
 class Console:
     """The lines and the progress bar of a run, on stdout by default."""
 
@@ -105,7 +113,7 @@ class Console:
                 self._stream = cast(TextIO, BackgroundStream(self._stream))
         self._terminal: RichConsole | None = None
         if self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-            self._terminal = RichConsole(
+            self._terminal = VisibleCursor(
                 file=self._stream, markup=False, emoji=False, highlighter=Highlighter()
             )
         self._bar: Progress | None = None
@@ -184,7 +192,8 @@ class Console:
         """
         assert self._terminal is not None
         if self._bar is None:
-            self._bar = _open_bar(self._terminal)
+            self._bar = _create_bar(self._terminal)
+            self._bar.start()
             self._tasks = {}
         if task not in self._tasks:
             self._tasks[task] = self._bar.add_task(description, total=total, numbers="")
@@ -213,8 +222,8 @@ class Console:
         return f"{hours}:{minutes:02}:{seconds:02}"
 
 
-def _open_bar(console: RichConsole) -> Progress:
-    bar = Progress(
+def _create_bar(console: RichConsole) -> Progress:
+    return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=_bar_width(console)),
         TextColumn("{task.fields[numbers]}", markup=False),
@@ -224,9 +233,6 @@ def _open_bar(console: RichConsole) -> Progress:
         redirect_stdout=False,  # a worker that prints would take the bar's lock in a forked process
         redirect_stderr=False,
     )
-    bar.start()
-    console.show_cursor(True)
-    return bar
 
 
 def _bar_width(console: RichConsole) -> int:
