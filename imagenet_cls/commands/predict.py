@@ -66,6 +66,8 @@ def predict_command(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     if arguments.logits and not arguments.json:
         raise UsageError("--logits needs --json.", "Add it.")
+    if arguments.features and (arguments.top is not None or arguments.threshold is not None):
+        raise UsageError("--features names no classes.", "Omit --top and --threshold.")
     check_exists(arguments.checkpoint)
     check_output_path(arguments.features, "--features")
     from imagenet_cls.inference.predictor import OnnxPredictor, Predictor, find_images
@@ -146,11 +148,9 @@ def write_features(predictor: "Predictor", paths: Sequence[Path], file: Path) ->
     errors: list[DataError] = []
     for batch in predictor.read_batches(paths):
         errors += batch.errors
-        if batch.images:
-            values = predictor.features(batch.images)
-            predictor.check_finite(batch, values, "features")
+        if batch.crops:
             names += batch.names
-            features.append(values.numpy())
+            features.append(predictor.batch_features(batch).numpy())
     if features:
         content = io.BytesIO()
         array = np.concatenate(features)

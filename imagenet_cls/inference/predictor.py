@@ -23,10 +23,10 @@ from imagenet_cls.checkpoint.format import (
 )
 from imagenet_cls.config.check import check_value
 from imagenet_cls.config.schema import SHARE, EvalConfig, format_size
+from imagenet_cls.data import sources
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Normalize
 from imagenet_cls.data.index import is_image
-from imagenet_cls.data.sources import reason_of
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, out_of_memory_line
@@ -47,14 +47,14 @@ _MAX_PIXELS = 2**25  # of a batch of small images or of one large one; 0.4 GB in
 
 @dataclass
 class ImageBatch:
-    """Images that were read together.
+    """Images that were read and cropped together.
 
-    names: the path of a file, else the position in the list of images. images: uint8 (3, H, W), of
-    any sizes, without the files that can't be read. errors: about these files.
+    names: the path of a file, else the position in the list of images. crops: uint8
+    (C, *crop_px), without the files that can't be read. errors: about these files.
     """
 
     names: list[str | int] = field(default_factory=list)
-    images: list[Tensor] = field(default_factory=list)
+    crops: list[Tensor] = field(default_factory=list)
     errors: list[DataError] = field(default_factory=list)
 
 
@@ -135,49 +135,54 @@ class Predictor:
         self.transform = EvalTransform(self.config.eval, self.mean)
         self.normalize = Normalize(self.mean, self.std, device, self.config.train.channels_last)
 
-    def crop_images(self, images: Sequence[AnyImage]) -> Tensor:
-        """Images of any sizes as uint8 (B, C, *crop_px) on the CPU."""
-        exif = self.config.data.exif
-        return torch.stack([self.transform(read_image(image, exif)) for image in images])
+    def crop(self, image: AnyImage) -> Tensor:
+        """An image of any size as uint8 (C, *crop_px) on the CPU. Raises as `read_image`."""
+        return self.transform(read_image(image, self.config.data.exif))
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
         """Images of any sizes as float32 (B, C, *crop_px) on the device of the model."""
-        return self.normalize(self.crop_images(images))
+        return self.model_input([self.crop(image) for image in images])
 
-    @torch.no_grad()
+    def model_input(self, crops: Sequence[Tensor]) -> Tensor:
+        """Images of `crop` as `prepare` gives them."""
+        return self.normalize(torch.stack([*crops]))
+
     def logits(self, images: Sequence[AnyImage]) -> Tensor:
         """fp32 logits (B, C) on the CPU.
 
         Raises CheckpointError if the model can't take images of the run's size, or returns another
         shape.
         """
-        logits = self._compute(self.model, images)
-        # An ONNX file may have more outputs than it names classes, but not fewer.
-        fewest = max(len(self.classes), 1)
-        if logits.shape[:-1] != (len(images),) or logits.shape[1] < fewest:
-            raise CheckpointError(
-                f"{self.path}: Its model returns outputs of shape {tuple(logits.shape)}, "
-                f"not {(len(images), fewest)}.",
-                "Use another checkpoint or exported file.",
-            )
-        return logits
+        return self._logits([self.crop(image) for image in images])
 
-    @torch.no_grad()
     def features(self, images: Sequence[AnyImage]) -> Tensor:
         """fp32 features (B, D) on the CPU, see `FeatureModel`.
 
         Raises as `logits`, and UsageError for a model without a known classifier.
         """
-        return self._compute(self._feature_model, images)
+        return self._compute(self._feature_model, [self.crop(image) for image in images])
+
+    def _logits(self, crops: Sequence[Tensor]) -> Tensor:
+        logits = self._compute(self.model, crops)
+        # An ONNX file may have more outputs than it names classes, but not fewer.
+        fewest = max(len(self.classes), 1)
+        if logits.shape[:-1] != (len(crops),) or logits.shape[1] < fewest:
+            raise CheckpointError(
+                f"{self.path}: its model returns outputs of shape {tuple(logits.shape)}, "
+                f"not {(len(crops), fewest)}.",
+                "Use another checkpoint or exported file.",
+            )
+        return logits
 
     @cached_property
     def _feature_model(self) -> FeatureModel:
         return FeatureModel(self.model, self.num_classes)
 
-    def _compute(self, model: nn.Module, images: Sequence[AnyImage]) -> Tensor:
-        pixels = self.prepare(images)
+    @torch.no_grad()
+    def _compute(self, model: nn.Module, crops: Sequence[Tensor]) -> Tensor:
+        images = self.model_input(crops)
         try:
-            return compute_logits(model, pixels, self.config.eval.flip_tta).cpu()
+            return compute_logits(model, images, self.config.eval.flip_tta).cpu()
         except (AssertionError, RuntimeError, ValueError) as error:  # of models for another size
             if out_of_memory_line(error) is not None:
                 raise
@@ -229,11 +234,11 @@ class Predictor:
         self, batch: ImageBatch, top: int | None = None, with_logits: bool = False
     ) -> Iterator[dict[str, Any]]:
         """`predict` for the images that were read."""
-        if not batch.images:
+        if not batch.crops:
             return
-        logits = self.logits(batch.images)
+        logits = self._logits(batch.crops)
         # An output of -inf is a probability of 0.
-        self.check_finite(batch, logits.logsumexp(dim=1, keepdim=True), "outputs")
+        self._check_finite(batch, logits.logsumexp(dim=1, keepdim=True), "outputs")
         ranked = top_classes(logits, self.classes, top, self.threshold)
         for name, best, outputs in zip(batch.names, ranked, logits.tolist(), strict=True):
             row: dict[str, Any] = {"image": name, "top": best}
@@ -241,20 +246,29 @@ class Predictor:
                 row["logits"] = [value if math.isfinite(value) else None for value in outputs]
             yield row
 
-    def check_finite(self, batch: ImageBatch, values: Tensor, name: str) -> None:
+    def batch_features(self, batch: ImageBatch) -> Tensor:
+        """`features` of the images that were read. Raises CheckpointError for features that are NaN
+        or infinite.
+        """
+        values = self._compute(self._feature_model, batch.crops)
+        self._check_finite(batch, values, "features")
+        return values
+
+    def _check_finite(self, batch: ImageBatch, values: Tensor, name: str) -> None:
         """Raise CheckpointError if values (B, D) of a batch are NaN or infinite. name: the name of
         the values, for the error.
         """
         is_finite = values.isfinite().all(dim=1).tolist()
         if not all(is_finite):
             raise CheckpointError(
-                f"{self.path}: The {name} of its {self.weights} weights are NaN or infinite for "
+                f"{self.path}: the {name} of its {self.weights} weights are NaN or infinite for "
                 f"{batch.names[is_finite.index(False)]}.",
                 "Use another checkpoint or exported file.",
             )
 
     def read_batches(self, images: Sequence[AnyImage]) -> Iterator[ImageBatch]:
-        """Read images in batches that fit in memory. Raises TypeError for arrays of other shapes
+        """Read images in batches, and crop each at once: files of large photographs would not fit
+        in memory together. Raises TypeError for arrays of other shapes
         and types than `AnyImage`.
         """
         size = max(min(_BATCH, _MAX_PIXELS // math.prod(self.transform.crop)), 1)
@@ -262,7 +276,7 @@ class Predictor:
             batch = ImageBatch()
             for number, image in enumerate(images[start : start + size], start):
                 try:
-                    batch.images.append(read_image(image, self.config.data.exif))
+                    batch.crops.append(self.crop(image))
                 except DataError as error:
                     batch.errors.append(error)
                 else:
@@ -341,17 +355,17 @@ class OnnxPredictor(Predictor):
             self._set_up(trained, values["weights"], model, torch.device("cpu"), threshold)
             self.graph_preprocess = values["preprocess"]
 
-    def _compute(self, model: nn.Module, images: Sequence[AnyImage]) -> Tensor:
+    def _compute(self, model: nn.Module, crops: Sequence[Tensor]) -> Tensor:
         with invalid_content_errors(self.path):  # onnxruntime finds some only in a run
-            return super()._compute(model, images)
+            return super()._compute(model, crops)
 
-    def prepare(self, images: Sequence[AnyImage]) -> Tensor:
+    def model_input(self, crops: Sequence[Tensor]) -> Tensor:
         """The input of the graph: uint8 (B, C, *crop_px) if it normalizes, else as of
         `Predictor`.
         """
         if self.graph_preprocess == "normalize":
-            return self.crop_images(images)
-        return super().prepare(images)
+            return torch.stack([*crops])
+        return super().model_input(crops)
 
 
 def load_model(
@@ -411,14 +425,12 @@ def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
                 "uint8 array (H, W, 3)"
             )
         return pixels.cpu()
-    path = Path(image)
     try:
-        check_regular(path)
-        data = path.read_bytes()
+        data = sources.read_image(str(image))
         return decode_upright(data) if exif == "apply" else decode_rgb(data)
     except (OSError, DataError) as error:
         remedy = "Leave it out, or give another file."
-        raise DataError(f"{path}: {reason_of(error)}", remedy) from error
+        raise DataError(f"{image}: {sources.reason_of(error)}", remedy) from error
 
 
 def find_images(arguments: Sequence[str]) -> list[Path]:

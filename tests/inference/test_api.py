@@ -133,6 +133,15 @@ def test_error_of_the_model_is_raised_unless_it_is_about_the_size(
         predictor.logits([np.zeros((8, 8, 3), np.uint8)])
 
 
+def test_batches_hold_crops_and_not_whole_images(folder: Path) -> None:
+    predictor = imagenet_cls.Predictor(folder / "work_dirs/demo")
+    images = [np.zeros((height, 300, 3), np.uint8) for height in (50, 900)]
+    (batch,) = predictor.read_batches(images)
+    crop = (3, *predictor.transform.crop)
+    assert [tuple(pixels.shape) for pixels in batch.crops] == [crop, crop]
+    assert batch.crops[1].untyped_storage().nbytes() < images[1].nbytes / 10
+
+
 def test_import_of_the_package_imports_no_torch() -> None:
     program = (
         "import sys, imagenet_cls; imagenet_cls.read_metrics; assert 'torch' not in sys.modules"

@@ -149,12 +149,21 @@ def test_predict_writes_no_features_that_are_not_finite(
 ) -> None:
     images = sorted((digits / "train/3").iterdir())[:2]
 
-    def with_nan(predictor: Predictor, images: list[Tensor]) -> Tensor:
+    def with_nan(predictor: Predictor, model: nn.Module, crops: list[Tensor]) -> Tensor:
         return torch.tensor([[1.0, 2.0], [1.0, torch.nan]])
 
-    monkeypatch.setattr(Predictor, "features", with_nan)
+    monkeypatch.setattr(Predictor, "_compute", with_nan)
     code, out, err = call(predict_command, run, *images, "--features", tmp_path / "out.npz")
     assert (code, out) == (4, "") and str(images[1]) in err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", [("--top", "2"), ("--threshold", "0.5")])
+def test_predict_refuses_options_of_classes_beside_features(
+    run: Path, digits: Path, tmp_path: Path, option: tuple[str, str]
+) -> None:
+    image = next((digits / "train/3").iterdir())
+    err = fails(2, predict_command, run, image, "--features", tmp_path / "out.npz", *option)
+    assert option[0] in err and not list(tmp_path.iterdir())
 
 
 def test_predict_keeps_existing_files(run: Path, digits: Path, tmp_path: Path) -> None:

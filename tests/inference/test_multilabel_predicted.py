@@ -175,7 +175,7 @@ def test_nan_is_an_error_and_infinity_below_is_a_probability_of_0(
 ) -> None:
     logits = torch.full((IMAGES, 10), -torch.inf)
     logits[:, 3] = 2.0
-    monkeypatch.setattr(Predictor, "logits", lambda self, batch: logits[: len(batch)])
+    monkeypatch.setattr(Predictor, "_logits", lambda self, crops: logits[: len(crops)])
     rows, _ = rows_of(run, images)
     assert [[name for name, _ in row["top"]] for row in rows] == [["3"]] * IMAGES
     logits[:, 4] = torch.nan
