@@ -3,7 +3,8 @@
 #   HOSTS="gpu01 gpu02" bash scripts/ssh_train.sh CONFIG GPUS [arguments of tools/train.py]
 # GPUS: processes on each machine. In the environment: HOSTS; MASTER_ADDR (default: the first host) and MASTER_PORT
 # (29500); PYTHON, the interpreter (default: the repository's .venv, then python3). All machines must have the repository
-# and this folder at the same path, and ssh must not ask for a password. After Ctrl-C the machines save and end. If one
+# and this folder at the same path, and ssh must not ask for a password. Other variables, such as NCCL_DEBUG, are not
+# forwarded: set them in ~/.bashrc or ~/.ssh/environment of the machines. After Ctrl-C the machines save and end. If one
 # fails, the others end, too; the exit code is that of the first one.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"

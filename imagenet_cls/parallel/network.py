@@ -27,7 +27,8 @@ def choose_interface(
     if interface is not None:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
         if interface != "lo":  # on one machine nccl uses shared memory and NVLink
-            env.setdefault("NCCL_SOCKET_IFNAME", interface)
+            # "=": this interface. Otherwise nccl takes all whose names begin so, ens10 for ens1.
+            env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def interface_towards(host: str) -> str | None:

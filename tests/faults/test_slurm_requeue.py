@@ -24,8 +24,9 @@ def test_batch_job_signaled_by_slurm_is_requeued_and_resumes(
     """
     # its arguments reach the ranks by two shells
     job = new_run(2, tmp_path / "a run", model__kwargs__pause_sec=0.1)
-    env = {"BATCH": "1", "GPUS": "2", "GPUS_PER_NODE": "2", "GRES": "", "CPUS_PER_TASK": "1"}
-    env["SBATCH_ARGS"] = "--time=30"
+    env = {"BATCH": "1", "GPUS": "2", "GPUS_PER_NODE": "2", "GRES": "", "CPUS_PER_TASK": "4"}
+    # more CPUs than the cluster has, unless the ranks get the number in SBATCH_ARGS
+    env["SBATCH_ARGS"] = "--time=30 --cpus-per-task=1"
     submitted = run(["bash", SCRIPT, "main", "tests", *job.words], cwd=tmp_path, **slurm, **env)
     number = submitted.stdout.split()[-1]
     output = tmp_path / f"slurm-{number}.out"

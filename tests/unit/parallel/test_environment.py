@@ -14,7 +14,7 @@ from helpers import write_files
 from imagenet_cls.commands.distributed import parse_rank_arguments
 from imagenet_cls.commands.train import train_parser
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel import cpus
+from imagenet_cls.parallel import cpus, network
 from imagenet_cls.parallel.cpus import cgroup_cpus, cpu_threads, cpus_per_rank
 from imagenet_cls.parallel.environment import (
     LAUNCHED_VARIABLE,
@@ -250,6 +250,13 @@ def test_choose_interface_towards_the_master_keeps_the_users_choice() -> None:
     assert interface_towards("no.such.host.invalid") is None
     assert chosen("127.0.0.1", several_machines=True) == "lo"
     assert chosen("127.0.0.1", several_machines=False, GLOO_SOCKET_IFNAME="ib0") == "ib0"
+
+
+def test_nccl_gets_the_exact_name_of_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "interface_towards", lambda _: "ens1")
+    env: dict[str, str] = {}
+    choose_interface(env, "10.0.0.1", several_machines=True)
+    assert env == {"GLOO_SOCKET_IFNAME": "ens1", "NCCL_SOCKET_IFNAME": "=ens1"}
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs ip (Debian: iproute2)")
