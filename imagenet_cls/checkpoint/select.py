@@ -57,11 +57,12 @@ def load_newest(path: Path) -> tuple[Snapshot, list[str]]:
 
 def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     """Returns the best intact checkpoint of a run folder (or the given checkpoint), which of its
-    weights are best, and messages about damaged ones and about a run without an evaluation.
+    weights are best, and messages about damaged ones and about a run whose newest one is returned.
 
     The weights are `raw` or `ema`. Those of a given checkpoint are the kind with the best result of
-    its run so far. None without an evaluation, for a given checkpoint without an EMA, and if the
-    best checkpoint is missing or damaged. Raises CheckpointError.
+    its run so far. None without an evaluation and for a given checkpoint without an EMA; if the
+    best checkpoint is missing or damaged, too: then the newest one is returned. Raises
+    CheckpointError.
     """
     path = _link_target(path)
     candidates = _candidates(path)
@@ -79,7 +80,9 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     weights = best_weights(best)
     wanted = [path for path in candidates if step_of(path) == best[weights]["step"]]
     if not wanted:
-        return newest, None, damage
+        note = f"{newest.path}: the newest checkpoint, since the best one (step "
+        note += f"{best[weights]['step']}) is not in this folder"
+        return newest, None, [*damage, note]
     if wanted[0] == newest.path:
         return newest, weights, damage
     try:

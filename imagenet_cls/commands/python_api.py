@@ -193,8 +193,8 @@ def evaluate(
     `Predictor`.
 
     Returns the results of the raw weights and of the EMA by name (`raw`, `ema`), such as
-    `{"raw": {"top1_pct": 97.2, ...}}`, with data.labels multi `map_pct`. Raises the errors of the
-    command as a UserError.
+    `{"raw": {"top1_pct": 97.2, ...}}`, with data.labels multi `map_pct`; NaN is None. Raises the
+    errors of the command as a UserError.
     """
     argv = [os.fspath(weights), *_override_arguments(overrides or {})]
     if device is not None:

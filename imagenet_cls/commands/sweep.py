@@ -21,7 +21,12 @@ from imagenet_cls.commands.sweep_plan import (
     read_runs,
     write_runs,
 )
-from imagenet_cls.commands.sweep_results import is_finished, show_results
+from imagenet_cls.commands.sweep_results import (
+    check_one_metric,
+    has_begun,
+    is_finished,
+    show_results,
+)
 from imagenet_cls.commands.sweep_search import Search
 from imagenet_cls.errors import ResourceError, RunsFailed, Stopped, UsageError
 from imagenet_cls.files import explain_write_errors, is_locked, take_lock
@@ -92,8 +97,11 @@ def sweep_parser() -> argparse.ArgumentParser:
         default="local",
         help="slurm: submit each run by sbatch, with the options in SBATCH_ARGS",
     )
-    add("--dry-run", action="store_true", help="check the configs, and print the commands")
-    add("--table", action="store_true", help="only show the results so far")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--dry-run", action="store_true", help="check the configs, and print the commands"
+    )
+    instead.add_argument("--table", action="store_true", help="only show the results so far")
     return parser
 
 
@@ -107,6 +115,8 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
         raise UsageError(
             "--search takes neither --folds nor --launcher slurm.", "Leave one of them out."
         )
+    if arguments.launcher == "slurm" and arguments.parallel > 1:
+        raise UsageError("--launcher slurm submits all runs at once.", "Leave out --parallel.")
     search = None
     grid: list[SweepRun] = []
     if is_search:
@@ -114,6 +124,7 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
         configs = search.configs
     else:
         grid, configs = load_grid(out, source, overrides, arguments.folds)
+    check_one_metric(out, [loaded.config for loaded in configs])
     for warning in dict.fromkeys(line for loaded in configs for line in loaded.warnings):
         print(f"warning: {warning}")
 
@@ -133,7 +144,13 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
         lock = take_lock(out, "Wait for that sweep, or name another folder with --out.")
     with lock:
         # Read with the lock, since a sweep that has just ended may have changed them.
-        known = read_runs(out) | {run.name: run for run in grid}
+        known = read_runs(out)
+        for run, loaded in zip(grid, configs, strict=True):
+            folder = out / run.name
+            # A run that has begun keeps its arguments in the table: `train` may refuse others.
+            may_change = not has_begun(folder) or is_finished(folder, loaded.config)
+            if may_change or run.name not in known:
+                known[run.name] = run
         write_runs(out, known.values())
         if arguments.launcher == "slurm":
             for run in unfinished(known):
@@ -235,7 +252,8 @@ class Runner:
             run = next(runs, None)
             if run is None:
                 return
-            self.record(run)
+            if run.name not in self.known:
+                self.record(run)
             self.running[slot] = run, self.start(run, slot)
             print(f"{run.name}: started", flush=True)
 
@@ -277,6 +295,7 @@ class Runner:
             return
         del self.running[slot]
         if code == 0:
+            self.record(run)
             outcome = "finished"
         elif run.pruned:
             outcome = "pruned"

@@ -125,16 +125,11 @@ def load_grid(
     folder: Path, source: Sequence[str], overrides: Sequence[str], folds: int | None
 ) -> tuple[list[SweepRun], list[LoadedConfig]]:
     """The runs of `plan_grid` for a folder, and their configs. With folds, `data.stratify` is set
-    where the config neither sets it nor has groups. Raises UsageError, also if the results of the
-    runs can't be compared, and ConfigError with the problems of all configs.
+    where the config neither sets it nor has groups. Raises UsageError, and ConfigError with the
+    problems of all configs.
     """
     runs = plan_grid(source, overrides, folds, read_runs(folder).values())
     configs = load_runs([run.arguments for run in runs])
-    if len({loaded.config.checkpoint.best for loaded in configs}) > 1:
-        raise UsageError(
-            "The runs have different values of checkpoint.best, so they can't be compared.",
-            "Give one value for all runs.",
-        )
     if folds is None:
         return runs, configs
     for run, loaded in zip(runs, configs, strict=True):

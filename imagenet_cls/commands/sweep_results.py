@@ -4,13 +4,15 @@ import csv
 import io
 import math
 import shlex
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from imagenet_cls.checkpoint.progress import best_metric, best_weights, score
+from imagenet_cls.checkpoint.folders import list_checkpoints
+from imagenet_cls.checkpoint.progress import RESULT_FIELDS, best_metric, best_weights, score
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.report import write_page
 from imagenet_cls.commands.sweep_plan import SweepRun, read_runs
@@ -31,6 +33,11 @@ class Row:
     setting: dict[str, Any]
     runs: list[SweepRun] = field(default_factory=list)
     results: list[float] = field(default_factory=list)
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run has a checkpoint."""
+    return bool(list_checkpoints(folder / "checkpoints"))
 
 
 def finished_progress(folder: Path) -> dict[str, Any] | None:
@@ -67,6 +74,20 @@ def best_result(folder: Path) -> tuple[str, float] | None:
     best = progress["best"][best_weights(progress["best"])]
     metric = best_metric(best)
     return metric, best[metric]
+
+
+def check_one_metric(folder: Path, configs: Iterable[Config]) -> None:
+    """Raise UsageError if results of runs with these configs and of the finished runs can't be
+    compared.
+    """
+    metrics = {RESULT_FIELDS[config.checkpoint.best] for config in configs}
+    results = [best_result(folder / name) for name in read_runs(folder)]
+    metrics |= {result[0] for result in results if result is not None}
+    if len(metrics) > 1:
+        raise UsageError(
+            f"The results would be {' and '.join(sorted(metrics))}, which can't be compared.",
+            "Give all runs one checkpoint.best, or name another folder with --out.",
+        )
 
 
 def read_table(folder: Path) -> tuple[str, list[Row]]:

@@ -264,7 +264,7 @@ def evaluate_on_rank(
     )
     from imagenet_cls.inference.load_weights import WeightsSource
     from imagenet_cls.parallel.collectives import run_on_main
-    from imagenet_cls.report.jsonl import describe_result
+    from imagenet_cls.report.jsonl import describe_result, finite_json
 
     check_on_all_ranks(loaded, context, training=False)
     run_on_main(context, lambda: check_files(arguments, loaded))  # not all launchers have done it
@@ -302,11 +302,11 @@ def evaluate_on_rank(
     for line in class_table(evaluation):
         print(line)
     if arguments.results is not None:
-        write_output(arguments.results, json.dumps(evaluation.results, indent=1), "--results")
+        write_output(arguments.results, finite_json(evaluation.results), "--results")
     if out is not None:
         text = io.StringIO(newline="")
         rows = prediction_rows(evaluation)
-        is_csv = out.suffix == ".csv"
+        is_csv = out.suffix.lower() == ".csv"
         if is_csv and evaluation.threshold is not None:
             write_labels(text, rows)
         else:

@@ -234,11 +234,6 @@ def list_folder(path: bytes) -> FolderContent:
     return FolderContent(status, sorted(images), folders, others, is_cacheable)
 
 
-def is_image(name: bytes) -> bool:
-    """Whether a file of this name counts as an image."""
-    return suffix_of(name) in IMAGE_SUFFIXES and not name.startswith(b".")
-
-
 def suffix_of(name: bytes) -> bytes:
     """The suffix of a path in lower case, with its dot; empty without one."""
     base = name[name.rfind(b"/") + 1 :]

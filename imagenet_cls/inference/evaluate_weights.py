@@ -5,7 +5,6 @@ Writes the predictions and the report of `tools/test.py`.
 
 import csv
 import io
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
+from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.classes import class_difference, classes_of_outputs
 from imagenet_cls.data.datasets import has_training_part, open_datasets
@@ -52,8 +52,9 @@ from imagenet_cls.parallel.collectives import (
 )
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.evaluation import evaluation_page, evaluation_statistics
+from imagenet_cls.report.jsonl import finite_json
 from imagenet_cls.report.render import PLOTLY_FILE, plotly_script, to_jpeg
-from imagenet_cls.text import format_value, join_names, printable
+from imagenet_cls.text import join_names, printable
 
 _THUMBNAIL_PX = 160
 _MAX_CLASSES_IN_TABLE = 50
@@ -144,7 +145,7 @@ def evaluate_weights(
         rows=rows,
         present=labels.present,
         threshold=labels.threshold,
-        settings={key: format_value(attrgetter(key)(config)) for key in EVALUATION_KEYS},
+        settings={key: dump_inline(attrgetter(key)(config)) for key in EVALUATION_KEYS},
     )
 
 
@@ -427,14 +428,13 @@ def write_report(evaluation: WeightsEvaluation, folder: Path, link_js: bool = Fa
         pixels, _ = images.load(example["index"])
         picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         thumbnails[example["index"]] = to_jpeg(picture, _THUMBNAIL_PX)
-    # JSON has no NaN and infinity
-    finite = json.loads(json.dumps(statistics), parse_constant=lambda _: None)
     page = evaluation_page(statistics, confusion, thumbnails, link_js)
     with explain_write_errors(folder, "Name another folder with --report."):
+        (folder / "confusion.csv").unlink(missing_ok=True)  # of an earlier report
         if confusion is not None:
             names = [row["name"] for row in statistics["classes"]]
             write_file(folder / "confusion.csv", confusion_table(confusion, names))
-        write_file(folder / "report.json", json.dumps(finite, indent=1) + "\n")
+        write_file(folder / "report.json", finite_json(statistics))
         if link_js:
             write_file(folder / PLOTLY_FILE, plotly_script())
         write_file(folder / "report.html", page)

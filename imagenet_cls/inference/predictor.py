@@ -26,7 +26,7 @@ from imagenet_cls.config.schema import SHARE, EvalConfig, format_size
 from imagenet_cls.data import sources
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Normalize
-from imagenet_cls.data.index import is_image
+from imagenet_cls.data.index import images_of_tree, list_tree
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, out_of_memory_line
@@ -434,35 +434,27 @@ def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
 
 
 def find_images(arguments: Sequence[str]) -> list[Path]:
-    """The image files that the arguments name: files, folders (searched recursively) and patterns.
-    The files of each argument are sorted.
+    """The image files that the arguments name: files, folders (searched as those of a dataset) and
+    patterns. The files of each argument are sorted.
 
-    Raises DataError if an argument names no image, and OSError if a folder can't be read.
+    Raises DataError if an argument names no image, or a folder can't be read.
     """
     found: list[Path] = []
     for argument in arguments:
         path = Path(argument)
         if path.is_dir():
-            files = [
-                Path(folder, name)
-                for folder, _, names in os.walk(path, onerror=_raise)
-                for name in names
-                if is_image(os.fsencode(name))
-            ]
+            tree = list_tree(os.fsencode(path), b".")
+            files = [path / os.fsdecode(name) for name in images_of_tree(tree)]
         elif path.is_file():
             files = [path]
         else:
             files = [Path(name) for name in glob.glob(argument, recursive=True)]  # noqa: PTH207 (absolute ones)
         matches = sorted(file for file in files if file.is_file())
         if not matches:
-            missing = "no images in this folder" if path.is_dir() else "no such file or folder"
+            missing = "no images in this folder" if path.is_dir() else "no file has this name"
             raise DataError(
                 f"{argument}: {missing}.",
                 "Name image files, folders of images, or quoted patterns like 'photos/*.jpg'.",
             )
         found += matches
     return found
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -16,6 +16,7 @@ from imagenet_cls import __version__
 from imagenet_cls.checkpoint.format import invalid_content_errors, verified_files
 from imagenet_cls.config.compare import changed_values
 from imagenet_cls.config.keys import per_machine_keys
+from imagenet_cls.data.hub import HUB as DATASET_HUB
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.inference.predictor import Predictor
@@ -130,6 +131,14 @@ def timm_crop_pct(predictor: Predictor) -> float:
     return share
 
 
+def is_local(data_name: str) -> bool:
+    """Whether a `data.name` has the path of a folder."""
+    location = data_name.removeprefix(DATASET_HUB)
+    return location != data_name and (
+        location.startswith(("/", "~", ".")) or Path(location).is_dir()
+    )
+
+
 def model_card(
     predictor: Predictor, preprocessing: dict[str, Any], license_id: str | None
 ) -> dict[str, Any]:
@@ -141,7 +150,7 @@ def model_card(
     progress = state["progress"]
     details: dict[str, Any] = {
         "Architecture": predictor.model.pretrained_cfg["architecture"],  # type: ignore[index]
-        "Data": f"{config.data.name} (data.name of the config)",
+        "Data": "a local folder" if is_local(config.data.name) else config.data.name,
         "Classes": len(predictor.classes),
         "Weights": f"{kind} of step {state['step']}",
         "Preprocessing": {key: str(value) for key, value in preprocessing.items()},
@@ -192,8 +201,11 @@ def model_card(
         "hf-hub:USER/NAME\n"
         "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n"
         "```\n\n"
-        'or `transformers.pipeline("image-classification", model="FOLDER")`'
     )
+    if config.data.channels == 1:  # the pipeline of transformers passes RGB images
+        usage += 'The images must be gray: `image.convert("L")`.'
+    else:
+        usage += 'or `transformers.pipeline("image-classification", model="FOLDER")`'
     return {
         "license": license_id or "unknown",
         "description": f"An image classifier trained with imagenet-cls {__version__}.",

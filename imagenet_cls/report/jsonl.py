@@ -132,6 +132,11 @@ def _texts_of_classes(result: Mapping[str, Any], digits: int, num_classes: int) 
     return texts
 
 
+def finite_json(value: Any) -> str:
+    """A value as JSON; NaN and infinite numbers, which JSON lacks, as null."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1) + "\n"
+
+
 class MetricsFile:
     """Appends records to a file, which is created if missing. Methods raise OSError. Thread-safe.
 

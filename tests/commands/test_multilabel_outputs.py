@@ -150,8 +150,11 @@ def test_page_has_the_numbers_of_the_evaluation_and_no_confusion(written: Path) 
 
 def test_images_with_the_highest_loss(run: Path, tmp_path: Path) -> None:
     """From a threshold of nearly 0 on all probabilities are in the file."""
+    for name in ("report.html", "report.json", "confusion.csv"):  # of an earlier report
+        (tmp_path / name).write_text("old")
     words = [run, *ALLOW, "--weights", "raw", "eval.threshold=1e-9"]
     succeeds(evaluate_command, *words, "--out", tmp_path / "rows.json", "--report", tmp_path)
+    assert not (tmp_path / "confusion.csv").exists()
     rows = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
     targets = ComposedDigits("", "val").targets.double().numpy()
     shares = np.array([[dict(row["top"])[str(k)] for k in range(10)] for row in rows])

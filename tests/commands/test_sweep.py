@@ -181,6 +181,10 @@ def test_sweep_grows_and_a_changed_config_is_the_error_of_the_run(
     assert run([*TOOL, *words(digits, undisturbed, **changed)]).returncode == RUNS_FAILED
     log = (undisturbed / "optimizer.lr=0.02,seed=0.log").read_text()
     assert "--allow-change loss.label_smoothing" in log
+    assert table(undisturbed) == rows  # the results are those of the earlier arguments
+    metric = more | {"optimizer__lr": 0.03, "checkpoint__best": "loss"}
+    done = run([*TOOL, *words(digits, undisturbed, **metric)])
+    assert done.returncode == 2 and "checkpoint.best" in done.stderr
 
 
 @pytest.mark.nightly

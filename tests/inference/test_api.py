@@ -18,7 +18,7 @@ from PIL import Image
 import imagenet_cls
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.errors import CheckpointError, DataError
-from imagenet_cls.inference.predictor import read_image
+from imagenet_cls.inference.predictor import find_images, read_image
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +140,16 @@ def test_batches_hold_crops_and_not_whole_images(folder: Path) -> None:
     crop = (3, *predictor.transform.crop)
     assert [tuple(pixels.shape) for pixels in batch.crops] == [crop, crop]
     assert batch.crops[1].untyped_storage().nbytes() < images[1].nbytes / 10
+
+
+def test_folders_are_searched_as_those_of_a_dataset(tmp_path: Path) -> None:
+    """Links are followed, hidden files and folders are not read."""
+    for name in ("elsewhere/a.jpg", "photos/b.png", "photos/.hidden/c.jpg", "photos/.d.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "photos" / "cat").symlink_to(tmp_path / "elsewhere")
+    found = find_images([str(tmp_path / "photos")])
+    assert found == [tmp_path / "photos" / name for name in ("b.png", "cat/a.jpg")]
 
 
 def test_import_of_the_package_imports_no_torch() -> None:

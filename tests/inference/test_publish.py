@@ -17,7 +17,7 @@ from imagenet_cls.config.schema import EvalConfig
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.inference import publish
 from imagenet_cls.inference.predictor import Predictor
-from imagenet_cls.inference.publish import timm_crop_pct
+from imagenet_cls.inference.publish import is_local, timm_crop_pct
 
 SETTINGS = {"model__name": "vit_tiny_patch16_224.augreg_in21k", "eval__interpolation": "bicubic"}
 
@@ -29,14 +29,16 @@ def train_vit(digits: Path, work_dir: Path, **changes: object) -> Path:
         for key, value in {"img_size": 16, "patch_size": 4, "depth": 1}.items()
     }
     mean_std = {"data__mean": "[0.1, 0.2, 0.3]", "data__std": "[0.4, 0.5, 0.6]"}
-    settings = (
-        {"train__max_steps": 2, "eval__resize_px": 19, "eval__mode": "squash"} | SETTINGS | changes
-    )
+    settings = {"train__max_steps": 2, "eval__resize_px": 19, "eval__mode": "squash"}
+    settings |= SETTINGS
     words = arguments(digits, work_dir, **settings)
     train_here(
         [
             *words,
-            *(f"{key.replace('__', '.')}={value}" for key, value in (kwargs | mean_std).items()),
+            *(
+                f"{key.replace('__', '.')}={value}"
+                for key, value in (kwargs | mean_std | changes).items()
+            ),
         ]
     )
     return work_dir
@@ -123,6 +125,22 @@ def test_card_names_initial_weights_and_what_timm_lacks(
     card = (tmp_path / "out" / "README.md").read_text()
     assert "**Initial weights:** run; see their license" in card and str(run) not in card
     assert "but in the result:** eval.flip_tta, data.exif" in card
+
+
+def test_card_has_no_path_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scans" / "saved").mkdir(parents=True)
+    for location in ("/mnt/scans", "./scans", "~/scans", "scans/saved"):
+        assert is_local(f"hf:{location}")
+    for name in ("hf:USER/NAME", "folder", "torchvision:CIFAR10"):
+        assert not is_local(name)
+
+
+def test_card_of_a_gray_model_says_how_to_convert_images(digits: Path, tmp_path: Path) -> None:
+    train_vit(digits, tmp_path / "run", data__channels=1, data__mean="[0.1]", data__std="[0.4]")
+    succeeds(publish_command, tmp_path / "run", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'convert("L")' in card and "transformers.pipeline" not in card
 
 
 def test_folder_is_not_overwritten_without_the_option(run: Path, tmp_path: Path) -> None:

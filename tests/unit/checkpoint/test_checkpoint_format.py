@@ -222,8 +222,9 @@ def test_load_best_and_load_newest_of_a_run_folder(tmp_path: Path) -> None:
     (folder / "step-0000002" / "model.safetensors").write_bytes(b"")
     assert found(tmp_path) == (3, None, 1)  # the best one is damaged: the newest
     shutil.rmtree(folder / "step-0000002")
+    assert found(tmp_path) == (3, None, 1)  # it is missing
     (folder / "step-0000003" / "state.json").write_text("{}")
-    assert found(tmp_path) == (1, None, 1)
+    assert found(tmp_path) == (1, None, 2)
     (folder / "step-0000001" / "state.json").unlink()
     with pytest.raises(CheckpointError):
         load_best(tmp_path)

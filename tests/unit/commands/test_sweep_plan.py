@@ -135,6 +135,16 @@ def test_runs_with_several_metrics_are_an_error(tmp_path: Path, call: Callable) 
 
 
 @pytest.mark.parametrize(
+    "options", [["--launcher", "slurm", "--parallel", "2"], ["--table", "--dry-run"]]
+)
+def test_options_that_would_be_ignored_are_errors(
+    tmp_path: Path, call: Callable, options: list[str]
+) -> None:
+    assert call(sweep_command, "demo", "--out", tmp_path / "out", *options)[0] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     "more",
     [
         ["optimizer.lr=log:0.1..50000000000000000000"],  # the upper end is out of range
@@ -143,6 +153,7 @@ def test_runs_with_several_metrics_are_an_error(tmp_path: Path, call: Callable) 
         ["optimizer.lr=0.1"],
         ["optimizer.lr=0.1..1", "--folds", "2"],
         ["optimizer.lr=0.1..1", "--launcher", "slurm"],
+        ["optimizer.lr=0.1..1", "checkpoint.best=top1,loss"],
     ],
 )
 def test_searches_that_are_errors(tmp_path: Path, call: Callable, more: list[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.report.jsonl import MetricsFile, read_metrics, truncate_after
+from imagenet_cls.report.jsonl import MetricsFile, finite_json, read_metrics, truncate_after
 
 
 def train_record(step: int, loss: float = 0.5) -> dict:
@@ -62,6 +62,11 @@ def test_nonfinite_numbers_are_valid_json_and_read_back(tmp_path):
     assert texts == ["NaN", "Infinity", "-Infinity"]
     losses = [record["loss"] for record in read_metrics(path)]
     assert math.isnan(losses[0]) and losses[1:] == [math.inf, -math.inf]
+
+
+def test_nonfinite_numbers_are_null_in_files_of_results():
+    values = {"loss": math.inf, "f1": [math.nan, 0.5], "name": "NaN"}
+    assert json.loads(finite_json(values)) == {"loss": None, "f1": [None, 0.5], "name": "NaN"}
 
 
 def test_kill_at_any_byte_loses_at_most_the_unfinished_line(tmp_path):
