@@ -13,13 +13,15 @@ from imagenet_cls.private_names import base_optimizer
 _SEPARATOR = "//"
 
 # Values of a parameter group that always come from the config, not from the checkpoint. A schedule
-# of the momentum sets it before each step. The last four choose the implementation of torch's
+# of the momentum sets it before each step. max_lr_snapshot: the highest learning rate, in timm's
+# optimizers with a corrected weight decay. The last four choose the implementation of torch's
 # optimizers, for which the `Updater` was built.
 _FROM_CONFIG = (
     "weight_decay",
     "lr_scale",
     "momentum",
     "betas",
+    "max_lr_snapshot",
     "foreach",
     "fused",
     "capturable",

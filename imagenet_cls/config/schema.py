@@ -509,9 +509,10 @@ class DistillConfig:
 class OptimizerConfig:
     """The optimizer."""
 
-    # `sgd` (momentum 0.9, no Nesterov unless kwargs say so), `adamw`, `rmsprop`: torch's. `lamb`,
-    # `rmsproptf`: timm's. `timm:NAME` for any other of timm's, `timm:lookahead_NAME` with
-    # Lookahead, or `my_module:my_factory`.
+    # `sgd` (momentum 0.9, no Nesterov unless kwargs say so), `adamw`, `rmsprop`: torch's. `lamb`
+    # (scales a larger gradient down to the norm 1, unless kwargs have `max_grad_norm: null`),
+    # `rmsproptf` (momentum 0.9): timm's. `timm:NAME` for any other of timm's,
+    # `timm:lookahead_NAME` with Lookahead, or `my_module:my_factory`.
     name: str = "sgd"
     # Peak learning rate. It has no default, and changing `name` resets it.
     lr: float = key(REQUIRED, NOT_NEGATIVE)
@@ -552,7 +553,8 @@ class ScheduleConfig:
     name: str = "cosine"
     # Linear warm-up, in epochs (fractions allowed).
     warmup_epochs: float = key(0.0, NOT_NEGATIVE, at_most="train.epochs")
-    # Learning rate at the start of the warm-up, as a factor of optimizer.lr.
+    # Learning rate at the start of the warm-up, as a factor of the one at its end: the schedule's
+    # first, or with warmup_prefix false the highest.
     warmup_start_factor: float = key(0.01, SHARE, needs=WARMS_UP_BY_FACTOR)
     # Learning rate at the start of the warm-up, instead of the factor. null: by the factor.
     warmup_start_lr: float | None = key(None, NOT_NEGATIVE, needs=WARMS_UP)

@@ -3,7 +3,7 @@
 import os
 import shutil
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -181,8 +181,11 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
 
     criterion = build_run_criterion(config, data.train, num_classes, teacher)
     head = head_names(model, num_classes)
-    optimizer = build_optimizer(config.optimizer, parameter_groups(model, config.optimizer, head))
     lr, scaling_message = scaled_lr(config.optimizer, train.global_batch_size)
+    # Some of timm's optimizers decay by lr ** 2 / max_lr, and take this lr as the highest.
+    optimizer = build_optimizer(
+        replace(config.optimizer, lr=lr), parameter_groups(model, config.optimizer, head)
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=autocast_dtype == torch.float16)
     train_loader = build_train_loader(config, data.train, plan, context, mean)
     normalize = Normalize(mean, std, device, train.channels_last)

@@ -65,9 +65,9 @@ class Updater:
         self.clip(self.parameters, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-            if momentum is not None and "betas" in group:  # as torch's OneCycleLR does
-                group["betas"] = (momentum, *group["betas"][1:])
-            elif momentum is not None:
+            if momentum is not None and "betas" in group and "momentum" not in group:
+                group["betas"] = (momentum, *group["betas"][1:])  # as torch's OneCycleLR does
+            elif momentum is not None:  # Muon has betas, too, for the weights that AdamW updates
                 group["momentum"] = momentum
         # The first update of a fused SGD allocates uninitialized momentum, which a skip on the
         # device would keep.

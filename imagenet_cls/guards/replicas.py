@@ -122,28 +122,26 @@ def tensor_hashes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
     Runs on each tensor's device, a few kernels for each tensor, and waits for each device once.
     """
-    integers = {
-        name: tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int32))
-        for name, tensor in tensors.items()
-    }
     sums: dict[str, int] = {}
-    for device in {tensor.device for tensor in integers.values()}:
+    for device in {tensor.device for tensor in tensors.values()}:
         mixed = torch.arange(1, 2 * _ROW + 1, device=device).mul_(_GOLDEN)
         # an odd 64-bit number for each position
         factors = mixed.bitwise_xor_(mixed >> 29).mul_(_GOLDEN).bitwise_or_(1)
         here = {
             name: _hash(tensor, factors)
-            for name, tensor in integers.items()
+            for name, tensor in tensors.items()
             if tensor.device == device
         }
         sums |= zip(here, torch.stack(list(here.values())).tolist(), strict=True)
     return {name: sums[name] for name in tensors}
 
 
-def _hash(integers: Tensor, factors: Tensor) -> Tensor:
-    """An int64 scalar of `integers` (elements,), at most 2**32. factors: of positions in a row,
-    then of rows.
+def _hash(tensor: Tensor, factors: Tensor) -> Tensor:
+    """An int64 scalar of a tensor of at most 2**32 elements. factors: of positions in a row, then
+    of rows.
     """
+    # a copy if the tensor is in the memory format channels_last
+    integers = tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int32))
     in_row, of_row = factors.split(_ROW)
     sums = torch.stack([(row * in_row[: len(row)]).sum() for row in integers.split(_ROW)])
     return (sums * of_row[: len(sums)]).sum()

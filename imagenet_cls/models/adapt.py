@@ -12,7 +12,7 @@ from timm.layers import BlurPool2d, convert_splitbn_model
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import ModelConfig, Size, format_size, height_width
-from imagenet_cls.errors import ConfigError
+from imagenet_cls.errors import ConfigError, out_of_memory_line
 from imagenet_cls.lookup import did_you_mean_part, keyword_names
 from imagenet_cls.models.head import head_names
 from imagenet_cls.private_names import BatchNormBase, change_class, is_in_backward
@@ -111,17 +111,17 @@ def resize_model(model: nn.Module, size_px: Size, channels: int = 3) -> str | No
     try:
         _try_size(model, size_px, channels)
         return None
-    except torch.OutOfMemoryError:
-        raise
     except _SIZE_ERRORS as error:
+        if out_of_memory_line(error) is not None:
+            raise
         if not hasattr(model, "set_input_size"):
             raise ValueError(first_line(error)) from error
     try:
         model.set_input_size(img_size=height_width(size_px))  # type: ignore[operator]
         _try_size(model, size_px, channels)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if out_of_memory_line(error) is not None:
+            raise
         raise ValueError(first_line(error)) from error
     return f"made for another size; its position embeddings were resized for {format_size(size_px)}"
 
@@ -143,14 +143,12 @@ def size_remedy(model: nn.Module, size_px: Size) -> str:
     """Which of `model.kwargs` lets the model take images of `size_px`, as a clause of a message; ""
     if none does.
     """
-    size_value = (
-        f"{format_value(size_px)}, which resizes the position embeddings of the initial weights"
-    )
     remedies = {
         "dynamic_img_size": "true, which takes every size in whole patches",
         "strict_img_size": "false, which takes every size",
-        "img_size": size_value,
-        "image_size": size_value,
+        "img_size": f"{format_value(size_px)}, which resizes the initial position embeddings",
+        # torchvision's
+        "image_size": f"{format_value(size_px)}, which its published weights may not take",
     }
     allowed: set[str] = set()
     for owner in type(model).__mro__[:-1]:  # without object

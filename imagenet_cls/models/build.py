@@ -114,15 +114,21 @@ def _build_torchvision(config: ModelConfig, num_classes: int) -> nn.Module:
         # Models for other tasks would download a backbone that a checkpoint's config names in
         # `weights_backbone`.
         raise LookupError(f"torchvision has no classification model {name!r}")
-    if not config.pretrained:
+    if config.pretrained:
+        # torchvision rejects another num_classes together with weights: build with the weights'
+        # head, then replace it.
+        model = torchvision.models.get_model(name, **{"weights": "DEFAULT", **config.kwargs})
+        replace_head(model, num_classes)
+    else:
         # Other ranks and checkpoints build this model without the weights that the run started
         # from.
         kwargs = {key: value for key, value in config.kwargs.items() if key != "weights"}
-        return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
-    # torchvision rejects another num_classes together with weights: build with the weights' head,
-    # then replace it.
-    model = torchvision.models.get_model(name, **{"weights": "DEFAULT", **config.kwargs})
-    replace_head(model, num_classes)
+        model = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
+    preset = _torchvision_weights(config).transforms()
+    model.pretrained_cfg = {
+        "mean": preset.mean,
+        "std": preset.std,
+    }  # as timm's, for `model_mean_std`
     return model
 
 
@@ -240,8 +246,8 @@ def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], li
     """Mean and standard deviation per channel (red, green, blue), of pixels in 0..1, that the
     weights expect.
 
-    They are in timm's config; other models have ImageNet's. For one channel: the averages of the
-    three.
+    For models of timm and torchvision they are those of the published weights; for others
+    ImageNet's. For one channel: the averages of the three.
     """
     cfg = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     mean = list(cfg.get("mean", IMAGENET_DEFAULT_MEAN))
@@ -347,9 +353,12 @@ def _torchvision_problems(config: ModelConfig, model: nn.Module | None) -> list[
     ConvNeXt and a few more ignore unknown arguments, so those are not found.
     """
     problems = []
-    published = list(
-        torchvision.models.get_model_weights(config.name.removeprefix(TORCHVISION)).__members__
-    )
+    name = config.name.removeprefix(TORCHVISION)
+    published = [
+        member
+        for member, weights in torchvision.models.get_model_weights(name).__members__.items()
+        if weights.meta["categories"] is not None  # else without a classifier
+    ]
     given = config.kwargs.get("weights", "DEFAULT")
     if "weights" in config.kwargs and not config.pretrained:
         text = "has no effect without model.pretrained=true"
@@ -358,6 +367,12 @@ def _torchvision_problems(config: ModelConfig, model: nn.Module | None) -> list[
         hint = did_you_mean(str(given), published)
         text = f"unknown {given!r}{hint} (allowed: {', '.join(published)})"
         problems.append(Problem("model.kwargs.weights", text))
+    elif config.pretrained:
+        # `image_size` of the vision transformers; the weights set it, but not on other ranks
+        (size, _) = _torchvision_weights(config).meta["min_size"]
+        if getattr(model, "image_size", size) != size:
+            text = f"these published weights take {size}; set it to {size}, or use a model of timm"
+            problems.append(Problem("model.kwargs.image_size", text))
     if config.pretrained and hasattr(model, "transform_input"):
         text = (
             "normalizes its input again if it has published weights; use timm's model of that name"

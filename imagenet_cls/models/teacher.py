@@ -14,7 +14,13 @@ from imagenet_cls.config.schema import (
     format_size,
     height_width,
 )
-from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError
+from imagenet_cls.errors import (
+    CheckpointError,
+    ConfigError,
+    Problem,
+    ResourceError,
+    out_of_memory_line,
+)
 from imagenet_cls.models.build import build_model, model_mean_std, model_problems, published_weights
 from imagenet_cls.models.head import head_names, permute_outputs
 from imagenet_cls.models.weights import load_weights, prefix_errors
@@ -100,16 +106,14 @@ def build_teacher(
     return teacher.to(context.device, memory_format=memory_format)  # type: ignore[call-overload]
 
 
-def enable_distillation_token(model: nn.Module) -> bool:
-    """Make a model of timm with a distillation token return two logits in training; False for a
-    model without one.
+def enable_distillation_token(model: nn.Module) -> None:
+    """Make a model of timm with a distillation token return two logits in training.
 
     In evaluation these models return the mean of both.
     """
     enable = getattr(model, "set_distilled_training", None)
     if enable is not None:
         enable(True)
-    return enable is not None
 
 
 def distillation_problems(config: DistillConfig) -> list[Problem]:
@@ -169,6 +173,8 @@ def _check_outputs(
         try:
             outputs = teacher(torch.zeros(1, 3, *height_width(size_px)))
         except (AssertionError, RuntimeError, ValueError) as error:
+            if out_of_memory_line(error) is not None:
+                raise
             size = format_size(size_px)
             raise ConfigError(
                 [f"distill.teacher.name: {config.name} can't take {size}: {first_line(error)}"]

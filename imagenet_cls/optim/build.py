@@ -31,7 +31,7 @@ BUILT_IN: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 # The fastest implementation on CPUs and GPUs, unless kwargs choose another.
 IMPLEMENTATION = {"sgd": "fused", "adamw": "fused", "rmsprop": "foreach"}
-# Built by timm's factory, so that its defaults (momentum 0.9) hold here too.
+# Built by timm's factory, which adds momentum 0.9 where kwargs have none.
 BUILT_IN_FROM_TIMM = {"lamb": "timm:lamb", "rmsproptf": "timm:rmsproptf"}
 
 # `timm:lookahead_NAME` is timm's Lookahead around its optimizer NAME (Zhang et al. 2019, "Lookahead

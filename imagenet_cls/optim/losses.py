@@ -267,7 +267,8 @@ def build_training_loss(
         if isinstance(outputs, Tensor):
             logits = outputs
             token_logits = outputs
-        elif distill.kind == "none":
+        elif distill.kind == "none" or type(outputs) is not tuple or len(outputs) != 2:
+            # torchvision's auxiliary outputs are named tuples
             raise UserError(
                 f"model.name: in training, the model returns a {type(outputs).__name__}.",
                 "Return a tensor of logits, (images, classes); for a model of torchvision with "

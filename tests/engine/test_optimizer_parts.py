@@ -97,3 +97,27 @@ def test_lr_base_batch_scales_the_rate(
     folder = trained(digits, tmp_path / "run", optimizer__lr=0.015, optimizer__lr_base_batch=64)
     assert losses(folder) == losses(plain)
     assert "lr 0.015 for 64 images" in capsys.readouterr().out
+
+
+def test_corrected_weight_decay_has_the_scaled_rate_as_its_highest(
+    digits: Path, tmp_path: Path
+) -> None:
+    """timm decays by lr ** 2 / max_lr. 0.015 for 64 images is 0.03 for 128, also after a resume."""
+    corrected = {"optimizer__name": "timm:sgdc", "optimizer__kwargs": "{momentum: 0.9}"}
+
+    def highest(steps: int, base_batch: int, *options: str) -> float:
+        words = arguments(
+            digits,
+            tmp_path / "run",
+            train__max_steps=steps,
+            optimizer__lr=0.015,
+            optimizer__lr_base_batch=base_batch,
+            **corrected,
+        )
+        train_here([*words, *options])
+        groups = json.loads((newest(tmp_path / "run") / "optimizer.json").read_text())["groups"]
+        return groups[0]["values"]["max_lr_snapshot"]
+
+    assert highest(1, 64) == pytest.approx(0.03)
+    change = ("--resume", "--allow-change", "optimizer.lr_base_batch")
+    assert highest(2, 32, *change) == pytest.approx(0.06)

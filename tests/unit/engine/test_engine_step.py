@@ -201,7 +201,7 @@ def test_adaptive_clipping_leaves_out_the_head() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sgd", "adamw", "rmsprop", "lamb", "timm:lookahead_adamw", "timm:lion"]
+    "name", ["sgd", "adamw", "rmsprop", "lamb", "timm:lookahead_adamw", "timm:lion", "timm:muon"]
 )
 def test_learning_rate_and_momentum_reach_every_group(name: str) -> None:
     """The learning rate multiplied by `lr_scale`; the momentum unless it is None."""

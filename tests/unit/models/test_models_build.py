@@ -224,6 +224,17 @@ def test_head_names_of_user_models_are_those_of_the_last_fit() -> None:
 # ---- checks
 
 
+FEATURES = "IMAGENET1K_FEATURES"  # weights without a classifier
+SWAG = "IMAGENET1K_SWAG_E2E_V1"  # for images of 384 pixels
+
+
+def test_mean_and_std_are_those_of_the_published_weights() -> None:
+    """Also without the weights, as on other ranks and after a resume."""
+    with torch.device("meta"):
+        model = build_model(ModelConfig("torchvision:efficientnet_v2_l"), 10)
+    assert model_mean_std(model) == ([0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -233,6 +244,9 @@ def test_head_names_of_user_models_are_those_of_the_last_fit() -> None:
         ModelConfig("torchvision:regnet_y_400mf"),
         ModelConfig("torchvision:mobilenet_v3_large", kwargs={"width_mult": 0.5}),
         ModelConfig("torchvision:resnet50", pretrained=True, kwargs={"weights": "IMAGENET1K_V1"}),
+        ModelConfig(
+            "torchvision:vit_b_16", pretrained=True, kwargs={"weights": SWAG, "image_size": 384}
+        ),
         ModelConfig("torchvision:googlenet", kwargs={"aux_logits": False, "init_weights": False}),
         ModelConfig(f"{__name__}:own", kwargs={"width": 4}),
     ],
@@ -296,6 +310,18 @@ def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
         (
             ModelConfig("torchvision:resnet50", pretrained=True, kwargs={"weights": "V3"}),
             ["kwargs.weights"],
+        ),
+        (
+            ModelConfig("torchvision:vgg16", pretrained=True, kwargs={"weights": FEATURES}),
+            ["kwargs.weights"],
+        ),
+        (
+            ModelConfig("torchvision:vit_b_16", pretrained=True, kwargs={"image_size": 288}),
+            ["kwargs.image_size"],
+        ),
+        (
+            ModelConfig("torchvision:vit_b_16", pretrained=True, kwargs={"weights": SWAG}),
+            ["kwargs.image_size"],
         ),
         (ModelConfig(f"{__name__}:own", kwargs={"widht": 4}), ["kwargs.widht"]),
         (ModelConfig(f"{__name__}:own", kwargs={"num_classes": 4}), ["kwargs.num_classes"]),

@@ -2,6 +2,8 @@
 tests/parity.
 """
 
+from collections import namedtuple
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,18 @@ def test_model_that_returns_two_outputs_is_an_error_without_a_teacher() -> None:
     logits = torch.zeros(2, 3)
     with pytest.raises(UserError, match=r"^model\.name: .* returns a tuple"):
         training_loss((logits, logits), torch.tensor([0, 1]), torch.zeros(2, 3, 4, 4))
+
+
+def test_auxiliary_outputs_are_no_distillation_token() -> None:
+    """As torchvision's Inception (a named tuple of two) and GoogLeNet (of three) return them."""
+    two = namedtuple("InceptionOutputs", ["logits", "aux_logits"])
+    training_loss = build_training_loss(
+        build_loss(LossConfig(), 3), DistillConfig("soft"), lambda images: torch.zeros(2, 3)
+    )
+    logits = torch.zeros(2, 3)
+    for outputs in (two(logits, logits), (logits, logits, logits)):
+        with pytest.raises(UserError, match="aux_logits"):
+            training_loss(outputs, torch.tensor([0, 1]), torch.zeros(2, 3, 4, 4))
 
 
 def test_wrong_number_of_class_weights_is_an_error() -> None:
