@@ -441,6 +441,11 @@ def pids_by_rank(work_dir: Path) -> dict[int, int]:
     return found
 
 
+def peak_kib() -> int:
+    """The peak memory of this process, which never falls."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+
+
 def wait_for(condition: Callable[[], bool], what: str, timeout_sec: float = 400) -> None:
     end = time.monotonic() + timeout_sec
     while not condition():

@@ -82,7 +82,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "--results",
         type=cli.path,
         metavar="FILE",
-        help="write the results as JSON, by `raw` and `ema`",
+        help="write the results as JSON: an object for each kind of weights, `raw` and `ema`",
     )
     parser.add_argument(
         "--knn",
@@ -340,7 +340,8 @@ def write_predictions(file: IO[str], rows: Iterable[dict], as_csv: bool) -> None
 
 def write_labels(file: IO[str], rows: Iterable[dict[str, Any]]) -> None:
     """Write predictions of several labels as CSV: image, target (if known), labels and
-    probabilities, likeliest first, with `;` between several. `data.name` list reads it.
+    probabilities, likeliest first, with `;` between several. `data.name` list reads it: the targets
+    if it has them, else the labels.
     """
     shown = printable if file.isatty() else str
     writer = csv.writer(file, lineterminator="\n")

@@ -129,8 +129,10 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
             if is_run:
                 hint = f"; for the config of that run: {shown}/config.yaml"
             raise ConfigError([f"{shown}: is a folder{hint}"])
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-            raise ConfigError([f"{shown}: is not a regular file of at most {MAX_BYTES} bytes"])
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError([f"{shown}: is not a regular file"])
+        if status.st_size > MAX_BYTES:
+            raise ConfigError([f"{shown}: has more than {MAX_BYTES} bytes"])
         return parse(path.read_text("utf-8-sig"), shown)
     except UnicodeDecodeError as error:
         raise ConfigError([f"{shown}: is not UTF-8 text (byte {error.start})"]) from None

@@ -411,7 +411,7 @@ class AugmentConfig:
     # Random erasing.
     erasing: ErasingConfig = section(ErasingConfig)
     # Splits: copies of each image in a batch, augmented differently, for the loss `jsd`. The first
-    # is without policy, color jitter and erasing.
+    # has only the crop and the flips.
     splits: int = key(1, Range(1, 10))
 
 

@@ -133,7 +133,7 @@ def open_archive(path: str) -> Iterator[FileIO]:
             yield file
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}.", "Check data.root, data.train and data.val."
+            f"{path}: {error.strerror}.", "Check the path and its permissions."
         ) from None
 
 

@@ -117,7 +117,7 @@ def _expand(root: Path, pattern: str) -> list[Path]:
     for number in range(int(first), int(last) + 1):
         padded = f"{number:0{len(first)}}"
         paths += _expand(root, _NUMBER_RANGE.sub(padded, pattern, count=1))
-    return paths
+    return list(dict.fromkeys(paths))  # 1* names what 10* names, too
 
 
 def index_archives(
@@ -240,7 +240,7 @@ def _open_statuses(paths: Sequence[bytes]) -> dict[bytes, os.stat_result]:
     except OSError as error:
         raise DataError(
             f"{os.fsdecode(error.filename)}: {error.strerror}.",
-            "Check data.root, data.train and data.val, and the permissions.",
+            "Check the path and its permissions.",
         ) from None
 
 

@@ -133,9 +133,10 @@ def _classes_named_by(
         names = sorted(labels)
         return {name: i for i, name in enumerate(names)}, tuple(names)
     targets = {label: int(label) for label in short}
-    highest = max(0, max(targets.values()))
+    numbers = set(targets.values())
+    highest = max(0, max(numbers))
     long = [label for label in labels if label not in targets]
-    if long or set(targets.values()) != set(range(highest + 1)):
+    if long or min(numbers) < 0 or len(numbers) <= highest:
         example = f", and one is {format_value(min(long))}" if long else ""
         raise DataError(
             f"{path}: labels must be the numbers 0 to {highest}, each at least once{example}.",

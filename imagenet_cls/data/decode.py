@@ -69,10 +69,15 @@ def decode_rgb(data: bytes) -> torch.Tensor:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Pillow's image of a file, of HEIF files with pillow-heif. Raises what Pillow raises."""
+    """Pillow's image of a file, of HEIF files with pillow-heif. Raises what Pillow raises, and
+    UnidentifiedImageError for PostScript.
+    """
     if data[8:12] in _HEIF_BRANDS and has_heif():
         _register_heif()
-    return Image.open(io.BytesIO(data))
+    image = Image.open(io.BytesIO(data))
+    if image.format == "EPS":  # its reader starts Ghostscript
+        raise Image.UnidentifiedImageError
+    return image
 
 
 def has_heif() -> bool:

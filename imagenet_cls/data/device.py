@@ -121,11 +121,12 @@ def erase(
     return images
 
 
-def build_mixing(config: MixConfig, num_classes: int) -> Mixup | None:
+def build_mixing(config: MixConfig, num_classes: int, multilabel: bool = False) -> Mixup | None:
     """timm's mixup and cutmix, which pairs image i with image B - 1 - i; None where neither is on.
 
     It takes images, float (B, C, H, W) with an even B, which are **changed in place**, and targets,
-    int64 (B,); it returns images and float32 targets (B, num_classes). It draws from numpy's
+    int64 (B,), or with several labels (multilabel) float (B, num_classes); it returns images and
+    float32 targets (B, num_classes). It draws from numpy's
     default generator, on the host. With mode `batch` nothing waits for a GPU. Label smoothing is
     left to the loss (`optim.losses`), with the same result.
     """
@@ -133,19 +134,13 @@ def build_mixing(config: MixConfig, num_classes: int) -> Mixup | None:
         return None
     options = asdict(config)
     del options["off_epoch"]
-    return Mixup(**options, label_smoothing=0.0, num_classes=num_classes)
+    return Mixup(**options, label_smoothing=0.0, num_classes=num_classes, multi_label=multilabel)
 
 
 def mix_batch(mixing: Mixup, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Mix a batch of any size; timm's Mixup requires an even one. An image in the middle is paired
-    with itself. Targets with several labels, float (B, classes), are mixed like the images.
+    with itself.
     """
-    if targets.ndim == 2:
-        # The shares of the images, as mixed targets of classes that are the numbers of the images.
-        mixing.num_classes = len(images)
-        numbers = torch.arange(len(images), device=images.device)
-        images, shares = mix_batch(mixing, images, numbers)
-        return images, shares @ targets
     middle, is_odd = divmod(len(images), 2)
     if is_odd:
         images, targets = (

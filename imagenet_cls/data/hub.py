@@ -24,7 +24,7 @@ from imagenet_cls.lookup import kwargs_problems
 from imagenet_cls.text import first_line, format_value, shorten
 
 HUB = "hf:"
-_MAX_CLASSES = 1_000_000  # more are no classes but numbers of rows or of users
+_MAX_CLASSES = 1_000_000  # a column of larger numbers holds ids, not classes
 
 
 @dataclass(eq=False)

@@ -142,7 +142,8 @@ def scan_classes(root: Path) -> Scan:
     is_cacheable = content.is_cacheable
     counts = []
     names = []
-    unread = Counter[bytes]()
+    # images in no class folder
+    unread = Counter(suffix_of(name) for name in content.images)
     for name in classes:
         tree = list_tree(os.fsencode(root), os.fsencode(name))
         images = images_of_tree(tree)

@@ -30,7 +30,7 @@ FILE_SYSTEMS = frozenset(
 # for a file server whose clock is slow.
 MIN_AGE_SEC = 60
 _DIGEST_BYTES = 32  # at the end of a cache file
-FORMAT = 3  # raise it when other files are listed, in another order, or stored in another way
+FORMAT = 4  # raise it when other files are listed, in another order, or stored in another way
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ def read_scan(root: Path, archives: Sequence[bytes] = ()) -> Scan | None:
             if stored["format"] != FORMAT:
                 return None
             paths = stored["paths"].tolist()
-            if archives and paths != list(archives):
+            # A scan of folders begins with the folder itself.
+            if paths != list(archives) if archives else b"" not in paths:
                 return None
             folder = os.fsencode(root)
             statuses = {

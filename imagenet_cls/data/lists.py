@@ -65,7 +65,7 @@ def index_list(
     """
     file = Path(file)
     folder = Path(folder)
-    rows, columns = _read_rows(file, multilabel)
+    rows, columns = _read_rows(file, folder, multilabel)
     if not rows:
         raise DataError(f"{file}: no images in it.", "Write one `path label` line for each image.")
     labels = {label for _, _, labels in rows for label in labels} | {*columns}
@@ -81,8 +81,8 @@ def index_list(
             count = len(labels - target_of.keys())
             raise DataError(
                 f"{file}:{number}: label {format_value(unknown[0])} is neither one of the "
-                f"{len(names)} classes nor a number from 0 to {len(names) - 1} ({count} such "
-                "labels).",
+                f"{len(names)} classes nor a number from 0 to {len(names) - 1} ({count} labels "
+                "are unknown).",
                 "Correct the list, or list all classes, one per line, in a classes.txt next to the "
                 "training list.",
             )
@@ -101,9 +101,10 @@ def index_list(
     return ImageIndex(folder, paths, targets, names)
 
 
-def _read_rows(file: Path, multilabel: bool) -> tuple[list[_Row], tuple[str, ...]]:
+def _read_rows(file: Path, folder: Path, multilabel: bool) -> tuple[list[_Row], tuple[str, ...]]:
     """The rows of an annotation file, without blank lines, and the names of its columns of 0 and 1,
-    if it has such. Raises DataError for a line that does not parse.
+    if it has such. folder: that paths are relative to. Raises DataError for a line that does not
+    parse.
     """
     text = read_text(file, LIST_REMEDY)
     if "\0" in text:
@@ -112,7 +113,7 @@ def _read_rows(file: Path, multilabel: bool) -> tuple[list[_Row], tuple[str, ...
             "Give a list of images, a folder of classes, or a .tar or .zip archive.",
         )
     if file.suffix.lower() == ".csv":
-        return _csv_rows(file, text, multilabel)
+        return _csv_rows(file, text, folder, multilabel)
     rows: list[_Row] = []
     for number, line in enumerate(text.splitlines(), 1):
         parts = line.strip().rsplit(maxsplit=1)
@@ -130,7 +131,9 @@ def _read_rows(file: Path, multilabel: bool) -> tuple[list[_Row], tuple[str, ...
     return rows, ()
 
 
-def _csv_rows(file: Path, text: str, multilabel: bool) -> tuple[list[_Row], tuple[str, ...]]:
+def _csv_rows(
+    file: Path, text: str, folder: Path, multilabel: bool
+) -> tuple[list[_Row], tuple[str, ...]]:
     """As `_read_rows`, of a CSV file; its header is a first line without the name of an image."""
     rows: list[_Row] = []
     columns = _Columns(path=0, label=1, classes={})
@@ -145,7 +148,9 @@ def _csv_rows(file: Path, text: str, multilabel: bool) -> tuple[list[_Row], tupl
             where = f"{file}:{reader.line_num}"
             if is_first:
                 is_first = False
-                if {suffix_of(os.fsencode(cell)) for cell in cells}.isdisjoint(IMAGE_SUFFIXES):
+                suffixes = {suffix_of(os.fsencode(cell)) for cell in cells}
+                is_image = os.path.isfile(folder / cells[0])  # noqa: PTH113 (as in `index_list`)
+                if suffixes.isdisjoint(IMAGE_SUFFIXES) and not is_image:
                     columns = _find_columns(cells, multilabel, where)
                     width = len(cells)
                     continue

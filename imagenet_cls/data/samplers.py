@@ -17,7 +17,7 @@ SampleKey = tuple[int, int, int]  # epoch, index, repeat
 class EpochSampler(DistributedSampler[SampleKey]):
     """This rank's samples of an epoch, from any step on.
 
-    It is a DistributedSampler for code that expects one and calls `set_epoch`. Every method is its
+    It is a DistributedSampler only for code that asks for one by `isinstance`. Every method is its
     own; `num_samples` and `total_size` of the base class are not used.
 
     G: global batch size. N: devices of all ranks. k: accumulation steps, the micro-batches of a

@@ -220,7 +220,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
         preprocess=TrainPreprocess(
             normalize,
             augment.erasing,
-            build_mixing(config.mix, num_classes),
+            build_mixing(config.mix, num_classes, config.data.labels == "multi"),
             config.seed,
             context.rank,
             config.mix.off_epoch,

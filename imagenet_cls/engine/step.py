@@ -46,7 +46,7 @@ class Updater:
         self.scaler = scaler
         # Fused optimizers skip without waiting for the device. Whether those of MPS do is untested.
         on_mps = any(parameter.is_mps for parameter in self.parameters)
-        self.skips_on_device = skips_on_device(optimizer) and not on_mps
+        self.optimizer_skips = skips_on_device(optimizer) and not on_mps
         self.has_stepped = False
 
     def update(self, lr: float, momentum: float | None = None) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class Updater:
                 group["momentum"] = momentum
         # The first update of a fused SGD allocates uninitialized momentum, which a skip on the
         # device would keep.
-        if self.skips_on_device and self.has_stepped:
+        if self.optimizer_skips and self.has_stepped:
             self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
             self.optimizer.step()
             del self.optimizer.found_inf  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ from imagenet_cls.inference.label_rows import (
     class_statistics,
     label_predictions,
     label_rows,
-    report_statistics,
+    multilabel_statistics,
 )
 from imagenet_cls.inference.load_weights import (
     EVALUATION_KEYS,
@@ -411,7 +411,7 @@ def write_report(evaluation: WeightsEvaluation, folder: Path, link_js: bool = Fa
             rows[name] = np.searchsorted(present, rows[name])
     confusion = None
     if evaluation.threshold is not None:
-        statistics = report_statistics(rows, classes, images.name, evaluation.threshold)
+        statistics = multilabel_statistics(rows, classes, images.name, evaluation.threshold)
     else:
         statistics, confusion = evaluation_statistics(rows, classes, images.name)
     statistics = {

@@ -77,7 +77,7 @@ def class_statistics(
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def report_statistics(
+def multilabel_statistics(
     rows: np.ndarray, classes: Sequence[str], name_of: Callable[[int], str], threshold: float
 ) -> dict[str, Any]:
     """The statistics of an evaluation for its report: those of the classes, and the images with the

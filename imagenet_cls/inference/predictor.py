@@ -451,7 +451,7 @@ def find_images(arguments: Sequence[str]) -> list[Path]:
             files = [Path(name) for name in glob.glob(argument, recursive=True)]  # noqa: PTH207 (absolute ones)
         matches = sorted(file for file in files if file.is_file())
         if not matches:
-            missing = "no images in this folder" if path.is_dir() else "no file has this name"
+            missing = "no images in it or below" if path.is_dir() else "no file has this name"
             raise DataError(
                 f"{argument}: {missing}.",
                 "Name image files, folders of images, or quoted patterns like 'photos/*.jpg'.",

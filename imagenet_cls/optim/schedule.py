@@ -280,7 +280,7 @@ class Schedule:
         now = self._time(step)
         arguments = {}
         if settings.name == "plateau":
-            arguments["evaluations"] = self._top1_for_plateau(evaluations, now)
+            arguments["evaluations"] = self._results_for_plateau(evaluations, now)
         rate = self.curve(self._since_start(now), self.horizon, **arguments)
         if now >= self.warmup:
             return rate
@@ -304,7 +304,7 @@ class Schedule:
     def _since_start(self, now: float) -> float:
         return min(max(now - self.start, 0), self.horizon.length)
 
-    def _top1_for_plateau(self, evaluations: Evaluations, now: float) -> list[float]:
+    def _results_for_plateau(self, evaluations: Evaluations, now: float) -> list[float]:
         """The top-1 of the evaluations that `plateau` uses: between epochs, after the warm-up (as
         timm does) and before the cooldown. A run may also have evaluated within an epoch.
         """

@@ -26,7 +26,7 @@ _DETAILS = (
     ("balanced accuracy (mean recall of the classes), %", "balanced_accuracy_pct", _PERCENT),
     ("mean F1 of the classes, %", "macro_f1_pct", _PERCENT),
     ("negative log-likelihood", "nll", ".4f"),
-    ("expected calibration error", "ece", ".4f"),
+    ("expected calibration error (0 to 1)", "ece", ".4f"),
     ("mean confidence", "mean_confidence", ".4f"),
 )
 _LABEL_COLUMNS = (

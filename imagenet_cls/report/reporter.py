@@ -36,7 +36,7 @@ _TRAIN_FIELDS = (
     "data_wait_pct",
     "memory_mib",
 )
-_EVAL_FIELDS = (
+_EVAL_SCALARS = (
     "top1_pct",
     "top5_pct",
     "loss",
@@ -221,7 +221,7 @@ def scalars(record: Record) -> dict[str, float]:
         fields = [*_TRAIN_FIELDS]
     elif record["kind"] == "eval":
         group = "val" if record["weights"] == "raw" else "val_ema"
-        fields = [*_EVAL_FIELDS, *user_metrics(record)]
+        fields = [*_EVAL_SCALARS, *user_metrics(record)]
     else:
         return {}
     return {f"{group}/{field}": record[field] for field in fields if field in record}

@@ -14,16 +14,16 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
 CEILINGS = {
     "checkpoint": 4_300,
-    "commands": 36_300,
+    "commands": 36_500,
     "config": 12_300,
     "data": 32_900,
     "engine": 23_300,
     "guards": 4_100,
-    "inference": 12_000,
+    "inference": 12_150,
     "models": 9_800,
     "optim": 6_800,
     "parallel": 10_600,
-    "report": 11_500,
+    "report": 11_550,
     "": 3_900,  # modules of the package itself
 }
 NOT_COUNTED = {

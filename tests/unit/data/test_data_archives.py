@@ -656,6 +656,27 @@ def test_class_tars_beside_other_class_folders_are_an_error(
     assert held_out(tmp_path, "train").classes == ("cat", "dog")
 
 
+def test_unpacked_class_tars_are_not_read_from_the_cache(
+    cache: Path, tmp_path: Path, image_folder: Path
+) -> None:
+    for name in ("cat", "dog"):
+        write_tar(tmp_path / "train" / f"{name}.tar", files_of(image_folder / "train" / name))
+    of_tars = held_out(tmp_path, "train")
+    for name in ("cat", "dog"):  # beside them
+        shutil.copytree(image_folder / "train" / name, tmp_path / "train" / name)
+        (tmp_path / "train" / name / "new.jpg").write_bytes(IMAGE)
+    data = held_out(tmp_path, "train")
+    assert len(data.train) + len(data.val) == len(of_tars.train) + len(of_tars.val) + 2
+
+
+def test_shard_that_two_patterns_name_counts_once(tmp_path: Path) -> None:
+    for number in range(1, 11):
+        name = f"train/s{number}-x.tar"
+        write_tar(tmp_path / name, [(f"{number}.jpg", IMAGE), (f"{number}.cls", b"0")])
+    data = datasets_in(tmp_path, train="train/s{1..10}*.tar", val="train/s1-x.tar")
+    assert len(data.train) == 10
+
+
 @pytest.mark.parametrize("prefixes", [("train/", "val/"), ("a/b/train_", "a/b/val_")])
 def test_classes_a_level_deeper_are_an_error(
     tmp_path: Path, image_folder: Path, prefixes: tuple[str, str]

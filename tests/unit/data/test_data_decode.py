@@ -4,11 +4,11 @@ import contextlib
 import io
 import struct
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers import peak_kib
 from PIL import Image, ImageOps
 
 from imagenet_cls.data import decode
@@ -154,9 +154,13 @@ def test_decode_rgb_garbage_raises() -> None:
             decode_rgb(data)
 
 
-def peak_kib() -> int:
-    """The peak memory of this process, which never falls."""
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+def test_postscript_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow chooses the reader by the content, and its reader of PostScript starts Ghostscript."""
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", None)  # a call is an error
+    data = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    assert Image.open(io.BytesIO(data)).format == "EPS"
+    with pytest.raises(DataError, match="known format"):
+        decode_rgb(data)
 
 
 def test_decode_rgb_decompression_bomb_raises_and_takes_no_memory(

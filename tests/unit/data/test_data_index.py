@@ -74,11 +74,12 @@ def test_files_that_are_no_images_are_counted_by_suffix(tmp_path: Path) -> None:
         "b/x.eps",
         "b/1.jpg",
         "notes.csv",
+        "beside.png",
     )
     index = index_folder(tmp_path)
     assert len(index) == 8
-    assert index.unread == {b".txt": 2, b"": 1, b".eps": 1}
-    assert describe_unread(index.unread) == "2 .txt, 1 without a suffix, 1 .eps"
+    assert index.unread == {b".txt": 2, b"": 1, b".eps": 1, b".png": 1}
+    assert describe_unread(index.unread) == "2 .txt, 1 without a suffix, 1 .eps, 1 .png"
     many = {b".%d" % i: 10 - i for i in range(7)}
     assert describe_unread(many).endswith("6 .4, 9 others")
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from helpers import peak_kib
 
 from imagenet_cls.data.classes import match_labels
 from imagenet_cls.data.lists import index_list
@@ -115,6 +116,21 @@ def test_index_list_long_number_among_short_ones_adds_no_class(folder: Path, lab
     text = f"images/b.jpg 0\nimages/c.jpg 1\nimages/b.jpg {label}\n"
     with pytest.raises(DataError, match=label):
         index_list(write(folder, "t.txt", text), folder)
+
+
+def test_index_list_numbers_that_are_ids_take_no_memory(folder: Path) -> None:
+    """Not even that of a list of all numbers up to the highest."""
+    before = peak_kib()
+    with pytest.raises(DataError, match="numbers 0 to 19999999"):
+        index_list(write(folder, "t.txt", "images/b.jpg 0\nimages/c.jpg 19999999\n"), folder)
+    assert peak_kib() - before < 1_000_000
+
+
+def test_index_list_csv_without_header_of_paths_without_suffixes(folder: Path) -> None:
+    for name in ("0001", "0002"):
+        (folder / "images" / name).write_bytes(b"x")
+    index = index_list(write(folder, "t.csv", "images/0001,cat\nimages/0002,dog\n"), folder)
+    assert index.names.tolist() == [b"images/0001", b"images/0002"]
 
 
 def test_index_list_numbers_of_which_only_some_are_names_raise(folder: Path) -> None:

@@ -100,12 +100,12 @@ def test_model_that_returns_two_outputs_is_an_error_without_a_teacher() -> None:
 
 def test_auxiliary_outputs_are_no_distillation_token() -> None:
     """As torchvision's Inception (a named tuple of two) and GoogLeNet (of three) return them."""
-    two = namedtuple("InceptionOutputs", ["logits", "aux_logits"])
+    Two = namedtuple("Two", ["logits", "aux_logits"])
     training_loss = build_training_loss(
         build_loss(LossConfig(), 3), DistillConfig("soft"), lambda images: torch.zeros(2, 3)
     )
     logits = torch.zeros(2, 3)
-    for outputs in (two(logits, logits), (logits, logits, logits)):
+    for outputs in (Two(logits, logits), (logits, logits, logits)):
         with pytest.raises(UserError, match="aux_logits"):
             training_loss(outputs, torch.tensor([0, 1]), torch.zeros(2, 3, 4, 4))
 
