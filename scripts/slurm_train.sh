@@ -40,8 +40,8 @@ train=(--kill-on-bad-exit=1 "$PYTHON" -u "$root/tools/train.py" --launcher slurm
 # SRUN_ARGS and SBATCH_ARGS hold several arguments, so they are not quoted.
 # shellcheck disable=SC2086
 if [ "${BATCH:-0}" = 0 ]; then exec srun "${options[@]}" ${SRUN_ARGS:-} "${train[@]}"; fi
-# SLURM signals the ranks that srun starts, not the batch script. srun does not inherit --cpus-per-task. After a requeue SLURM_RESTART_COUNT is set, and the
-# command resumes its own run as with --resume.
+# SLURM signals the ranks that srun starts, not the batch script. srun does not inherit --cpus-per-task. After a requeue
+# SLURM_RESTART_COUNT is set, and the command resumes its own run as with --resume.
 # shellcheck disable=SC2086
 exec sbatch "${options[@]}" --signal=USR2@120 --requeue --open-mode=append ${SBATCH_ARGS:-} <<EOF
 #!/usr/bin/env bash

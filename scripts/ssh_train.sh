@@ -4,8 +4,8 @@
 # GPUS: processes on each machine. In the environment: HOSTS; MASTER_ADDR (default: the first host) and MASTER_PORT
 # (29500); PYTHON, the interpreter (default: the repository's .venv, then python3). All machines must have the repository
 # and this folder at the same path, and ssh must not ask for a password. Other variables, such as NCCL_DEBUG, are not
-# forwarded: set them in ~/.bashrc or ~/.ssh/environment of the machines. After Ctrl-C the machines save and end. If one
-# fails, the others end, too; the exit code is that of the first one.
+# forwarded: set them on the machines, where shells that are not interactive read them. After Ctrl-C the machines save
+# and end. If one fails, the others end, too; the exit code is that of the first one.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 read -r -d '' -a hosts <<<"${HOSTS:-}" || true  # separated by spaces or lines

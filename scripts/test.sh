@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests:  bash scripts/test.sh [arguments of pytest]
 # Without arguments: all but the nightly tests, about 10 minutes on two cores. `-m nightly`: the nightly tests. Both run
-# one process per core; other arguments, such as the path of a file or folder, go to pytest as they are.
+# one process per core, at most eight; other arguments, such as the path of a file or folder, go to pytest as they are.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 bash "$root/scripts/setup.sh" test

@@ -192,7 +192,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
 
     micro_batch = train_loader.sampler.micro_batch_sizes[0]
     targets = torch.zeros(micro_batch, dtype=torch.int64, device=device)
-    if config.data.labels == "multi":
+    if config.data.labels == "multi" or config.mix.is_on:
         targets = torch.zeros(micro_batch, num_classes, device=device)
     rebuild_buckets_with_zeros(config, wrapped, criterion, normalize, targets, autocast_dtype)
     keep_gradients = overwrites_gradients(train) and plan.accumulation > 1

@@ -506,3 +506,19 @@ def test_two_ranks_have_the_losses_of_two_micro_batches(
     assert not store.exists()
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "accumulated"), rel=1e-5)
     assert losses(tmp_path / "other") != pytest.approx(losses(tmp_path / "accumulated"), rel=1e-3)
+
+
+def soft_cross_entropy() -> Any:
+    """A loss that takes mixed targets only."""
+    return lambda logits, targets: -(targets * logits.log_softmax(1)).sum(1).mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_own_loss_of_mixed_targets_gets_no_others(
+    rank_server: RankServer, digits: Path, tmp_path: Path, ranks: int
+) -> None:
+    """Also in the passes over zeros before the first step on two ranks."""
+    changes = {"loss__name": f"{Path(__file__).stem}:soft_cross_entropy", "train__max_steps": 1}
+    words = arguments(digits, tmp_path / "run", mix__mixup_alpha=0.2, **changes)
+    rank_server.train(words, ranks)
+    assert len(losses(tmp_path / "run")) == 1
