@@ -142,9 +142,10 @@ def train(
     `"configs/resnet50.yaml"`; None for the demo. overrides: values by key, such as
     `{"train.global_batch_size": 32}`. model, epochs, size, lr: short for `model.name`,
     `train.epochs`, `augment.size_px` and `eval.crop_px`, and `optimizer.lr`. device: as in the
-    config. gpus: ranks to start on this machine. work_dir: the run folder, by default `work_dirs/<name>`. resume,
-    overwrite: as the options of `tools/train.py`; without either, a folder that holds a run is an
-    error. allow_change: keys that may differ from the resumed run, such as `["train.epochs"]`.
+    config. gpus: ranks to start on this machine. work_dir: the run folder, by default
+    `work_dirs/<name>`. resume, overwrite: as the options of `tools/train.py`; without either, a
+    folder that holds a run is an error. allow_change: keys that may differ from the resumed run,
+    such as `["train.epochs"]`.
 
     Prints the lines of the run, and shows a progress bar. An interrupt saves, and then raises
     KeyboardInterrupt. Raises the errors of the run as a UserError.

@@ -28,6 +28,7 @@ from imagenet_cls.commands.sweep_results import (
     show_results,
 )
 from imagenet_cls.commands.sweep_search import Search
+from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.errors import ResourceError, RunsFailed, Stopped, UsageError
 from imagenet_cls.files import explain_write_errors, is_locked, take_lock
 from imagenet_cls.parallel.cpus import cpu_threads
@@ -118,12 +119,13 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     if arguments.launcher == "slurm" and arguments.parallel > 1:
         raise UsageError("--launcher slurm submits all runs at once.", "Leave out --parallel.")
     search = None
-    grid: list[SweepRun] = []
+    grid: list[tuple[SweepRun, LoadedConfig]] = []
     if is_search:
         search = Search(out, source, overrides)
         configs = search.configs
     else:
-        grid, configs = load_grid(out, source, overrides, arguments.folds)
+        runs, configs = load_grid(out, source, overrides, arguments.folds)
+        grid = list(zip(runs, configs, strict=True))
     check_one_metric(out, [loaded.config for loaded in configs])
     for warning in dict.fromkeys(line for loaded in configs for line in loaded.warnings):
         print(f"warning: {warning}")
@@ -131,8 +133,7 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     def unfinished(known: dict[str, SweepRun]) -> Iterator[SweepRun]:
         if search is not None:
             return search.runs(known.values(), arguments.search)
-        planned = zip(grid, configs, strict=True)
-        return (run for run, loaded in planned if not is_finished(out / run.name, loaded.config))
+        return (run for run, loaded in grid if not is_finished(out / run.name, loaded.config))
 
     if arguments.dry_run:
         for run in unfinished(read_runs(out)):
@@ -145,7 +146,7 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     with lock:
         # Read with the lock, since a sweep that has just ended may have changed them.
         known = read_runs(out)
-        for run, loaded in zip(grid, configs, strict=True):
+        for run, loaded in grid:
             folder = out / run.name
             # A run that has begun keeps its arguments in the table: `train` may refuse others.
             may_change = not has_begun(folder) or is_finished(folder, loaded.config)
