@@ -13,8 +13,11 @@ from typing import Any
 
 from imagenet_cls.text import first_line, printable, shorten
 
+# The third one: cuDNN leaves out engines whose workspace does not fit.
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|(cudnn|cublas)_status_alloc_failed|DefaultCPUAllocator", re.IGNORECASE
+    r"out of memory|(cudnn|cublas)_status_alloc_failed|unable to find an engine|"
+    r"DefaultCPUAllocator",
+    re.IGNORECASE,
 )
 
 

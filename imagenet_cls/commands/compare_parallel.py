@@ -116,10 +116,18 @@ def write_config(path: Path, config: str | None) -> str:
 
 def plan_modes(config: str, overrides: Sequence[str], ranks: int) -> list[Mode]:
     """The rows, in order; the others are compared with the first. Raises UserError."""
+    import torch
+
     if ranks < 2:
         raise UsageError("--ranks 1: there is nothing to compare.", "Ask for two ranks or more.")
     check_is_no_rank()
     loaded = load_config(config, overrides)
+    present = torch.cuda.device_count()
+    if loaded.config.device != "cpu" and 0 < present < ranks:
+        raise UsageError(
+            f"{ranks} ranks need as many GPUs, and there are {present}.",
+            "Give device=cpu, or fewer --ranks.",
+        )
     batch = loaded.config.train.global_batch_size
     limit = loaded.config.train.micro_batch_size
     share = micro_batch_for(batch, ranks, limit)

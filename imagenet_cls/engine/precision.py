@@ -10,7 +10,7 @@ from imagenet_cls.errors import UsageError
 
 def choose_precision(train: TrainConfig, device: torch.device) -> torch.dtype | None:
     """The dtype of autocast, or None for fp32. `auto` is fp32 on a CPU, where bf16 was slower for
-    ResNet-50. Raises UsageError for fp16 on a CPU.
+    ResNet-50. Raises UsageError for fp16 on a CPU, and for bf16 on a GPU that only emulates it.
     """
     if train.precision == "auto":
         return auto_dtype(train, device) if device.type == "cuda" else None
@@ -18,6 +18,12 @@ def choose_precision(train: TrainConfig, device: torch.device) -> torch.dtype | 
         raise UsageError(
             "train.precision=fp16 needs a GPU.",
             "On a CPU use train.precision=fp32 (or auto, or bf16).",
+        )
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if train.precision == "bf16" and not has_bf16:
+        raise UsageError(
+            "train.precision=bf16 needs a GPU of compute capability 8.0 (Ampere) or higher.",
+            "Use train.precision=auto, fp16 or fp32.",
         )
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[train.precision]
 

@@ -114,8 +114,10 @@ class Run:
                 return
             self.meter.add_wait(time.perf_counter() - wait_started)
             if is_first:
-                images = batch.images[: len(batch.targets)]
-                self.reporter.first_batch(images, batch.targets, parts.data.classes)
+                # no variable refers to the images after this call
+                self.reporter.first_batch(
+                    batch.images[: len(batch.targets)], batch.targets, parts.data.classes
+                )
                 is_first = False
             yield batch
 

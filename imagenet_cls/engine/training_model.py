@@ -254,7 +254,9 @@ def _forward_zeros(
         # An AttributeError is a bug of the model, unless `model.kwargs` cause it: a timm ResNet
         # that is built with two stages still calls the third one.
         is_attribute_error = isinstance(error, AttributeError)
-        if out_of_memory_line(error) or (is_attribute_error and not kwargs):
+        # an error of the device, such as one whose memory another process has filled
+        is_of_device = "CUDA error" in str(error) or "cuDNN error" in str(error)
+        if out_of_memory_line(error) or is_of_device or (is_attribute_error and not kwargs):
             raise
         name = config.model.name
         if kwargs:

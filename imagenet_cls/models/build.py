@@ -341,6 +341,9 @@ def _timm_weights_problems(config: ModelConfig, model: nn.Module) -> list[Proble
     cfg: dict[str, Any] | None = getattr(model, "pretrained_cfg", None)
     if not config.pretrained or not cfg:  # without a config it is unknown whether there are weights
         return []
+    if cfg["architecture"] == "fbnetc_100" and "bn_eps" not in config.kwargs:
+        text = "is 0.001 with the published weights only; set it, for other ranks and checkpoints"
+        return [Problem("model.kwargs.bn_eps", text)]
     if any(cfg.get(key) for key in ("url", "hf_hub_id", "file")):
         return []
     text = f"no weights are published for {config.name!r}; set it to false, or use model.checkpoint"

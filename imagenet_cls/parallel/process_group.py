@@ -191,7 +191,7 @@ def init_process_groups(
 
 
 def bound_device(backend: str, device: torch.device) -> torch.device | None:
-    """The `device_id` of a process group. Without it, nccl chooses a GPU by `LOCAL_RANK`."""
+    """The `device_id` of a process group. Without it, torch guesses a GPU from the rank."""
     return device if backend == "nccl" else None
 
 

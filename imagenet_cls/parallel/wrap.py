@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from imagenet_cls.errors import ConfigError
 from imagenet_cls.parallel.collectives import all_reduce_mean, broadcast_as_bytes
 from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import is_synchronized
 from imagenet_cls.private_names import BatchNormBase
+from imagenet_cls.text import join_names
 
 
 def wrap_for_training(
@@ -33,8 +35,8 @@ def wrap_ddp(model: nn.Module, context: RankContext, mode: str) -> nn.Module:
     model itself.
 
     Every rank's parameters and buffers become rank 0's. A collective. `BatchNormStatistics`
-    synchronizes the buffers. DDP's static_graph is not used: under `no_sync` (accumulation) it
-    fails with an internal assert (pytorch#143580).
+    averages the running statistics later. DDP's static_graph is not used: under `no_sync`
+    (accumulation) it fails with an internal assert (pytorch#143580).
     """
     if context.world_size == 1 and mode != "ddp":
         return model
@@ -77,13 +79,26 @@ def rebuild_ddp_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]
     loaded.
 
     Makes two passes, clears the gradients and restores the buffers. See "DDP's buckets" in
-    docs/architecture.md.
+    docs/architecture.md. Raises ConfigError for parameters that get no gradient: DDP would wait for
+    it.
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return
     with preserve_values(wrapped.module.buffers()):
         for _ in range(2):
             forward_backward()
+            unused = [
+                name
+                for name, parameter in wrapped.module.named_parameters()
+                if parameter.requires_grad and parameter.grad is None
+            ]
+            if unused:
+                raise ConfigError(
+                    [
+                        f"model.freeze: the loss does not use {join_names(unused)}, and several "
+                        "ranks would wait for these gradients; list these parameters here"
+                    ]
+                )
             wrapped.zero_grad(set_to_none=True)
 
 

@@ -522,3 +522,29 @@ def test_own_loss_of_mixed_targets_gets_no_others(
     words = arguments(digits, tmp_path / "run", mix__mixup_alpha=0.2, **changes)
     rank_server.train(words, ranks)
     assert len(losses(tmp_path / "run")) == 1
+
+
+class Unused(nn.Module):
+    """A model with a layer that its forward pass does not use."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.used = nn.Linear(3 * 16 * 16, num_classes)
+        self.other = nn.Linear(2, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.used(images.flatten(1))
+
+
+def test_unused_parameters_are_an_error_with_a_remedy_on_two_ranks(
+    rank_server: RankServer, digits: Path, tmp_path: Path
+) -> None:
+    model = f"{Path(__file__).stem}:Unused"
+    words = arguments(digits, tmp_path / "run", model__name=model, train__max_steps=1)
+    codes = rank_server.run(words, tmp_path / "output", 2)
+    printed = (tmp_path / "output").read_text()
+    assert codes == [2, 2] and "model.freeze" in printed and "other.weight" in printed, printed
+    frozen = arguments(
+        digits, tmp_path / "run", model__name=model, train__max_steps=1, model__freeze="[other.*]"
+    )
+    rank_server.train(frozen, 2)

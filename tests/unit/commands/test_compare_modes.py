@@ -22,7 +22,7 @@ from imagenet_cls.commands.compare_parallel import (
     write_config,
 )
 from imagenet_cls.config.load import load_config
-from imagenet_cls.errors import UserError
+from imagenet_cls.errors import UsageError, UserError
 
 CPU = ["device=cpu", "optimizer.lr=0.1"]
 WEIGHTS = {
@@ -62,6 +62,15 @@ def test_plan_modes_gives_the_images_in_one_forward_pass(
     assert [
         mode.images_per_forward for mode in plan_modes(config, [*CPU, *overrides], ranks)
     ] == expected
+
+
+def test_more_ranks_than_gpus_are_an_error_before_the_first_run(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UsageError, match="device=cpu"):
+        plan_modes(config, [], 2)
+    assert plan_modes(config, CPU, 2)
 
 
 def test_plan_modes_without_gpus_leaves_data_parallel_out(config: str) -> None:

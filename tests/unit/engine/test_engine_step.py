@@ -230,6 +230,15 @@ def test_a_parameter_that_took_no_part_is_left_alone() -> None:
     assert torch.equal(unused, before)
 
 
+def test_bf16_on_a_gpu_that_only_emulates_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16 = TrainConfig(precision="bf16")
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
+    assert choose_precision(bf16, torch.device("cuda")) is torch.bfloat16
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
+    with pytest.raises(UsageError, match="auto"):
+        choose_precision(bf16, torch.device("cuda"))
+
+
 def test_precision_on_a_cpu() -> None:
     assert choose_precision(TrainConfig(), CPU) is None
     assert choose_precision(TrainConfig(precision="fp32"), CPU) is None

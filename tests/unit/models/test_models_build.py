@@ -239,6 +239,7 @@ def test_mean_and_std_are_those_of_the_published_weights() -> None:
     "model",
     [
         ModelConfig("resnet50.a1_in1k"),
+        ModelConfig("fbnetc_100", pretrained=True, kwargs={"bn_eps": 0.001}),
         ModelConfig("regnety_004", kwargs={"group_size": 16}),
         ModelConfig("test_efficientnet", freeze=["conv_stem.*"], split_bn=True),
         ModelConfig("torchvision:regnet_y_400mf"),
@@ -298,6 +299,7 @@ def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
         ),
         (ModelConfig("vit_small_patch16_224", kwargs={"num_heads": 5}), ["kwargs"]),
         (ModelConfig("resnet50d_dsk", pretrained=True), ["name"]),
+        (ModelConfig("fbnetc_100", pretrained=True), ["kwargs.bn_eps"]),
         (ModelConfig("vit_small_patch16_36x1_224", pretrained=True), ["pretrained"]),
         (
             ModelConfig("torchvision:resnet18", kwargs={"width_per_grup": 64}),
