@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from imagenet_cls.checkpoint.folders import list_checkpoints
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_is_no_rank, child_command
 from imagenet_cls.commands.sweep_plan import (
@@ -21,12 +22,7 @@ from imagenet_cls.commands.sweep_plan import (
     read_runs,
     write_runs,
 )
-from imagenet_cls.commands.sweep_results import (
-    check_one_metric,
-    has_begun,
-    is_finished,
-    show_results,
-)
+from imagenet_cls.commands.sweep_results import check_one_metric, is_finished, show_results
 from imagenet_cls.commands.sweep_search import Search
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.errors import ResourceError, RunsFailed, Stopped, UsageError
@@ -149,8 +145,8 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
         for run, loaded in grid:
             folder = out / run.name
             # A run that has begun keeps its arguments in the table: `train` may refuse others.
-            may_change = not has_begun(folder) or is_finished(folder, loaded.config)
-            if may_change or run.name not in known:
+            has_begun = run.name in known and list_checkpoints(folder / "checkpoints")
+            if not has_begun or is_finished(folder, loaded.config):
                 known[run.name] = run
         write_runs(out, known.values())
         if arguments.launcher == "slurm":

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from imagenet_cls.checkpoint.folders import list_checkpoints
 from imagenet_cls.checkpoint.progress import RESULT_FIELDS, best_metric, best_weights, score
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.report import write_page
@@ -33,11 +32,6 @@ class Row:
     setting: dict[str, Any]
     runs: list[SweepRun] = field(default_factory=list)
     results: list[float] = field(default_factory=list)
-
-
-def has_begun(folder: Path) -> bool:
-    """Whether a run has a checkpoint."""
-    return bool(list_checkpoints(folder / "checkpoints"))
 
 
 def finished_progress(folder: Path) -> dict[str, Any] | None:
@@ -82,7 +76,7 @@ def check_one_metric(folder: Path, configs: Iterable[Config]) -> None:
     """
     metrics = {RESULT_FIELDS[config.checkpoint.best] for config in configs}
     results = [best_result(folder / name) for name in read_runs(folder)]
-    metrics |= {result[0] for result in results if result is not None}
+    metrics |= {result[0] for result in results if result}
     if len(metrics) > 1:
         raise UsageError(
             f"The results would be {' and '.join(sorted(metrics))}, which can't be compared.",

@@ -17,7 +17,7 @@ CEILINGS = {
     "commands": 36_500,
     "config": 12_300,
     "data": 32_900,
-    "engine": 23_300,
+    "engine": 23_350,
     "guards": 4_100,
     "inference": 12_150,
     "models": 9_800,
