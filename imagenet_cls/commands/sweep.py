@@ -47,7 +47,7 @@ def sweep_command(argv: Sequence[str]) -> None:
     if failed:
         raise RunsFailed(
             f"Failed runs: {join_names(failed)}.",
-            f"See {arguments.out}/*.log. The same command starts them again.",
+            f"See {arguments.out}/*.log, correct the cause, and start the same command again.",
         )
 
 
@@ -112,6 +112,8 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
         raise UsageError(
             "--search takes neither --folds nor --launcher slurm.", "Leave one of them out."
         )
+    if arguments.folds == 1:
+        raise UsageError("--folds 1 leaves no training images.", "Give two folds or more.")
     if arguments.launcher == "slurm" and arguments.parallel > 1:
         raise UsageError("--launcher slurm submits all runs at once.", "Leave out --parallel.")
     search = None

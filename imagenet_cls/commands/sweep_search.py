@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_cls.checkpoint.progress import RESULT_FIELDS, score
+from imagenet_cls.commands.own_data import SHORT_KEYS
 from imagenet_cls.commands.sweep_plan import (
     RANGE,
     REPEATS,
@@ -75,7 +76,8 @@ class Search:
 
     def _range(self, key: str, log: str | None, low: str, high: str) -> Any:
         """The distribution of `low..high`. Whole numbers if both are, and the key takes them."""
-        hint, _ = split_optional(value_types().get(key, int))
+        (config_key, *_) = SHORT_KEYS.get(key, (key,))
+        hint, _ = split_optional(value_types().get(config_key, int))
         distributions = self.optuna.distributions
         try:
             are_whole = WHOLE_NUMBER.fullmatch(low) and WHOLE_NUMBER.fullmatch(high)

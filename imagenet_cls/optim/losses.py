@@ -200,6 +200,11 @@ def build_loss(
         if targets.is_floating_point():
             targets = targets.float()
         mean: Tensor = loss_function(logits.float(), targets)
+        if mean.numel() != 1:  # of a user's loss, such as one with reduction="none"
+            raise UserError(
+                f"loss.name: {loss.name!r} returned a tensor of shape {tuple(mean.shape)}.",
+                "Return the mean over the images.",
+            )
         return mean
 
     return mean_loss

@@ -135,11 +135,10 @@ def test_runs_with_several_metrics_are_an_error(tmp_path: Path, call: Callable) 
 
 
 @pytest.mark.parametrize(
-    "options", [["--launcher", "slurm", "--parallel", "2"], ["--table", "--dry-run"]]
+    "options",
+    [["--launcher", "slurm", "--parallel", "2"], ["--table", "--dry-run"], ["--folds", "1"]],
 )
-def test_options_that_would_be_ignored_are_errors(
-    tmp_path: Path, call: Callable, options: list[str]
-) -> None:
+def test_options_without_use_are_errors(tmp_path: Path, call: Callable, options: list[str]) -> None:
     assert call(sweep_command, "demo", "--out", tmp_path / "out", *options)[0] == 2
     assert list(tmp_path.iterdir()) == []
 
@@ -160,6 +159,15 @@ def test_searches_that_are_errors(tmp_path: Path, call: Callable, more: list[str
     pytest.importorskip("optuna", reason="needs the extra search")
     argv = [*words("nowhere")[:1], "--search", 2, "--out", tmp_path / "out", *more]
     assert call(sweep_command, *argv)[0] == 2 and list(tmp_path.iterdir()) == []
+
+
+def test_search_takes_a_short_key_as_the_key_that_it_stands_for(
+    digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    pytest.importorskip("optuna", reason="needs the extra search")
+    argv = [digits, "model=resnet10t", "lr=0..1", "--search", 3, "--out", tmp_path / "out"]
+    rates = {next(word for word in words if "lr=" in word) for words in dry_run(call, *argv)}
+    assert not rates & {"lr=0", "lr=1"}
 
 
 def test_search_without_optuna_says_what_to_install(

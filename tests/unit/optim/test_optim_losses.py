@@ -55,6 +55,11 @@ def test_user_loss_gets_float32_logits() -> None:
     torch.testing.assert_close(bce(LOGITS, TARGETS), expected.sum(1).mean())
     with pytest.raises(UserError):
         build_loss(LossConfig(name=f"{__name__}:own_number"), 5)
+    losses = build_loss(
+        LossConfig(name="torch.nn:CrossEntropyLoss", kwargs={"reduction": "none"}), 5
+    )
+    with pytest.raises(UserError, match=r"loss\.name"):
+        losses(LOGITS, TARGETS)
 
 
 @pytest.mark.parametrize(
