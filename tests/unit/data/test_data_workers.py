@@ -157,9 +157,13 @@ def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(
     time.sleep(0.5)  # the workers have announced the other batches
     for worker in workers:
         os.kill(worker.pid, signal.SIGSTOP)
+        # Until all threads have stopped, the one that sends batches may go on.
+        os.waitid(os.P_PID, worker.pid, os.WSTOPPED)
     with pytest.raises(ResourceError, match="returned no batch for 6 s"):
         list(epoch)
-    assert not any(worker.is_alive() for worker in workers)
+    # They have ended. `is_alive` is true for a moment if the thread that awaits the batch has just
+    # taken their exit code.
+    wait_for(lambda: not any(worker.is_alive() for worker in workers), "the workers to end")
     loader.timeout_sec = 300.0  # the start of new workers takes seconds on a loaded machine
     assert len(list(loader.epoch(0))) == 4  # with new workers
     loader.close()
