@@ -143,9 +143,9 @@ class Predictor:
         """Images of any sizes as float32 (B, C, *crop_px) on the device of the model."""
         return self.model_input([self.crop(image) for image in images])
 
-    def model_input(self, crops: Sequence[Tensor]) -> Tensor:
+    def model_input(self, crops: list[Tensor]) -> Tensor:
         """Images of `crop` as `prepare` gives them."""
-        return self.normalize(torch.stack([*crops]))
+        return self.normalize(torch.stack(crops))
 
     def logits(self, images: Sequence[AnyImage]) -> Tensor:
         """fp32 logits (B, C) on the CPU.
@@ -162,7 +162,7 @@ class Predictor:
         """
         return self._compute(self._feature_model, [self.crop(image) for image in images])
 
-    def _logits(self, crops: Sequence[Tensor]) -> Tensor:
+    def _logits(self, crops: list[Tensor]) -> Tensor:
         logits = self._compute(self.model, crops)
         # An ONNX file may have more outputs than it names classes, but not fewer.
         fewest = max(len(self.classes), 1)
@@ -179,7 +179,7 @@ class Predictor:
         return FeatureModel(self.model, self.num_classes)
 
     @torch.no_grad()
-    def _compute(self, model: nn.Module, crops: Sequence[Tensor]) -> Tensor:
+    def _compute(self, model: nn.Module, crops: list[Tensor]) -> Tensor:
         images = self.model_input(crops)
         try:
             return compute_logits(model, images, self.config.eval.flip_tta).cpu()
@@ -355,16 +355,16 @@ class OnnxPredictor(Predictor):
             self._set_up(trained, values["weights"], model, torch.device("cpu"), threshold)
             self.graph_preprocess = values["preprocess"]
 
-    def _compute(self, model: nn.Module, crops: Sequence[Tensor]) -> Tensor:
+    def _compute(self, model: nn.Module, crops: list[Tensor]) -> Tensor:
         with invalid_content_errors(self.path):  # onnxruntime finds some only in a run
             return super()._compute(model, crops)
 
-    def model_input(self, crops: Sequence[Tensor]) -> Tensor:
+    def model_input(self, crops: list[Tensor]) -> Tensor:
         """The input of the graph: uint8 (B, C, *crop_px) if it normalizes, else as of
         `Predictor`.
         """
         if self.graph_preprocess == "normalize":
-            return torch.stack([*crops])
+            return torch.stack(crops)
         return super().model_input(crops)
 
 

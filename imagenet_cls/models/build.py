@@ -124,11 +124,9 @@ def _build_torchvision(config: ModelConfig, num_classes: int) -> nn.Module:
         # from.
         kwargs = {key: value for key, value in config.kwargs.items() if key != "weights"}
         model = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
+    # As timm's models have it, for `model_mean_std`.
     preset = _torchvision_weights(config).transforms()
-    model.pretrained_cfg = {
-        "mean": preset.mean,
-        "std": preset.std,
-    }  # as timm's, for `model_mean_std`
+    model.pretrained_cfg = {"mean": preset.mean, "std": preset.std}
     return model
 
 
@@ -341,7 +339,7 @@ def _timm_weights_problems(config: ModelConfig, model: nn.Module) -> list[Proble
     cfg: dict[str, Any] | None = getattr(model, "pretrained_cfg", None)
     if not config.pretrained or not cfg:  # without a config it is unknown whether there are weights
         return []
-    if cfg["architecture"] == "fbnetc_100" and "bn_eps" not in config.kwargs:
+    if cfg.get("architecture") == "fbnetc_100" and "bn_eps" not in config.kwargs:
         text = "is 0.001 with the published weights only; set it, for other ranks and checkpoints"
         return [Problem("model.kwargs.bn_eps", text)]
     if any(cfg.get(key) for key in ("url", "hf_hub_id", "file")):

@@ -157,7 +157,7 @@ def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(
     time.sleep(0.5)  # the workers have announced the other batches
     for worker in workers:
         os.kill(worker.pid, signal.SIGSTOP)
-        # Until all threads have stopped, the one that sends batches may go on.
+        # Until all threads have stopped, the one that sends batches may continue.
         os.waitid(os.P_PID, worker.pid, os.WSTOPPED)
     with pytest.raises(ResourceError, match="returned no batch for 6 s"):
         list(epoch)
