@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from helpers import REPOSITORY, environment, free_port
+from helpers import REPOSITORY, environment, free_port, python_path
 
 HERE = Path(__file__).parent
 # How long ranks may run after another rank was killed or a function raised, after `train.py` failed
@@ -55,7 +55,7 @@ class RankServer:
             ]
         )
         self.started_at = 0.0
-        paths = ":".join(map(str, (HERE / "faults", HERE / "distributed", HERE, REPOSITORY)))
+        paths = python_path(HERE / "faults", HERE / "distributed", HERE, REPOSITORY)
         with patch.dict(os.environ, environment(PYTHONPATH=paths), clear=True):
             forkserver.ensure_running()
 

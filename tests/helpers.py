@@ -231,14 +231,19 @@ def runs_on_gpus(markers: str) -> bool:
     return "gpu" in markers and "not gpu" not in markers
 
 
+def python_path(*folders: Path) -> str:
+    """A PYTHONPATH of these folders, then those of this process."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def environment(**more: str) -> dict[str, str]:
     """For processes of tests: one thread, `helpers` on the path, no variables of a launcher around
-    the tests.
+    the tests. PYTHONPATH of the tests' own process stays: packages may lie there.
     """
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in foreign}
     env |= {
-        "PYTHONPATH": str(REPOSITORY / "tests"),
+        "PYTHONPATH": python_path(REPOSITORY / "tests"),
         "OMP_NUM_THREADS": "1",
         "PYTHON": sys.executable,
     }

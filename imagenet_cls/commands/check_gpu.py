@@ -321,7 +321,7 @@ def describe_machine(task: Task) -> str:
     python = child_command("train")[:-3]  # without `-m imagenet_cls train`
     program = "from imagenet_cls.commands.check_gpu import print_machine; print_machine()"
     output = task.run([*python, "-c", program])
-    found = json.loads(output.splitlines()[-1])
+    found = json.loads(next(line for line in output.splitlines() if line.startswith('{"gpus"')))
     task.gpus += found["gpus"]
     drivers = nvidia_drivers()
     if drivers and not task.gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:

@@ -1,11 +1,10 @@
 """The default tests hide GPUs, so that they pass on a machine that has some."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, run, runs_on_gpus
+from helpers import REPOSITORY, python_path, run, runs_on_gpus
 
 from imagenet_cls.parallel.environment import RankInfo
 
@@ -44,6 +43,6 @@ def test_tests_choose_the_cpu_on_a_machine_with_a_gpu(
     (tmp_path / "one_gpu.py").write_text(ONE_GPU)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     test = "tests/architecture/test_hidden_gpus.py::test_device_auto_is_the_cpu"
-    paths = os.pathsep.join([str(tmp_path), str(REPOSITORY / "tests")])
+    paths = python_path(tmp_path, REPOSITORY / "tests")
     done = run([sys.executable, "-m", "pytest", "-q", "-p", "one_gpu", test], PYTHONPATH=paths)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout

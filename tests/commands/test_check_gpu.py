@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, environment, run, train_here, wait_for
+from helpers import REPOSITORY, environment, python_path, run, train_here, wait_for, write_files
 
 from imagenet_cls.commands import check_gpu
 from imagenet_cls.commands.check_gpu import (
@@ -52,13 +52,17 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_tool_on_a_cpu(tmp_path: Path) -> None:
-    done = run([*TOOL, "--only", "sanitizer", "--out", "out"], cwd=tmp_path)
+def test_tool_on_a_cpu_with_warnings_at_exit(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    lines = "import atexit\natexit.register(print, 'a warning at exit')\n"
+    write_files(site, {"sitecustomize.py": lines})
+    path = python_path(site)
+    done = run([*TOOL, "--only", "sanitizer", "--out", "out"], cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert results(tmp_path / "out") == {"machine": "pass", "sanitizer": "skipped"}
     table = (tmp_path / "out" / "check_gpu.md").read_text()
     assert "no GPU" in table and "torch 2" in table and "more checks" not in table
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "site"]
 
 
 def test_precision_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

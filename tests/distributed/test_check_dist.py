@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, free_port, run
+from helpers import REPOSITORY, free_port, python_path, run
 from test_launchers import run_together
 
 from imagenet_cls.commands.check_dist import RankReport, report_problems, table
@@ -41,7 +41,8 @@ def test_ranks_with_different_python_versions_exit_5(tmp_path: Path) -> None:
         f"parallel.init_method=file://{tmp_path}/rendezvous",
     ]
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
-    done = run_together([(command, ranks[0]), (command, ranks[1] | {"PYTHONPATH": str(tmp_path)})])
+    ranks[1]["PYTHONPATH"] = python_path(tmp_path)
+    done = run_together([(command, env) for env in ranks])
     assert [process.returncode for process in done] == [5, 5]
     assert "3.0.1" in done[0].stdout and done[1].stdout == "", "rank 0 prints the table"
     assert "different versions of python" in done[0].stderr and "3.0.1 on rank 1" in done[0].stderr

@@ -9,6 +9,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from helpers import python_path
 
 from imagenet_cls.commands import LIBRARIES
 from imagenet_cls.commands.cli import parse
@@ -62,7 +63,7 @@ def test_ctrl_c_during_imports_exits_130_silently(tmp_path: Path) -> None:
         "--dry-run",
         f"--work-dir={tmp_path}/run",
     ]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": python_path(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DEMO, REPOSITORY, run, write_files
+from helpers import DEMO, REPOSITORY, python_path, run, write_files
 
 from imagenet_cls.commands import distributed
 from imagenet_cls.commands.cli import main
@@ -147,10 +147,10 @@ main(command)
 def test_command_ends_with_exit_functions_and_without_finalization(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    done = run([sys.executable, script], PYTHONPATH=str(REPOSITORY))
+    done = run([sys.executable, script], PYTHONPATH=python_path(REPOSITORY))
     assert (done.returncode, done.stdout, done.stderr) == (7, "exit function\n", "")
     (tmp_path / "torch.py").touch()  # to import this one under a profiler takes no time
-    profiled = run([sys.executable, "-m", "cProfile", script], PYTHONPATH=str(REPOSITORY))
+    profiled = run([sys.executable, "-m", "cProfile", script], PYTHONPATH=python_path(REPOSITORY))
     assert profiled.returncode == 0 and "exit function\n" in profiled.stdout
     assert "function calls" in profiled.stdout
 
