@@ -1,7 +1,8 @@
 """The size of each package in Python tokens, without comments and docstrings, has a ceiling.
 
 Line breaks do not change the number of tokens, so longer lines do not make a package smaller. A
-change that needs more raises the ceiling in its own commit, and says why.
+change that needs more raises the ceiling in its own commit, and says why. An f-string is one token,
+as in Python 3.11, so that each version of Python counts the same.
 """
 
 import ast
@@ -34,6 +35,9 @@ NOT_COUNTED = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
+# From Python 3.12 on, an f-string is several tokens between these two.
+FSTRING_START = getattr(tokenize, "FSTRING_START", None)
+FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 
 
 def count_tokens(source: str) -> int:
@@ -43,12 +47,29 @@ def count_tokens(source: str) -> int:
             node
         ):
             docstrings.add(node.body[0].lineno)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(
-        token.type not in NOT_COUNTED
-        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
-        for token in tokens
-    )
+    total = depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == FSTRING_START:
+            total += depth == 0
+            depth += 1
+        elif token.type == FSTRING_END:
+            depth -= 1
+        elif depth == 0 and token.type not in NOT_COUNTED:
+            total += not (token.type == tokenize.STRING and token.start[0] in docstrings)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('f"a {b} c"\n', 1),
+        ('x = f\'{a:{b}} {f"{c!r}"}\' rf"{d}"\n', 4),
+        ('f"""{\n a\n}"""\n', 1),
+        ('def f():\n    """Docstring."""\n    return f"{a}", "b"  # comment\n', 9),
+    ],
+)
+def test_f_string_is_one_token(source: str, expected: int) -> None:
+    assert count_tokens(source) == expected
 
 
 @pytest.mark.parametrize("folder", CEILINGS)
