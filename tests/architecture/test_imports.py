@@ -10,6 +10,8 @@ other. `config` never imports torch.
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -91,6 +93,16 @@ def imported_modules() -> dict[str, set[str]]:
             if found in modules and found != own:
                 graph[own].add(found)
     return graph
+
+
+def test_shipped_configs_load_without_torch_and_numpy() -> None:
+    program = (
+        "import sys\nsys.modules.update(torch=None, numpy=None)\n"
+        "from imagenet_cls.config.load import load_config\n"
+        "for path in sys.argv[1:]: load_config(path, [])"
+    )
+    configs = [ROOT / "configs" / name for name in ("demo.yaml", "resnet50.yaml")]
+    subprocess.run([sys.executable, "-c", program, *configs], cwd=ROOT, check=True, timeout=60)
 
 
 def dotted_name(path: Path) -> str:

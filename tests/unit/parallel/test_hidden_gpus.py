@@ -42,7 +42,7 @@ def test_tests_choose_the_cpu_on_a_machine_with_a_gpu(
 ) -> None:
     (tmp_path / "one_gpu.py").write_text(ONE_GPU)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    test = "tests/architecture/test_hidden_gpus.py::test_device_auto_is_the_cpu"
+    test = f"{Path(__file__)}::test_device_auto_is_the_cpu"
     paths = python_path(tmp_path, REPOSITORY / "tests")
     done = run([sys.executable, "-m", "pytest", "-q", "-p", "one_gpu", test], PYTHONPATH=paths)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
