@@ -2,7 +2,8 @@
 
 `tools/` and the console script (`main`) run them by `cli.main`.
 
-Importing this package checks first that the libraries of setup.cfg are installed.
+Importing this package checks first that the working directory exists, and that the libraries of
+setup.cfg are installed.
 """
 
 import os
@@ -40,6 +41,13 @@ if sys.platform == "win32":
         "imagenet-cls does not run on Windows.\nUse WSL (Windows Subsystem for Linux).",
         file=sys.stderr,
     )
+    sys.exit(5)
+
+try:
+    os.getcwd()  # noqa: PTH109
+except FileNotFoundError:
+    # Here, because the import of numpy fails in such a folder on Python 3.13.
+    print("The working directory no longer exists.\nChange to another folder.", file=sys.stderr)
     sys.exit(5)
 
 unused = _FOR_REPORTS if "IMAGENET_CLS_NO_REPORTS" in os.environ else ()

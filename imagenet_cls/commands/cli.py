@@ -26,7 +26,6 @@ from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE, DataConfig, Range
 from imagenet_cls.errors import (
     ConfigError,
-    ResourceError,
     UsageError,
     UserError,
     explain_path_error,
@@ -74,12 +73,6 @@ def call_command(command: Command, argv: Sequence[str]) -> int:
     that the user can repair.
     """
     try:
-        try:
-            os.getcwd()  # noqa: PTH109
-        except FileNotFoundError as missing:
-            raise ResourceError(
-                "The working directory no longer exists.", "Change to another folder."
-            ) from missing
         return command(argv) or 0
     except BrokenPipeError:
         if not has_lost_reader(sys.stdout):
@@ -112,6 +105,9 @@ def exit_process(code: int) -> NoReturn:
     handle_interrupts(signal.SIG_IGN)
     # A debugger, a profiler or coverage writes its results at a normal exit.
     is_traced = sys.gettrace() is not None or sys.getprofile() is not None
+    if monitoring := getattr(sys, "monitoring", None):  # from Python 3.12 on
+        # The tools with the numbers 0 to 2 are a debugger, coverage and a profiler.
+        is_traced |= any(map(monitoring.get_tool, range(3)))
     if is_traced or "torch" not in sys.modules:
         sys.exit(code)
     from imagenet_cls.private_names import run_exit_functions  # imports torch

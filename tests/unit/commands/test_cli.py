@@ -171,9 +171,9 @@ def console_script(*words: str) -> subprocess.CompletedProcess[str]:
     imported.
     """
     program = (
-        "import atexit, sys\nfrom imagenet_cls.commands.main import main\nsys.argv[0] = "
-        "'/usr/bin/imagenet-cls'\n"
-        "atexit.register(lambda: print('torch' in sys.modules))\nmain()"
+        "import atexit, sys\nsys.argv[0] = '/usr/bin/imagenet-cls'\n"
+        "atexit.register(lambda: print('torch' in sys.modules))\n"
+        "from imagenet_cls.commands.main import main\nmain()"
     )
     return subprocess.run(
         [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=240

@@ -316,7 +316,7 @@ def test_log_takes_what_libraries_and_warnings_print(tmp_path: Path) -> None:
     first, second = ((tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in (3, 4))
     for text in (
         "from the project",
-        "from warnings",
+        "UserWarning: from warnings",
         "WARNING timm.models: from timm",
         "from torch",
     ):
