@@ -166,14 +166,11 @@ class Layers:
                 )
                 continue
             try:
-                layer = reader.parse(value, place)
+                layer = reader.parse_argument(value, place, keys.value_types().get(key))
                 if layer is None:  # no text after the equals sign
                     layer = reader.parse("null", place)
             except ConfigError as error:
-                self.errors += [
-                    f"{line} (the value is read as YAML: put quotes around text)"
-                    for line in error.lines
-                ]
+                self.errors += [f"{line} (put quotes around text)" for line in error.lines]
                 continue
             for depth in reversed(range(len(names))):
                 # A section has no place of its own here: another argument may set the wrong key.

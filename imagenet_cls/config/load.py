@@ -214,6 +214,8 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
             OmegaConf.update(config, key, value, merge=False)
             return
     near = did_you_mean(value, keys.choices(hint)) if isinstance(value, str) else ""
+    if isinstance(value, str) and hint == list[str]:
+        near = f"; write [{value}]"
     raise ValueError(f"{format_value(value)} is not {keys.describe_type(hint)}{near}")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from yaml.constructor import SafeConstructor
 
+from imagenet_cls.config import keys
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.lookup import nearest
 
@@ -28,6 +29,7 @@ _FLOAT = (
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9]+(?:[eE][-+]?[0-9]+)?"
     r"|\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN"
 )
+_NULLS = ("~", "null", "Null", "NULL", "")
 _IMPLICIT = [
     (
         "bool",
@@ -36,7 +38,7 @@ _IMPLICIT = [
     ),
     ("int", r"[-+]?(?:0|[1-9][0-9_]{0,998}|0x[0-9a-fA-F]{1,998})", "-+0123456789"),
     ("float", _FLOAT, "-+.0123456789"),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("null", "|".join(_NULLS), ["~", "n", "N", ""]),
 ]
 
 
@@ -94,6 +96,32 @@ class _Loader(yaml.SafeLoader):
                 )
             else:
                 places[name] = place
+
+
+class _ArgumentLoader(_Loader):
+    """Loads the value of a command-line argument, in which nobody means a comment or a block."""
+
+    def peek(self, index: int = 0) -> str:
+        return super().peek(index).replace("#", ".")  # the scanner takes it for a letter
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        is_plain = getattr(event, "style", "") is None
+        is_folded = is_plain and event.end_mark.line > event.start_mark.line
+        is_block = not getattr(event, "flow_style", True)
+        if event.anchor or is_folded or is_block:
+            raise ConfigError(
+                [f"{place_of(event)}: is neither a word, a list `[a, b]` nor a mapping `{{a: b}}`"]
+            )
+        return super().compose_node(parent, index)
+
+
+class _TextLoader(_Loader):
+    """Takes the whole text as one scalar."""
+
+    def get_single_node(self) -> yaml.Node:
+        start = self.get_mark()
+        return yaml.ScalarNode(_STR, self.buffer.removesuffix("\0"), start, start)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -158,10 +186,24 @@ def parse(text: str, place: Path | str) -> Any:
     return to_tree(_compose(text, place))
 
 
+def parse_argument(text: str, place: str, hint: Any = None) -> Any:
+    """The value of a command-line argument, as `parse`. It has no comments.
+
+    hint: the type of its key. A text is taken as it is, except for null and what begins with a
+    quotation mark, or with a bracket if the key takes a list.
+    """
+    word = text.strip()
+    starts = ("'", '"', "[") if list[str] in keys.members(hint) else ("'", '"')
+    is_yaml = word in _NULLS or word.startswith(starts) or not keys.is_text(hint)
+    return to_tree(_compose(text, place, _ArgumentLoader if is_yaml else _TextLoader))
+
+
 @lru_cache(maxsize=64)
-def _compose(text: str, place: Path | str) -> yaml.Node | None:
+def _compose(
+    text: str, place: Path | str, loader_class: type[_Loader] = _Loader
+) -> yaml.Node | None:
     try:
-        loader = _Loader(text, place)
+        loader = loader_class(text, place)
         node: yaml.Node | None = loader.get_single_node()
     except yaml.reader.ReaderError as error:
         raise ConfigError(
@@ -213,11 +255,11 @@ def value_of(value: Any, as_text: bool = False) -> Any:
     return value
 
 
-def dump(value: Any) -> str:
+def dump(value: Any, width: int = 4096) -> str:
     """YAML that is read back as the same value."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=4096)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
 
 
 def dump_inline(value: Any) -> str:
     """A value as YAML on one line, as the command line takes it after `key=`."""
-    return dump([value]).strip()[1:-1]
+    return dump([value], MAX_BYTES).strip()[1:-1]

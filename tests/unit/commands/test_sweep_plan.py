@@ -40,6 +40,7 @@ def grid(*overrides: str, folds: int | None = None, known: list[SweepRun] | None
         ("", [""]),
         ("[1,2", ["[1,2"]),
         ("train-{0000..0003}.tar", ["train-{0000..0003}.tar"]),
+        ("/a,/b #1", ["/a", "/b #1"]),
     ],
 )
 def test_values_are_separated_by_commas_outside_of_brackets_and_quotes(

@@ -14,6 +14,7 @@ from imagenet_cls.config import keys
 from imagenet_cls.config.layers import CONFIGS, find_config, shipped_configs
 from imagenet_cls.config.load import (
     config_from_dict,
+    dump_yaml,
     load_config,
     values_by_key,
 )
@@ -188,6 +189,31 @@ def test_last_of_equal_overrides_counts_and_the_others_are_not_read() -> None:
     loaded = load(LR, "seed={", "seed=1", "seed =2", "seed=2")
     assert loaded.config.seed == 2
     assert [note.partition(" ")[0] for note in loaded.notes] == ["seed={", "seed=1", "seed"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a #b", "#", "a: b", "a:", "a\tb", "a\nb", " a ", "- a", "? a", "[^_]+", "{a}", "%a", "---"]
+    + [f"{mark}a b" for mark in "&*!@`|>"],
+)
+def test_text_of_an_argument_is_taken_as_it_is(text: str) -> None:
+    loaded = load(LR, f"data.root={text}", f"data.classes=x{text}")
+    assert (loaded.config.data.root, loaded.config.data.classes) == (text, f"x{text}")
+    assert load(dump_yaml(loaded.config)).config == loaded.config
+
+
+def test_arguments_have_no_comments() -> None:
+    config = load(
+        LR,
+        "data.classes=[a, b #c]",
+        "data.kwargs={a: b #c, 'd #e': 1}",
+        "model.kwargs.x=/a #b",
+        'expect.note="a #b"',
+    ).config
+    assert config.data.classes == ["a", "b #c"]
+    assert config.data.kwargs == {"a": "b #c", "d #e": 1}
+    assert config.model.kwargs == {"x": "/a #b"}
+    assert config.expect.note == "a #b"
 
 
 def test_scalars_have_the_type_of_their_key() -> None:

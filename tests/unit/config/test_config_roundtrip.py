@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import yaml
 from config_files import load, write
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from imagenet_cls.config.load import config_from_dict, dump_yaml, load_config
+from imagenet_cls.config.reader import dump_inline
 
 # Not `${`, which begins an interpolation, and not `???`, which means a missing value.
 TEXT = st.text(max_size=20).filter(lambda text: "${" not in text and text != "???")
@@ -73,6 +74,19 @@ def test_config_roundtrip_through_yaml_and_json(
     ):
         assert back == config
         assert types_of(dataclasses.asdict(back)) == types_of(dataclasses.asdict(config))
+
+
+@SETTINGS
+@given(KWARGS, TEXTS, st.lists(TEXTS))
+@example({}, "a " * 3000, ["#", "a #b", "'a'", "a\nb"])
+def test_values_roundtrip_through_arguments(
+    kwargs: dict[str, Any], text: str, texts: list[str]
+) -> None:
+    given = {"model.kwargs": kwargs, "expect.note": text, "model.freeze": texts, "seed": 3}
+    arguments = [f"{key}={dump_inline(value)}" for key, value in given.items()]
+    config = load("optimizer: {lr: 0.1}\n", *arguments).config
+    assert (config.model.kwargs, config.expect.note, config.model.freeze) == (kwargs, text, texts)
+    assert types_of(config.model.kwargs) == types_of(kwargs)
 
 
 @pytest.mark.parametrize("name", ["sgd", "rmsproptf", "adamw"])
