@@ -25,9 +25,10 @@ class Progress:
 
     step: optimizer updates done. evaluated_step: the last step that was evaluated. best: for each
     kind of weights (raw, ema) the `step` of the best evaluation and the metric of
-    `checkpoint.best`. latest: metrics of the last evaluation for each kind. evaluations: (step,
-    top-1 or mAP in percent of the raw weights), for `plateau`. history: metrics of the same
-    evaluations, for `train.early_stop`. stopped_early: whether that ended the run.
+    `checkpoint.best`. latest: metrics of the last evaluation for each kind. evaluations: (step
+    counted in the epochs of the present plan, top-1 or mAP in percent of the raw weights), for
+    `plateau`. history: metrics of the same evaluations, for `train.early_stop`. stopped_early:
+    whether that ended the run.
     """
 
     step: int = 0

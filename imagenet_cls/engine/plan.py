@@ -1,6 +1,6 @@
 """Batch sizes and steps of a run, and what is due at a step: pure functions of the config."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from imagenet_cls.config.schema import Config, TrainConfig, format_size
 from imagenet_cls.errors import DataError, Problem
@@ -12,7 +12,8 @@ class Plan:
 
     accumulation: the number of micro-batches of a rank in a step. A micro-batch is what a rank
     passes to the model at once; with DataParallel its devices divide it. device_micro_batch: the
-    largest number of images of a micro-batch on one device.
+    largest number of images of a micro-batch on one device. offset: added to a number of steps, it
+    gives the place in the epochs; not 0 in a run that resumed with other steps per epoch.
     """
 
     world_size: int
@@ -23,6 +24,11 @@ class Plan:
     epochs: int
     total_steps: int
     devices_per_rank: int = 1
+    offset: int = 0
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The epoch after `step` steps, from 0, and the number of its steps among them."""
+        return divmod(step + self.offset, self.steps_per_epoch)
 
     @property
     def forward_passes(self) -> int:
@@ -113,6 +119,16 @@ def plan_run(
     )
 
 
+def resumed_plan(plan: Plan, train: TrainConfig, step: int, epoch: int, samples: int) -> Plan:
+    """The plan of a run that resumes after `step` steps and `samples` samples of an epoch, rounded
+    down to whole steps of the plan.
+    """
+    steps_of_epoch = min(samples // plan.global_batch, plan.steps_per_epoch)
+    offset = epoch * plan.steps_per_epoch + steps_of_epoch - step
+    total = plan.steps_per_epoch * plan.epochs - offset
+    return replace(plan, offset=offset, total_steps=min(total, train.max_steps or total))
+
+
 @dataclass(frozen=True)
 class Due:
     """What is due after a step. A save that is due together with an evaluation is made after it.
@@ -132,7 +148,7 @@ class Due:
 def due_after(step: int, plan: Plan, config: Config, stopped_early: bool = False) -> Due:
     """What is due after `step` steps. stopped_early: whether `train.early_stop` ends the run."""
     end = stopped_early or step >= plan.total_steps
-    epochs, rest = divmod(step, plan.steps_per_epoch)
+    epochs, rest = plan.place(step)
     end_of_epoch = rest == 0
     regular_evaluation = end_of_epoch and epochs % config.eval.every_epochs == 0
     save_steps, save_epochs = config.checkpoint.every_steps, config.checkpoint.every_epochs

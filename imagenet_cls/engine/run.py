@@ -210,7 +210,7 @@ class Run:
             models["ema"] = parts.ema.module
         outputs = parts.evaluation.outputs(models, self.evaluation_batches())
         results = parts.evaluation.results(outputs, list(models), parts.num_classes, parts.metrics)
-        epoch, step_of_epoch = divmod(progress.step - 1, parts.plan.steps_per_epoch)
+        epoch, step_of_epoch = parts.plan.place(progress.step - 1)
         common = {"kind": "eval", "step": progress.step, "epoch": epoch}
         records = [common | {"weights": kind} | result for kind, result in results.items()]
         metric = RESULT_FIELDS[parts.config.checkpoint.best]
@@ -222,7 +222,8 @@ class Run:
         # because the run ends: `max_steps`, or epochs that are no multiple of `eval.every_epochs`.
         if self.due().regular_evaluation:
             raw = results["raw"]
-            progress.evaluations.append((progress.step, raw[main_metric(raw)]))
+            place = progress.step + parts.plan.offset
+            progress.evaluations.append((place, raw[main_metric(raw)]))
             preferred = results["ema" if "ema" in models else "raw"]
             progress.history.append(
                 {name: preferred[name] for name in RESULT_FIELDS.values() if name in preferred}
@@ -263,7 +264,6 @@ class Run:
         """Names of the images that this rank reads in a step (counted from 1), each once."""
         source = self.parts.data.train
         sampler = copy.copy(self.parts.train_loader.sampler)  # the loader is using its own
-        epoch, step_of_epoch = divmod(step - 1, sampler.steps_per_epoch)
-        sampler.set_epoch(epoch, step_of_epoch)
+        sampler.set_epoch(*self.parts.plan.place(step - 1))
         samples = islice(sampler, sum(sampler.micro_batch_sizes))
         return list(dict.fromkeys(source.name(index) for _, index, _ in samples))

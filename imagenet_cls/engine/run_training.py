@@ -194,7 +194,7 @@ def dry_run(
         set_training(parts.model, parts.config.model)
         # a run that is complete repeats its last step
         step = min(progress.step, plan.total_steps - 1)
-        epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
+        epoch, step_of_epoch = plan.place(step)
         batches = parts.train_loader.epoch(epoch, step_of_epoch)
         loss_and_top1 = compute_gradients(parts, batches, epoch, step)
         loss = all_reduce_mean(loss_and_top1, context)[0].item()

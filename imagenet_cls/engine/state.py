@@ -35,6 +35,7 @@ from imagenet_cls.config.load import comparable_values
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.data.sources import size_fingerprint
 from imagenet_cls.engine.build import TrainingParts
+from imagenet_cls.engine.plan import resumed_plan
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import state_dict_mismatch
@@ -76,6 +77,7 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
         "plan": {
             "steps_per_epoch": parts.plan.steps_per_epoch,
             "total_steps": parts.plan.total_steps,
+            "offset": parts.plan.offset,
         },
         "classes": list(parts.data.classes),
         "num_classes": parts.num_classes,
@@ -167,8 +169,41 @@ def restore(
             parts.ema.module.load_state_dict(ema)
         if parts.scaler.is_enabled() and snapshot.state["scaler"]:
             parts.scaler.load_state_dict(snapshot.state["scaler"])
+        progress = read_progress(snapshot.state["progress"])
+        messages += resume_epoch(parts, progress, snapshot.state)
     parts.batch_norm_statistics.store_current()
-    return read_progress(snapshot.state["progress"]), messages
+    return progress, messages
+
+
+def resume_epoch(parts: TrainingParts, progress: Progress, state: dict[str, Any]) -> list[str]:
+    """Resume in the checkpoint's epoch, after as many of its samples, also where an epoch has other
+    steps now: change the plan of `parts` and the places in `progress`. Returns a message about such
+    a change, if any.
+
+    state: `state.json`.
+    """
+    step = progress.step
+    steps_before = state["plan"]["steps_per_epoch"]
+    offset = state["plan"].get("offset", 0)  # older checkpoints have none
+    epoch, step_of_epoch = divmod(step + offset, steps_before)
+    samples = step_of_epoch * state["config"]["train"]["global_batch_size"]
+    parts.plan = plan = resumed_plan(parts.plan, parts.config.train, step, epoch, samples)
+    if (plan.steps_per_epoch, plan.offset) == (steps_before, offset):
+        return []
+    if step_of_epoch and plan.place(step) == (epoch, 0):
+        progress.evaluated_step = step  # rounded down to the end of an evaluated epoch
+    progress.evaluations = [
+        (place // steps_before * plan.steps_per_epoch, top1_pct)
+        for place, top1_pct in progress.evaluations
+        if place % steps_before == 0
+    ]
+    epoch, step_of_epoch = plan.place(step)
+    if step >= plan.total_steps:
+        return []
+    return [
+        f"continues at epoch {epoch + 1} of {plan.epochs}, step {step_of_epoch + 1} of "
+        f"{plan.steps_per_epoch}"
+    ]
 
 
 def find_checkpoint(

@@ -283,9 +283,11 @@ def final_message(progress: Progress, plan: Plan, work_dir: Path, meter: Meter) 
         for kind, best in progress.best.items():
             title, form = _METRIC_FORMATS[best_metric(best)]
             value = form.format(best[best_metric(best)])
-            epoch = (best["step"] - 1) // plan.steps_per_epoch + 1
+            when = f"in epoch {plan.place(best['step'] - 1)[0] + 1}"
+            if plan.offset:  # it may be of an epoch with other steps
+                when = f"after step {best['step']}"
             note = ", used by predict.py" if kind == used else ""
-            lines.append(f"best {title} ({kind} weights{note}): {value} in epoch {epoch}")
+            lines.append(f"best {title} ({kind} weights{note}): {value} {when}")
         path = checkpoint_path(work_dir / "checkpoints", progress.best[used]["step"])
         lines.append(f"checkpoint: {path}{'' if path.exists() else ', which is missing'}")
     if (work_dir / "plots").exists():

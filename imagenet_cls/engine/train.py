@@ -1,7 +1,7 @@
 """The training loop.
 
 The position of a run is one number, `progress.step`, so a resumed run is this loop started at
-another step.
+another step. `Plan.place` turns it into an epoch.
 """
 
 from collections.abc import Iterator
@@ -51,16 +51,17 @@ def train(run: TrainingRun) -> None:
     plan = parts.plan
     progress = run.progress
     while progress.step < plan.total_steps and not progress.stopped_early:
-        epoch, first_step = divmod(progress.step, plan.steps_per_epoch)
+        epoch, first_step = plan.place(progress.step)
+        end = min(progress.step + plan.steps_per_epoch - first_step, plan.total_steps)
         batches = run.epoch_batches(epoch, first_step)
         # `model.train()`, but frozen BatchNorm layers stay in evaluation mode. An evaluation leaves
         # another mode.
         set_training(parts.model, parts.config.model)
-        for step in range(progress.step, min((epoch + 1) * plan.steps_per_epoch, plan.total_steps)):
+        for step in range(progress.step, end):
             loss_and_top1 = compute_gradients(parts, batches, epoch, step)
             # only the plateau schedule uses the evaluations
-            lr = parts.schedule(step, progress.evaluations)
-            momentum = parts.schedule.momentum(step)
+            lr = parts.schedule(step + plan.offset, progress.evaluations)
+            momentum = parts.schedule.momentum(step + plan.offset)
             # unscales, clips, steps unless the gradient is not finite, clears the gradients
             grad_norm, skipped = parts.updater.update(lr, momentum)
             parts.batch_norm_statistics.sync(skipped)

@@ -54,8 +54,8 @@ class RunRecords:
     """What a run folder holds, finished or not; None and empty where a file is missing.
 
     metrics: see `read_metrics`. is_running: its process has the lock. ranks,
-    total_steps, steps_per_epoch, saved_step and stopped_early: of the newest checkpoint that is
-    there. checkpoints: by step, newest first.
+    total_steps, steps_per_epoch, offset (see `engine.plan.Plan`), saved_step and stopped_early: of
+    the newest checkpoint that is there. checkpoints: by step, newest first.
     """
 
     name: str
@@ -66,6 +66,7 @@ class RunRecords:
     ranks: int | None
     total_steps: int | None
     steps_per_epoch: int | None
+    offset: int
     saved_step: int | None
     stopped_early: bool
     checkpoints: Mapping[int, Path]
@@ -92,6 +93,7 @@ def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRec
     versions: dict[str, str | None] = {"commit": None}
     ranks = total_steps = steps_per_epoch = saved_step = None
     stopped_early = False
+    offset = 0
     file = folder / "env.json"
     with explain_content_errors(CheckpointError, file):
         if file.exists():
@@ -109,6 +111,7 @@ def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRec
                 state = json.loads(file.read_bytes())
                 total_steps = int(state["plan"]["total_steps"])
                 steps_per_epoch = state["plan"].get("steps_per_epoch")
+                offset = int(state["plan"].get("offset", 0))
                 saved_step = int(state["progress"]["step"])
                 ranks = int(state["world_size"])
                 stopped_early = bool(state["progress"].get("stopped_early"))
@@ -122,6 +125,7 @@ def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRec
         ranks,
         total_steps,
         steps_per_epoch,
+        offset,
         saved_step,
         stopped_early,
         checkpoints,
@@ -147,7 +151,8 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     if intervals:
         images_per_sec = median(record["images_per_sec"] for record in intervals)
         data_wait_pct = fmean(record["data_wait_pct"] for record in intervals)
-    if intervals and global_batch:
+    # after a change of the batch, that of earlier intervals is unknown
+    if intervals and global_batch and not run.offset:
         # The first step is above 1 for a run that continues another one's checkpoint.
         previous = train[0]["step"] - 1
         seconds = sum({record["step"]: record["seconds"] for record in results}.values())

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import pytest
-from helpers import REPOSITORY, arguments, call, fails, succeeds, train_here
+from helpers import REPOSITORY, arguments, call, edit_state, fails, newest, succeeds, train_here
 
 from imagenet_cls.commands.report import report_command
 from imagenet_cls.config.compare import differing_values
@@ -128,6 +128,16 @@ def test_state_of_a_run(run: Path, tmp_path: Path) -> None:
             assert is_locked(run) and not is_locked(early) and not is_locked(tmp_path)
         other.communicate()
     assert not is_locked(run)
+
+
+def test_epochs_of_a_run_that_resumed_with_another_batch(run: Path, tmp_path: Path) -> None:
+    """22 steps, at the end of the third epoch. The batch of the first intervals is unknown."""
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    edit_state(newest(folder), lambda state: state["plan"].update(offset=11))
+    succeeds(report_command, folder, "--out", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "3 of 3" in page and "2 of 2" not in page
+    assert run_statistics(read_run(folder, "", {22: newest(folder)}), 128)["hours"] is None
 
 
 def test_ranks_are_of_the_newest_checkpoint(run: Path, tmp_path: Path) -> None:

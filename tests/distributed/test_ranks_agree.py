@@ -57,6 +57,19 @@ def test_two_spawned_ranks_have_the_losses_of_one(
         assert abs(ours["top1_pct"] - alone["top1_pct"]) <= 100 / 359 + 1e-9
 
 
+def test_resume_with_another_batch_is_the_same_on_two_ranks(
+    rank_server: RankServer, digits: Path, tmp_path: Path
+) -> None:
+    """After 4 of 11 steps of the second epoch, which then takes 3 steps more."""
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        rank_server.train(arguments(digits, folder, train__max_steps=15), ranks)
+        words = arguments(digits, folder, train__global_batch_size=256)
+        rank_server.train([*words, "--resume", "--allow-change=train.global_batch_size"], ranks)
+    assert len(losses(tmp_path / "2")) == 18
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-4)
+
+
 def test_other_buffers_may_differ_between_ranks(
     rank_server: RankServer, digits: Path, tmp_path: Path
 ) -> None:

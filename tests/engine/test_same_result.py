@@ -3,7 +3,9 @@ run ends in the same bits, reads only what is left of its epoch, and keeps its p
 """
 
 import dataclasses
+import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import pytest
 import torch
 from helpers import (
     arguments,
+    edit_state,
+    evaluations,
     losses,
     newest,
+    records,
     saved_bytes,
     state_digest,
     state_of,
@@ -23,8 +28,10 @@ from recording_dataset import read_until_now
 
 from imagenet_cls.checkpoint.format import read_checkpoint, write_checkpoint
 from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.config.load import load_config
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.engine import precision
+from imagenet_cls.optim.schedule import build_schedule
 
 STEPS_PER_EPOCH, LATE = 5004, 4900  # those of ImageNet at 256 images each
 
@@ -181,3 +188,84 @@ def test_resume_keeps_best_evaluations_and_ema_warmup(
 
     train_here(arguments(digits, whole, train__max_steps=13, **settings))
     assert saved_bytes(folder) == saved_bytes(whole)
+
+
+def epochs_of(work_dir: Path) -> list[tuple[int, int]]:
+    """(epoch, steps in it) of a run, in the order of its steps."""
+    epochs = [record["epoch"] for record in records(work_dir, "train")]
+    return [(epoch, len(list(steps))) for epoch, steps in itertools.groupby(epochs)]
+
+
+PLATEAU = {"schedule__name": "plateau", "schedule__kwargs": "{patience: 0, gamma: 0.5}"}
+
+
+@pytest.mark.parametrize("schedule", [{}, PLATEAU, {"schedule__by_epoch": "true"}])
+def test_resume_with_other_batches_goes_on_in_the_same_epoch(
+    digits: Path, tmp_path: Path, schedule: dict[str, str]
+) -> None:
+    """Epochs of 11, 5 and 22 steps, changed after 4 of 11, and after all 5. Stopped and resumed
+    without a change, such a run ends in the same bits.
+    """
+    settings = {"train__epochs": 4, "train__early_stop__patience_evals": 9} | schedule
+
+    def resume(batch: int, name: str = "run", **more: Any) -> None:
+        changes = settings | more | {"train__global_batch_size": batch}
+        words = arguments(digits, tmp_path / name, **changes)
+        train_here([*words, "--resume", "--allow-change", "train.global_batch_size"])
+
+    train_here(arguments(digits, tmp_path / "run", train__max_steps=15, **settings))
+    resume(256, train__max_steps=18)
+    assert epochs_of(tmp_path / "run") == [(0, 11), (1, 4 + 3)]
+    shutil.copytree(tmp_path / "run", tmp_path / "parts", symlinks=True)
+    resume(64)
+    assert epochs_of(tmp_path / "run") == [(0, 11), (1, 7), (2, 22), (3, 22)]
+    progress = state_of(tmp_path / "run")["progress"]
+    # the first run evaluates where it ends, in the second epoch
+    assert [record["epoch"] for record in evaluations(tmp_path / "run")] == [0, 1, 1, 2, 3]
+    assert len(progress["history"]) == 4
+    assert [place for place, _ in progress["evaluations"]] == [22, 44, 66, 88]
+
+    if schedule is not PLATEAU:
+        words = arguments(digits, "unused", **settings)
+        config = load_config(None, [word for word in words if "=" in word]).config
+        curve = build_schedule(config.schedule, config.optimizer.lr, 22, 4)
+        rates = [record["lr"] for record in records(tmp_path / "run", "train")]
+        assert rates[18:] == [curve(step) for step in range(44, 88)]
+
+    resume(64, "parts", train__max_steps=30)
+    resume(64, "parts")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "run")
+    assert state_digest(tmp_path / "parts") == state_digest(tmp_path / "run")
+    resume(128)  # nothing is left to do
+    assert epochs_of(tmp_path / "run")[-1] == (3, 22)
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "changes", "trained", "evaluated"),
+    [
+        # Less than a batch of the second epoch is done: the first one is not evaluated again.
+        (12, {"train__global_batch_size": 256}, [(1, 5)], [1]),
+        # The first epoch is done with fewer samples, and was not evaluated.
+        (10, {"data__repeats_multiple": 1000}, [(1, 7)], [0, 1]),
+        (15, {"data__repeats_multiple": 1000}, [(1, 3)], [1]),
+    ],
+)
+def test_resume_in_an_epoch_of_other_steps_evaluates_each_epoch_once(
+    digits: Path,
+    tmp_path: Path,
+    stop_at: int,
+    changes: dict[str, int],
+    trained: list[tuple[int, int]],
+    evaluated: list[int],
+) -> None:
+    """From a checkpoint of an older version, which states no offset."""
+    run, later = tmp_path / "run", tmp_path / "later"
+    saves = {"checkpoint__every_steps": stop_at}
+    train_here(arguments(digits, run, train__max_steps=stop_at + 1, **saves))
+    checkpoint = run / "checkpoints" / f"step-{stop_at:07}"
+    edit_state(checkpoint, lambda state: state["plan"].pop("offset"))
+    allowed = [f"--allow-change={name.replace('__', '.')}" for name in changes]
+    words = arguments(digits, later, **saves, **changes)
+    train_here([*words, "--resume-from", str(checkpoint), *allowed])
+    assert epochs_of(later) == trained
+    assert [record["epoch"] for record in evaluations(later)] == evaluated

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, EvalConfig
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.meter import Meter
+from imagenet_cls.engine.plan import Plan
 from imagenet_cls.engine.summary import epoch_lines, final_message
 
 TRAINING = "train loss 2.0412, 75.2 %"
@@ -101,7 +103,9 @@ def test_last_lines_name_the_best_results_and_the_next_commands(
     if is_saved:
         checkpoint.mkdir(parents=True)
     meter = Meter(single_rank(), global_batch=8)
-    plan = SimpleNamespace(steps_per_epoch=5)
+    plan = Plan(1, 8, 1, 8, steps_per_epoch=5, epochs=4, total_steps=20)
+    resumed = final_message(progress, replace(plan, offset=-5), run, meter)
+    assert "after step 10" in resumed and "epoch" not in resumed
     assert final_message(progress, plan, run, meter).splitlines() == [
         "done",
         f"trained {meter.describe_total()}",
