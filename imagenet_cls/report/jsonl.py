@@ -223,6 +223,22 @@ def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
         write_file(path, b"".join(kept))
 
 
+def missing_steps(path: Path, step: int) -> int:
+    """How many of the steps up to `step` have no record in a file. Those before its first record
+    do not count if that is an event: the run continues another one's checkpoint.
+
+    Raises CheckpointError as `read_metrics`.
+    """
+    first = 0
+    found = set()
+    for number, (_, record) in enumerate(_read_lines(path) if path.is_file() else ()):
+        if number == 0 and record["kind"] == "event":
+            first = record["step"]
+        if record["kind"] == "train" and first < record["step"] <= step:
+            found.add(record["step"])
+    return step - first - len(found)
+
+
 def _read_lines(path: Path, containing: bytes = b"") -> Iterator[tuple[bytes, Record]]:
     """Each finished line that contains these bytes, with its record."""
     with path.open("rb") as file:

@@ -12,11 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import EVENTS, arguments, evaluations, losses, state_digest, train_here
+from helpers import (
+    EVENTS,
+    arguments,
+    evaluations,
+    losses,
+    state_digest,
+    succeeds,
+    train_here,
+)
 from torch import nn
 
 from imagenet_cls.checkpoint import saver
 from imagenet_cls.checkpoint.format import Snapshot, list_checkpoints, read_checkpoint, step_of
+from imagenet_cls.commands.train import train_command
 from imagenet_cls.engine import state
 from imagenet_cls.errors import NonFiniteError, ResourceError, Stopped
 
@@ -135,6 +144,25 @@ def test_newest_and_best_checkpoints_of_both_kinds_of_weights_stay(
         best[kind] = max(results, key=lambda record: record["top1_pct"])["step"]
     assert best == {"raw": STEPS, "ema": 2 * STEPS}, "the premise of this test"
     assert saved(tmp_path) == [STEPS, 2 * STEPS, 32, 33]
+
+
+def test_resume_says_that_metrics_are_missing(digits: Path, tmp_path: Path) -> None:
+    run, new = tmp_path / "run", tmp_path / "new"
+    train_here(arguments(digits, run, train__max_steps=3))
+
+    def said(folder: Path, *words: str) -> bool:
+        out = succeeds(train_command, *arguments(digits, folder), "--dry-run", *words)
+        return any("metrics.jsonl" in line and "3 steps" in line for line in out.splitlines())
+
+    assert not said(run, "--resume")
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    for left in (lines[:1], lines[2:], []):
+        metrics.write_bytes(b"".join(left))
+        assert said(run, "--resume")
+    metrics.unlink()
+    assert said(run, "--resume")
+    assert not said(new, "--resume-from", str(run))
 
 
 def test_lost_rank_in_the_broadcast_is_no_error_of_the_checkpoint(
