@@ -23,7 +23,7 @@ from imagenet_cls.commands.own_data import (
 from imagenet_cls.config import keys
 from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
-from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE, DataConfig, Range
+from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE, Config, Range
 from imagenet_cls.errors import (
     ConfigError,
     UsageError,
@@ -315,10 +315,10 @@ def load_one_config(arguments: argparse.Namespace, parser: argparse.ArgumentPars
     return load_config_or_data(sources[0], overrides)
 
 
-def load_data_config(source: str, overrides: Sequence[str]) -> DataConfig | None:
-    """The section `data` of a config file; None for another path, which takes no overrides."""
+def load_config_if_given(source: str, overrides: Sequence[str]) -> Config | None:
+    """The config of a file; None for another path, which takes no overrides."""
     if is_config(source):
-        return load_config(source, overrides).config.data
+        return load_config(source, overrides).config
     if overrides:
         raise UsageError(
             f"{overrides[0]!r} overrides a key of a config, but {source} is not a config.",

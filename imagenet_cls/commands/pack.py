@@ -142,9 +142,9 @@ def open_parts(
     source: str, overrides: Sequence[str], per_shard: int, multilabel: bool = False
 ) -> dict[str, Part]:
     """The parts of the dataset that SOURCE names. Raises DataError and UsageError."""
-    data = cli.load_data_config(source, overrides)
-    if data is not None:
-        return indexed_parts(data, per_shard, multilabel)
+    config = cli.load_config_if_given(source, overrides)
+    if config is not None:
+        return indexed_parts(config.data, per_shard, multilabel)
     root = Path(source).expanduser()
     files = [
         root / name

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from imagenet_cls.commands import cli
-from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.config.schema import DataConfig, EvalConfig
 from imagenet_cls.data.archive_files import ArchiveChangedError
 from imagenet_cls.data.archives import index_members, is_archive
 from imagenet_cls.data.index import (
@@ -71,9 +71,9 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     If all are good, an empty list is written only to a given `out` or over an earlier list. Raises
     DataError if one is bad, ResourceError if `out` can't be written, and UsageError.
     """
-    config = cli.load_data_config(data, overrides)
-    root = Path(config.root if config else data).expanduser()
-    indexes = indexes_of(config) if config else indexes_below(root)
+    config = cli.load_config_if_given(data, overrides)
+    root = Path(config.data.root if config else data).expanduser()
+    indexes = indexes_of(config.data) if config else indexes_below(root)
     images = images_by_key(indexes, root)
     unread = Counter[bytes]()
     for index in indexes:
@@ -89,7 +89,7 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         raise UsageError(f"{path} is a folder.", "Name a file with --out.")
     if not os.access(path if is_device_or_fifo(path) else path.parent, os.W_OK):
         raise ResourceError(f"Can't write {path}.", "Name another file with --out FILE.")
-    bad = find_bad_images(images, num_threads)
+    bad = find_bad_images(images, num_threads, config.eval if config else EvalConfig())
     # an earlier list would leave out replaced images
     is_written = bool(bad) or out is not None or path.exists()
     if is_written:
@@ -111,7 +111,9 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         )
 
 
-def find_bad_images(images: Mapping[Key, Image], num_threads: int) -> list[tuple[str, str]]:
+def find_bad_images(
+    images: Mapping[Key, Image], num_threads: int, evaluation: EvalConfig
+) -> list[tuple[str, str]]:
     """Path and reason of each bad image, in the order of the keys. Prints them, too."""
     # decode_rgb uses warnings.catch_warnings, which is not thread-safe
     warnings.simplefilter("ignore")
@@ -121,7 +123,7 @@ def find_bad_images(images: Mapping[Key, Image], num_threads: int) -> list[tuple
         # in chunks, since a task for each image of ImageNet would take gigabytes
         for start in cli.track(range(0, len(keys), 32 * num_threads), "reading"):
             chunk = keys[start : start + 32 * num_threads]
-            problems = pool.map(lambda key: image_problem(*images[key]), chunk)
+            problems = pool.map(lambda key: image_problem(*images[key], evaluation), chunk)
             for (name, archive, _), reason in zip(chunk, problems, strict=True):
                 if reason is not None:
                     where = f" (in {archive})" if archive else ""
@@ -193,13 +195,15 @@ def images_by_key(indexes: Sequence[ImageIndex], root: Path) -> dict[Key, Image]
     return images
 
 
-def image_problem(source: "FolderSource", i: int) -> str | None:
-    """Read and decode image `i`: why it can't be used in training, or None."""
+def image_problem(source: "FolderSource", i: int, evaluation: EvalConfig) -> str | None:
+    """Read and decode image `i`: why it can't be used in training or evaluation, or None."""
     from imagenet_cls.data.decode import decode_rgb
     from imagenet_cls.data.sources import reason_of
+    from imagenet_cls.data.transforms import EvalTransform
 
     try:
-        decode_rgb(source.read(i))
+        image = decode_rgb(source.read(i))
+        EvalTransform(evaluation).resized_size(*image.shape[1:])
     except ArchiveChangedError:
         raise
     except (OSError, DataError) as error:

@@ -55,7 +55,7 @@ def decode_rgb(data: bytes) -> torch.Tensor:
     its first frame. An EXIF orientation is not applied, except to TIFF and HEIF, where Pillow
     applies it. The memory may be channels-last. Raises
     DataError with the reason, without the file's name, for broken, truncated and too large images
-    (`MAX_PIXELS`).
+    (`MAX_PIXELS`), and as `rgb_tensor`.
     """
     height, width, channels = _jpeg_header(data) or (0, 0, 0)
     if channels in (1, 3) and height * width <= MAX_PIXELS:
@@ -147,13 +147,23 @@ def decode_region(
 
 
 def rgb_tensor(image: Image.Image) -> torch.Tensor:
-    """A Pillow image as uint8 (3, H, W), converted to RGB as in torchvision's loader."""
+    """A Pillow image as uint8 (3, H, W), converted to RGB as in torchvision's loader.
+
+    Raises DataError with the reason, without a name, for gray images of signed numbers, of 32 bits
+    and of floats: no range of their values is stated.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # palettes with transparency
         # Of RGB images of 16 bits Pillow keeps the high bytes. It would clip gray ones, which have
         # the mode I if they are from a PGM file.
         if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
             image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
+        elif image.mode in ("I", "F"):  # Pillow would clip them at 0 and 255
+            raise DataError(
+                f"gray values of an unknown range (Pillow's mode {image.mode}: signed, or of 32 "
+                "bits)",
+                "Convert the image to 8 or 16 bits.",
+            )
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
@@ -170,7 +180,7 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
                 reason = "a HEIF image, which needs pillow-heif: pip install pillow-heif"
         except Image.DecompressionBombError:
             reason = f"more than the {MAX_PIXELS} pixels allowed"
-        except MemoryError:
+        except (MemoryError, DataError):
             raise
         except Exception as error:  # Pillow's decoders raise any for damaged files
             reason = f"damaged or truncated ({first_line(error)})"

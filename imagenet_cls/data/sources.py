@@ -3,8 +3,8 @@
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -53,10 +53,11 @@ class ImageSource(Protocol):
 
     def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, Target]:
         """As `load`, but only the pixels in the box that `choose` returns need to be defined. Also
-        returns the box.
+        returns the box. Raises DataError for an image whose size `choose` refuses, too.
         """
         image, target = self.load(i)
-        return image, choose(*image.shape[1:]), target
+        with named_errors(self.name(i)):
+            return image, choose(*image.shape[1:]), target
 
     def name(self, i: int) -> str:
         """The name of image `i` in messages and predictions: of a file, its path below the root."""
@@ -196,6 +197,18 @@ def read_image(path: bytes | str) -> bytes:
         return file.read()
 
 
+@contextmanager
+def named_errors(name: object) -> Iterator[None]:
+    """Raise a DataError about the image `name` for an OSError or DataError that only has the
+    reason.
+    """
+    try:
+        yield
+    except (OSError, DataError) as error:
+        remedy = "Leave it out, or use another one."
+        raise DataError(f"{name}: {reason_of(error)}.", remedy) from error
+
+
 def reason_of(error: OSError | DataError) -> str:
     """Why an image can't be read, without its name."""
     return error.problem if isinstance(error, DataError) else error.strerror or first_line(error)
@@ -272,7 +285,8 @@ class MapSource(ImageSource):
             )
         image, target = item
         if isinstance(image, Image.Image):
-            image = rgb_tensor(image)
+            with named_errors(self.name(i)):
+                image = rgb_tensor(image)
         is_image = (
             isinstance(image, torch.Tensor) and image.dtype == torch.uint8 and image.ndim == 3
         )

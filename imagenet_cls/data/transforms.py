@@ -26,8 +26,10 @@ from imagenet_cls.config.schema import (
     Size,
     height_width,
 )
+from imagenet_cls.data.decode import MAX_PIXELS
 from imagenet_cls.data.policies import OnPillow, build_policy, to_pil_image
 from imagenet_cls.data.turbojpeg import Box
+from imagenet_cls.errors import DataError
 from imagenet_cls.seeding import seed_generators
 
 # "nearest" is Pillow's, which torch calls nearest-exact (ties aside); torch's own `nearest` is off
@@ -295,17 +297,27 @@ class EvalTransform:
         return F.center_crop(image, list(self.crop))
 
     def resized_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the resized image, as timm computes them; not below 1."""
+        """Height and width of the resized image, as timm computes them; not below 1. Raises
+        DataError with the reason, without a name, for more than `MAX_PIXELS` pixels.
+        """
         rows, columns = self.resized
         if self.mode == "squash":
             return rows, columns
         if self.mode == "pad" or rows != columns:
             scales = height / rows, width / columns
             scale = max(scales) if self.mode == "pad" else min(scales)
-            return max(round(height / scale), 1), max(round(width / scale), 1)
-        if height <= width:  # torchvision's resize of the short side
-            return rows, int(rows * width / height)
-        return int(rows * height / width), rows
+            rows, columns = max(round(height / scale), 1), max(round(width / scale), 1)
+        elif height <= width:  # torchvision's resize of the short side
+            columns = int(rows * width / height)
+        else:
+            rows = int(rows * height / width)
+        if rows * columns > MAX_PIXELS:
+            raise DataError(
+                f"its {height} x {width} pixels would be resized to {rows} x {columns}, more than "
+                f"the {MAX_PIXELS} allowed",
+                "Replace the file.",
+            )
+        return rows, columns
 
     def needed_region(self, height: int, width: int) -> Box:
         """A box that contains all pixels of an image of this size that the resized center crop

@@ -136,8 +136,12 @@ class Predictor:
         self.normalize = Normalize(self.mean, self.std, device, self.config.train.channels_last)
 
     def crop(self, image: AnyImage) -> Tensor:
-        """An image of any size as uint8 (C, *crop_px) on the CPU. Raises as `read_image`."""
-        return self.transform(read_image(image, self.config.data.exif))
+        """An image of any size as uint8 (C, *crop_px) on the CPU. Raises as `read_image`, and
+        DataError for one whose resized image would be too large.
+        """
+        pixels = read_image(image, self.config.data.exif)
+        with sources.named_errors(describe_image(image)):
+            return self.transform(pixels)
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
         """Images of any sizes as float32 (B, C, *crop_px) on the device of the model."""
@@ -410,10 +414,11 @@ def output_names(classes: Sequence[str], count: int) -> list[str]:
 
 def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
     """An image as uint8 (3, H, W) on the CPU. exif: `data.exif`. Raises DataError for a file that
-    can't be read, TypeError for arrays of other shapes and types.
+    can't be read and as `rgb_tensor`, TypeError for arrays of other shapes and types.
     """
     if isinstance(image, Image.Image):
-        return rgb_tensor(ImageOps.exif_transpose(image) if exif == "apply" else image)
+        with sources.named_errors(describe_image(image)):
+            return rgb_tensor(ImageOps.exif_transpose(image) if exif == "apply" else image)
     if isinstance(image, np.ndarray | Tensor):
         if isinstance(image, Tensor):
             pixels = image
@@ -425,12 +430,14 @@ def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
                 "uint8 array (H, W, 3)"
             )
         return pixels.cpu()
-    try:
+    with sources.named_errors(image):
         data = sources.read_image(str(image))
         return decode_upright(data) if exif == "apply" else decode_rgb(data)
-    except (OSError, DataError) as error:
-        remedy = "Leave it out, or give another file."
-        raise DataError(f"{image}: {sources.reason_of(error)}", remedy) from error
+
+
+def describe_image(image: AnyImage) -> str:
+    """The path of a file, else the type of an image, for a message."""
+    return str(image) if isinstance(image, str | Path) else f"a {type(image).__name__}"
 
 
 def find_images(arguments: Sequence[str]) -> list[Path]:

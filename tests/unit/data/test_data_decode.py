@@ -4,6 +4,7 @@ import contextlib
 import io
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 from helpers import peak_kib
 from PIL import Image, ImageOps
 
+from imagenet_cls.commands.verify_data import image_problem
+from imagenet_cls.config.schema import EvalConfig
 from imagenet_cls.data import decode
 from imagenet_cls.data.decode import (
     decode_region,
@@ -19,14 +22,23 @@ from imagenet_cls.data.decode import (
     exif_orientation,
     rgb_tensor,
 )
+from imagenet_cls.data.index import ImageIndex
+from imagenet_cls.data.sources import FolderSource, MapSource, SubsetSource
+from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
+from imagenet_cls.inference.predictor import read_image
 
 
 def encode(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def one_file(file: Path) -> FolderSource:
+    names = np.array([file.name.encode()])
+    return FolderSource(ImageIndex(file.parent, names, np.zeros(1, np.int64), ("a",)))
 
 
 def fixtures(photograph: Image.Image) -> dict[str, bytes]:
@@ -77,6 +89,39 @@ def test_decode_rgb_divides_gray_images_of_16_bits_by_256(kind: str) -> None:
     expected = torch.from_numpy((values // 256).astype(np.uint8)).expand(3, -1, -1)
     assert torch.equal(decode_rgb(data), expected)
     assert torch.equal(rgb_tensor(Image.open(io.BytesIO(data))), expected)
+
+
+@pytest.mark.parametrize("values", [np.float32, np.int32])
+def test_gray_image_without_a_stated_range_raises(values: type, tmp_path: Path) -> None:
+    image = Image.fromarray(np.linspace(0, 1000, 64).reshape(8, 8).astype(values))
+    file = tmp_path / "gray.tif"
+    image.save(file)
+    with pytest.raises(DataError):
+        decode_rgb(file.read_bytes())
+    assert image_problem(one_file(file), 0, EvalConfig()) is not None
+    source = MapSource([(image, 0)], "own", ("a",))
+    with pytest.raises(DataError, match="own"):
+        source.load(0)
+    with pytest.raises(DataError, match="gray"):
+        read_image(file)
+    with pytest.raises(DataError, match="Image"):
+        read_image(image)
+
+
+@pytest.mark.parametrize("size", [(60_000, 1), (1, 60_000)])
+def test_image_too_thin_to_be_resized_is_named(size: tuple[int, int], tmp_path: Path) -> None:
+    file = tmp_path / "thin.jpg"
+    image = Image.new("RGB", size)
+    image.save(file)
+    transform = EvalTransform(EvalConfig())
+    own = MapSource([(image, 0)], "own/thin", ("a",))
+    for source in (one_file(file), SubsetSource(own, np.arange(1))):
+        with pytest.raises(DataError, match="thin"):
+            source.load_region(0, transform.needed_region)
+    assert image_problem(one_file(file), 0, EvalConfig()) is not None
+    assert image_problem(one_file(file), 0, EvalConfig(mode="pad")) is None
+    with pytest.raises(DataError):
+        transform(decode_rgb(file.read_bytes()))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
