@@ -19,12 +19,13 @@ from imagenet_cls.commands.distributed import (
     start_ranks,
 )
 from imagenet_cls.commands.own_data import is_config, key_of
+from imagenet_cls.config.check import EVALUATED, code_names
 from imagenet_cls.config.layers import shipped_configs
-from imagenet_cls.config.load import LoadedConfig, comparable_values, load_config
+from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.files import check_exists, check_output_path, explain_write_errors, write_output
-from imagenet_cls.lookup import did_you_mean, is_factory_name, is_model_source
+from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import command_line, printable
 
 if TYPE_CHECKING:
@@ -156,20 +157,10 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
 
 
 def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: Path) -> None:
-    """Raise CheckpointError if the config in a run folder names code that is not in `allowed`, as
-    `check_trusted`.
+    """Raise CheckpointError if the config in a run folder names code that an evaluation would run
+    and that is not in `allowed`, as `check_trusted`.
     """
-    values = [
-        str(value) for value in comparable_values(loaded.config).values()
-    ] + loaded.config.eval.metrics
-    names = [
-        *loaded.config.imports,
-        *(name for name in values if is_factory_name(name) or is_model_source(name)),
-    ]
-    names = [
-        name for name in dict.fromkeys(names) if not name.startswith(("timm:", "torchvision:"))
-    ]
-    code = [name for name in names if name not in allowed]
+    code = [name for name in code_names(loaded.config, EVALUATED) if name not in allowed]
     if code:
         options = " ".join(f"--allow-import {name}" for name in code)
         raise CheckpointError(

@@ -301,6 +301,25 @@ def _device_rules(c: Config) -> Iterator[Problem]:
         )
 
 
+EVALUATED = ("model.", "data.", "eval.")  # the sections that an evaluation uses
+
+
+def code_names(config: Config, sections: tuple[str, ...] = ("",)) -> list[str]:
+    """What a config names to run or to download: the modules of `imports`, and in these sections
+    `my_module:my_factory` and models such as `hf-hub:USER/NAME`.
+    """
+    names = list(config.imports)
+    for key in keys.value_types():
+        libraries = keys.info(key).code
+        if libraries is None or not key.startswith(sections):
+            continue
+        value = attrgetter(key)(config) or ""
+        for name in value if isinstance(value, list) else [value]:
+            if ":" in name and not name.startswith(libraries):
+                names.append(name)
+    return list(dict.fromkeys(names))
+
+
 def ineffective_keys(config: Config) -> dict[str, str]:
     """The keys that have no effect in this config, whatever their values, and what each would
     need.

@@ -104,6 +104,9 @@ class KeyInfo:
     recipe: bool = True
     # Whether the machines of a run may differ in it.
     per_machine: bool = False
+    # Whether the text, or each text of a list, may name code, `my_module:my_factory`: the prefixes
+    # of other names with a colon. None: it never does.
+    code: tuple[str, ...] | None = None
 
 
 def key(default: Any, allowed: Range | None = None, **info: Any) -> Any:
@@ -190,7 +193,7 @@ class ModelConfig:
     # A timm model (`resnet50`), `torchvision:resnet50`, or `my_module:my_factory`, found from the
     # working directory. Or a model that timm saved: `hf-hub:USER/NAME` on the Hugging Face Hub,
     # `local-dir:PATH` in a folder.
-    name: str = "resnet50"
+    name: str = key("resnet50", code=("torchvision:",))
     # Start from the library's published weights (downloads them once; a timm name may carry a tag:
     # `resnet50.a1_in1k`).
     pretrained: bool = key(False, recipe=False, per_machine=True)
@@ -228,7 +231,7 @@ class DataConfig:
     # docs/data.md), `list` (files of `path label` lines or CSV), `digits` (scikit-learn's, written
     # under root once), `synthetic` (random, made on the device), `torchvision:CIFAR10`,
     # `hf:USER/NAME` (of the Hugging Face Hub, or a folder), or `my_module:my_factory`.
-    name: str = "folder"
+    name: str = key("folder", code=("torchvision:", "hf:"))
     # The dataset's folder, or an archive with the folders `train` and `val`. May be relative to the
     # working directory.
     root: str = key("data/imagenet", recipe=False, per_machine=True)
@@ -400,7 +403,7 @@ class AugmentConfig:
     # `augmix-m3-w3`, `3a` (3-Augment of DeiT III). torchvision's: `torchvision:rand_augment`,
     # `torchvision:trivial_augment_wide`, `torchvision:auto_augment`, `torchvision:aug_mix`. Or
     # `my_module:my_factory`. null: none.
-    policy: str | None = None
+    policy: str | None = key(None, code=("torchvision:",))
     # Further arguments of torchvision's policy or of a factory, such as `{num_ops: 2}`. Another
     # policy resets them.
     policy_kwargs: Kwargs = key({})
@@ -448,7 +451,7 @@ class LossConfig:
     # with the Jensen-Shannon divergence between the splits of an image (augment.splits); or
     # `my_module:my_factory`. With data.labels multi: `bce`, `asymmetric` (Ridnik et al. 2021) or a
     # factory.
-    name: str = "cross_entropy"
+    name: str = key("cross_entropy", code=())
     # Share of the target's probability that is spread over all classes. With data.labels multi, the
     # targets 0 and 1 become s/2 and 1 - s/2.
     label_smoothing: float = key(0.0, SHARE_BELOW_1)
@@ -474,7 +477,7 @@ class TeacherConfig:
     """
 
     # As model.name. null: no teacher.
-    name: str | None = key(None, needs=DISTILS)
+    name: str | None = key(None, needs=DISTILS, code=("torchvision:",))
     # As model.pretrained.
     pretrained: bool = key(
         False,
@@ -513,7 +516,7 @@ class OptimizerConfig:
     # (scales a larger gradient down to the norm 1, unless kwargs have `max_grad_norm: null`),
     # `rmsproptf` (momentum 0.9): timm's. `timm:NAME` for any other of timm's,
     # `timm:lookahead_NAME` with Lookahead, or `my_module:my_factory`.
-    name: str = "sgd"
+    name: str = key("sgd", code=("timm:",))
     # Peak learning rate. It has no default, and changing `name` resets it.
     lr: float = key(REQUIRED, NOT_NEGATIVE)
     # The global batch size that lr is meant for: another train.global_batch_size scales lr. null:
@@ -550,7 +553,7 @@ class ScheduleConfig:
 
     # `cosine`, `step`, `multistep`, `polynomial`, `exponential`, `one_cycle`, `piecewise`,
     # `plateau`, `constant`, or a factory, `my_module:my_factory`.
-    name: str = "cosine"
+    name: str = key("cosine", code=())
     # Linear warm-up, in epochs (fractions allowed).
     warmup_epochs: float = key(0.0, NOT_NEGATIVE, at_most="train.epochs")
     # Learning rate at the start of the warm-up, as a factor of the one at its end: the schedule's
@@ -691,7 +694,7 @@ class EvalConfig:
     # null: none.
     real_labels: str | None = key(None, recipe=False, per_machine=True)
     # Further metrics, your own or of torchmetrics, each `my_module:my_factory` (docs/extending.md).
-    metrics: list[str] = key([], form=FACTORIES, recipe=False)
+    metrics: list[str] = key([], form=FACTORIES, recipe=False, code=())
     # Images in one forward pass of a device.
     batch_size: int = key(256, BATCH, recipe=False)
     # Evaluate every this many epochs, and after the last one.
@@ -756,7 +759,7 @@ class LogConfig:
     every_steps: int = key(50, COUNT)
     # What rank 0 writes: `jsonl` (metrics.jsonl; always), `tensorboard`, `wandb`, `mlflow`, or
     # `my_module:MyWriter`.
-    writers: list[str] = key(["jsonl", "tensorboard"], per_machine=True)
+    writers: list[str] = key(["jsonl", "tensorboard"], per_machine=True, code=())
     # false: no TensorBoard files, even if `writers` lists it.
     tensorboard: bool = key(True, per_machine=True)
     # Plot loss, top-1 and learning rate into plots/ at the end (rank 0 only).

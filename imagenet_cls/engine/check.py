@@ -30,7 +30,7 @@ def check_on_all_ranks(loaded: LoadedConfig, context: RankContext, training: boo
     If a launching process has made the other checks, only the number of ranks is left to check,
     which the launching process does not know in an elastic job.
     """
-    check_same_code(loaded.config, context)
+    check_same_code(loaded.config, context, training)
     check_same_config(loaded.config, context)
     find_problems = rank_problems if context.rank_info.launched else config_problems
 
@@ -50,8 +50,8 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
     """All problems of a config. If a module in `imports` can't be imported, only this problem: it
     may define the names that other keys refer to.
 
-    world_size: None where it is not known yet. training: false for an evaluation, whose batch is
-    not checked.
+    world_size: None where it is not known yet. training: false for an evaluation, of which only
+    model, data and metrics are checked.
     """
     for name in config.imports:
         try:
@@ -61,14 +61,14 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
     channels = config.data.channels
     problems = model_problems(config.model, training and config.train.grad_checkpointing, channels)
     problems += data_problems(config.data)
-    problems += policy_problems(config.augment, channels)
-    problems += loss_problems(config.loss, config.data.labels)
-    problems += distillation_problems(config.distill)
     problems += metric_problems(config.eval.metrics)
-    lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
-    problems += schedule_problems(config.schedule, config.train.epochs, lr)
-    problems += optimizer_problems(config.optimizer) or momentum_problems(config)
     if training:
+        problems += policy_problems(config.augment, channels)
+        problems += loss_problems(config.loss, config.data.labels)
+        problems += distillation_problems(config.distill)
+        lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
+        problems += schedule_problems(config.schedule, config.train.epochs, lr)
+        problems += optimizer_problems(config.optimizer) or momentum_problems(config)
         problems += writer_problems(config.log)
     if world_size is not None:
         problems += rank_problems(config, world_size, training)

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from imagenet_cls.config.check import EVALUATED, code_names
 from imagenet_cls.config.keys import per_machine_keys
-from imagenet_cls.config.load import comparable_values, values_by_key
+from imagenet_cls.config.load import comparable_values
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ConfigError, DataError, UsageError
 from imagenet_cls.lookup import import_from_cwd, is_factory_name
@@ -23,16 +24,17 @@ from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.versions import library_versions
 
 
-def check_same_code(config: Config, context: RankContext) -> None:
+def check_same_code(config: Config, context: RankContext, training: bool) -> None:
     """Raise UsageError, on all ranks, unless they have the same libraries and the same code of this
     package and of the modules that the config names.
 
     A collective. Call it before `check_same_config`, since other versions may have other keys.
+    training: false for an evaluation, which uses only some of these modules.
     """
     if context.cpu_group is None:
         return
     own = {"Python": "{}.{}".format(*sys.version_info), **library_versions()}
-    sources = {"imagenet_cls": Path(__file__).parents[1]} | user_modules(config)
+    sources = {"imagenet_cls": Path(__file__).parents[1]} | user_modules(config, training)
     code = {f"the code of {name}": digest_of_sources(path) for name, path in sources.items()}
     different = find_differences(own | code, context)
     if different:
@@ -48,15 +50,15 @@ def check_same_code(config: Config, context: RankContext) -> None:
         )
 
 
-def user_modules(config: Config) -> dict[str, Path]:
+def user_modules(config: Config, training: bool = True) -> dict[str, Path]:
     """The files or folders of the modules that a config names, in `imports` or as
-    `my_module:my_factory`.
+    `my_module:my_factory`. training: see `check_same_code`.
 
     Modules that can't be imported are left out: the check of names reports them.
     """
-    texts = [value for value in values_by_key(config).values() if isinstance(value, str)]
-    names = {text.partition(":")[0] for text in texts if is_factory_name(text)}
-    names |= {name.partition(":")[0] for name in config.eval.metrics} | set(config.imports)
+    code = code_names(config) if training else code_names(config, EVALUATED)
+    factories = [name for name in code if is_factory_name(name)]
+    names = {name.partition(":")[0] for name in factories} | set(config.imports)
     found = {}
     for name in sorted(names - {"torch", "torchvision", "timm"}):
         with suppress(Exception):

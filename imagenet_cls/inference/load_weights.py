@@ -21,8 +21,8 @@ from imagenet_cls.checkpoint.format import (
 )
 from imagenet_cls.checkpoint.progress import read_progress
 from imagenet_cls.checkpoint.select import load_best
-from imagenet_cls.config.check import check_value
-from imagenet_cls.config.schema import Config, ModelConfig, format_size
+from imagenet_cls.config.check import check_value, code_names
+from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
 from imagenet_cls.engine.build import choose_num_classes
 from imagenet_cls.engine.stored_weights import check_kind, read_stored_weights
@@ -30,7 +30,7 @@ from imagenet_cls.engine.training_model import choose_mean_std, memory_format
 from imagenet_cls.errors import CheckpointError, ConfigError, UsageError
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.adapt import resize_model, size_remedy
-from imagenet_cls.models.build import RESERVED, TORCHVISION, build_model, published_weights
+from imagenet_cls.models.build import RESERVED, build_model, published_weights
 from imagenet_cls.models.head import permute_outputs
 from imagenet_cls.models.weights import (
     load_weights,
@@ -179,7 +179,7 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
     """
     snapshot, best, damage = load_best(path)
     config = config_from_state(snapshot.state, snapshot.path)
-    check_trusted(config.model, config.imports, trusted, str(snapshot.path))
+    check_trusted(config, trusted, str(snapshot.path))
     with invalid_content_errors(snapshot.path):
         averaged = len(snapshot.state.get("averaged", []))
         note = f", an average of {averaged} checkpoints" if averaged else ""
@@ -228,22 +228,15 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
     )
 
 
-def check_trusted(
-    model: ModelConfig, imports: Sequence[str], trusted: Collection[str], where: str
-) -> None:
+def check_trusted(config: Config, trusted: Collection[str], where: str) -> None:
     """Raise CheckpointError where building a checkpoint's model would run code that the user has
     not named.
 
-    Nothing is imported. model, imports: the values of the checkpoint's own config. trusted: the
-    names that the user has given, compared whole, since `my_module:os.system` is not code of a
-    trusted module. where: the checkpoint.
+    Nothing is imported. config: of the checkpoint. trusted: the names that the user has given,
+    compared whole, since `my_module:os.system` is not code of a trusted module. where: the
+    checkpoint.
     """
-    # timm takes a name with a colon for a place to download a model from; without one it is a key
-    # of its registry.
-    names = list(imports)
-    if ":" in model.name.removeprefix(TORCHVISION):
-        names.append(model.name)
-    for name in names:
+    for name in code_names(config, ("model.",)):
         if name not in trusted:
             raise CheckpointError(
                 f"{where}: its config names code to run or a model to download, {name!r}; nothing "
@@ -251,7 +244,7 @@ def check_trusted(
                 f"If you know and trust it: --allow-import {name}",
             )
     for name in RESERVED:
-        if name in model.kwargs:
+        if name in config.model.kwargs:
             raise CheckpointError(
                 f"{where}: its config sets model.kwargs.{name}, which is not allowed in a "
                 "checkpoint; nothing was run.",

@@ -6,7 +6,7 @@ import pytest
 from config_files import LR, errors_of, load, nested, write
 
 from imagenet_cls.config import keys, schema
-from imagenet_cls.config.check import ineffective_keys
+from imagenet_cls.config.check import EVALUATED, code_names, ineffective_keys
 from imagenet_cls.config.load import config_from_dict, dump_yaml, load_config
 from imagenet_cls.config.reader import dump
 from imagenet_cls.config.schema import Condition
@@ -124,3 +124,62 @@ def test_flags_of_keys() -> None:
     assert {"checkpoint.keep_last", "log.plots", "train.compile", "data.exclude"} <= free
     assert {"train.early_stop.patience_evals", "eval.metrics"} <= free
     assert not {"optimizer.lr", "seed", "model.name"} & (per_machine | free)
+
+
+CODE = {
+    "model.name",
+    "data.name",
+    "augment.policy",
+    "loss.name",
+    "distill.teacher.name",
+    "optimizer.name",
+    "schedule.name",
+    "log.writers",
+    "eval.metrics",
+}
+
+
+def test_only_keys_that_take_code_name_code() -> None:
+    """The arguments of components are values, too."""
+    values: dict[str, Any] = {"optimizer.lr": 1.0, "imports": ["own"]}
+    for key, hint in keys.value_types().items():
+        if str in keys.members(hint):
+            values[key] = f"{key}:f"
+        elif list[str] in keys.members(hint) and key != "imports":
+            values[key] = [f"{key}:f"]
+        elif hint == schema.Kwargs:
+            values[key] = {"a": f"{key}:f"}
+    config = config_from_dict(nested(values))
+    assert set(code_names(config)) == {"own", *(f"{key}:f" for key in CODE)}
+    evaluated = {"own", "model.name:f", "data.name:f", "eval.metrics:f"}
+    assert set(code_names(config, EVALUATED)) == evaluated
+
+
+@pytest.mark.parametrize(
+    ("name", "is_code"),
+    [
+        ("resnet18", False),
+        ("torchvision:resnet18", False),
+        ("hf-hub:user/model", True),
+        ("hf_hub:user/model", True),
+        ("local-dir:/x", True),
+        ("timm:models.create_model", True),
+        ("own.module:Net.build", True),
+    ],
+)
+def test_models_that_run_code_or_download_a_model(name: str, is_code: bool) -> None:
+    config = config_from_dict({"model": {"name": name}, "optimizer": {"name": "x", "lr": 1.0}})
+    assert code_names(config) == [name] * is_code
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"data": {"name": "torchvision:CIFAR10"}},
+        {"data": {"name": "hf:cifar10"}},
+        {"augment": {"policy": "torchvision:aug_mix"}},
+        {"optimizer": {"name": "timm:lion", "lr": 1.0}},
+    ],
+)
+def test_names_of_libraries_are_no_code(values: dict[str, Any]) -> None:
+    assert code_names(config_from_dict({"optimizer": {"lr": 1.0}} | values)) == []

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from helpers import arguments, single_rank
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.config.schema import Config, EvalConfig
+from imagenet_cls.config.schema import Config, EvalConfig, ExpectConfig, LossConfig
 from imagenet_cls.engine.evaluate import compute_results
 from imagenet_cls.engine.evaluation_labels import EvaluationLabels
 from imagenet_cls.engine.user_metrics import build_metrics, values_by_field
@@ -54,6 +55,22 @@ def of_classes(classes): return Good(classes)
 class Broken(Good):
     def update(self, logits, target):
         self.seen += 1
+"""
+
+PARTS = """
+import torch
+
+def own_sgd(groups, lr, weight_decay):
+    return torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay)
+
+def constant(base_lr, total_steps, steps_per_epoch):
+    return lambda step: base_lr
+
+def loss():
+    return torch.nn.functional.cross_entropy
+
+def policy():
+    return lambda image: image
 """
 
 
@@ -135,6 +152,31 @@ def test_compute_that_fails_on_the_few_images_of_the_trial_is_ignored(
 def test_code_of_metrics_is_compared_between_ranks(own_module: str, tmp_path: Path) -> None:
     config = Config(eval=EvalConfig(metrics=["own_metric:Good"]))
     assert user_modules(config)["own_metric"] == tmp_path / "own_metric.py"
+    config = Config(expect=ExpectConfig(note="own_metric:Good"), loss=LossConfig("own_metric:x"))
+    assert user_modules(config).keys() == {"own_metric"}
+    assert user_modules(config, training=False) == {}
+    sys.modules.pop("own_metric")
+    assert user_modules(replace(config, loss=LossConfig())) == {}
+    assert "own_metric" not in sys.modules
+
+
+def test_evaluation_needs_only_the_code_of_model_data_and_metrics(
+    own_module: str, digits: Path, tmp_path: Path, call: Callable
+) -> None:
+    """The images are in a folder whose name looks like the name of a factory."""
+    Path("x:y").symlink_to(digits)
+    Path("own_parts.py").write_text(PARTS)
+    names = {"optimizer": "own_sgd", "schedule": "constant", "loss": "loss"}
+    parts = {f"{section}__name": f"own_parts:{name}" for section, name in names.items()}
+    parts["augment__policy"] = "own_parts:policy"
+    words = arguments("x:y", "run", **parts, train__max_steps=1)
+    code, _, err = call(train_command, *words)
+    assert code == 0, err
+    Path("own_parts.py").unlink()
+    sys.modules.pop("own_parts")
+    for run in (["run"], ["run/config.yaml", "run"]):
+        code, out, err = call(evaluate_command, *run, "--allow-import", "helpers:plain")
+        assert code == 0 and "raw: " in out, err
 
 
 def test_names_and_values_that_can_not_be_reported() -> None:
