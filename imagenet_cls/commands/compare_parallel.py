@@ -22,7 +22,7 @@ from imagenet_cls.config.load import DEMO, LoadedConfig, load_config
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.engine.plan import ceil_div, micro_batch_for
 from imagenet_cls.errors import UsageError, UserError
-from imagenet_cls.parallel.signals import handle_interrupts
+from imagenet_cls.parallel.signals import handle_interrupts, set_parent_death_signal
 from imagenet_cls.report.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -186,7 +186,12 @@ def run(name: str, arguments: Sequence[str], folder: Path) -> Path:
     folder.mkdir()
     command = [*child_command("train"), *arguments, "--work-dir", str(folder / "run")]
     done = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        preexec_fn=set_parent_death_signal,
     )
     if code := done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {code}, without a message"]

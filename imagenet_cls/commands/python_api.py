@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,8 @@ _ERRORS = (UsageError, DataError, CheckpointError, ResourceError, NonFiniteError
 # Lines of a run: its steps in all, in the start-up table, and the last step of an interval.
 _TOTAL_STEPS = re.compile(r"steps +(\d+) \(")
 _STEP = re.compile(r"epoch \d+/\d+  step (\d+)")
+# Longer than `parallel.launch` waits for ranks that save.
+_STOP_TIMEOUT_SEC = 330
 _PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
 
 
@@ -147,8 +149,9 @@ def train(
     folder that holds a run is an error. allow_change: keys that may differ from the resumed run,
     such as `["train.epochs"]`.
 
-    Prints the lines of the run, and shows a progress bar. An interrupt saves, and then raises
-    KeyboardInterrupt. Raises the errors of the run as a UserError.
+    Prints the lines of the run, and shows a progress bar. Raises the errors of the run as a
+    UserError. An interrupt or another exception here, such as a timeout, stops the run, which
+    saves, before it is raised.
     """
     short = {"model": model, "epochs": epochs, "size": size, "lr": lr, "device": device}
     values = {key: value for key, value in short.items() if value is not None}
@@ -229,7 +232,10 @@ def _override_arguments(values: Mapping[str, Any]) -> list[str]:
 
 def run_command(name: str, argv: Sequence[str]) -> None:
     """Run a command in a child process and print its output. Raises its error, or RuntimeError for
-    a bug. An interrupt is passed on to the process, and raised when that has ended.
+    a bug.
+
+    Any other exception here, such as KeyboardInterrupt, stops the process, which saves, and is
+    raised when that has ended. A second exception, or a process that takes too long, kills it.
     """
     with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
         process = subprocess.Popen(
@@ -239,24 +245,31 @@ def run_command(name: str, argv: Sequence[str]) -> None:
             text=True,
             errors="backslashreplace",
             process_group=0,  # Ctrl-C in a terminal reaches it once, from here
-            preexec_fn=partial(set_parent_death_signal, signal.SIGTERM),
+            preexec_fn=set_parent_death_signal,
         )
         assert process.stdout is not None
-        interrupt = None
+        stopped_by = None
         try:
             _show_output(process.stdout)
-        except KeyboardInterrupt as error:
-            process.send_signal(signal.SIGINT)
-            interrupt = error
-        code = process.wait()
+            code = process.wait()
+        except BaseException as error:
+            stopped_by = error
+            # Not SIGINT for all: a background job of a shell ignores it.
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            process.send_signal(signal.SIGINT if is_interrupt else signal.SIGTERM)
+            # reads on, or a full pipe would block the process
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_STOP_TIMEOUT_SEC)
+        finally:
+            process.kill()
         errors.seek(0)
         text = errors.read().strip()
-    if code != 0 and interrupt is None:
+    if stopped_by is None and code != 0:
         raise _error_of(code, text)
     if text:
         print(text, file=sys.stderr)
-    if interrupt is not None:
-        raise interrupt
+    if stopped_by is not None:
+        raise stopped_by
 
 
 def _show_output(lines: Iterable[str]) -> None:

@@ -226,14 +226,15 @@ class Runner:
                 time.sleep(_POLL_SEC)
                 for slot in list(self.running):
                     self.poll(slot)
+        finally:  # also after an error, such as a full disk
             for _, process in self.running.values():
                 process.terminate()
-            for slot, (_, process) in list(self.running.items()):
+            for _, process in self.running.values():
                 process.wait()
-                self.poll(slot)
-        finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+        for slot in list(self.running):
+            self.poll(slot)
         if self.stop_signals:
             name = signal.Signals(self.stop_signals[0]).name
             raise Stopped(
@@ -316,7 +317,7 @@ class Runner:
 
 
 def _prepare_child(cpus: Sequence[int]) -> None:
-    set_parent_death_signal(signal.SIGTERM)
+    set_parent_death_signal()
     if cpus:
         os.sched_setaffinity(0, cpus)
 

@@ -66,15 +66,11 @@ def terminate_with_launching_process() -> None:
     SIGKILL (Linux).
     """
     launcher = os.environ.get(LAUNCHED_VARIABLE)
-    if (
-        launcher is not None
-        and set_parent_death_signal(signal.SIGTERM)
-        and os.getppid() != int(launcher)
-    ):
+    if launcher is not None and set_parent_death_signal() and os.getppid() != int(launcher):
         os._exit(128 + signal.SIGTERM)  # the launching process ended before the call to prctl
 
 
-def set_parent_death_signal(number: signal.Signals) -> bool:
+def set_parent_death_signal(number: signal.Signals = signal.SIGTERM) -> bool:
     """Set the signal that the kernel sends to this process when its parent ends. False if
     unsupported.
     """

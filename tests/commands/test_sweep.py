@@ -1,6 +1,7 @@
 """sweep.py with its runs: two at once, failed, killed, stopped, searched, under SLURM."""
 
 import csv
+import errno
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from helpers import (
     wait_for,
 )
 
+from imagenet_cls.commands import sweep
 from imagenet_cls.commands.sweep import sweep_command
 from imagenet_cls.commands.sweep_plan import SweepRun, read_runs, write_runs
 from imagenet_cls.files import take_lock
@@ -107,6 +109,20 @@ def test_runs_that_another_sweep_has_just_added_are_kept(
     assert set(runs) == {"trial-000", "seed=0"} and runs["trial-000"] == other
 
 
+def test_runs_are_stopped_when_the_sweep_fails(
+    tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(runner: sweep.Runner, slot: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "sweep.json")
+
+    program = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(sweep, "child_command", lambda _: program)
+    monkeypatch.setattr(sweep.Runner, "poll", fail)
+    assert call(sweep_command, "demo", "seed=0,1", "--out", tmp_path / "out")[0] == 5
+    with pytest.raises(ChildProcessError):  # there is no child
+        os.waitpid(-1, os.WNOHANG)
+
+
 def start(argv: list[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [*TOOL, *argv],
@@ -147,15 +163,15 @@ def test_sweep_that_is_stopped_and_started_again_gives_the_same_table(
     """A finished run is kept, and an interrupted one resumes."""
     out = tmp_path / "out"
     first, second = out / "seed=0", out / "seed=1"
-    with start(words(digits, out, **SLOW)) as sweep:
+    with start(words(digits, out, **SLOW)) as process:
         wait_for(lambda: steps_done(second) >= 4, "the second run")
-        runs = children(sweep.pid)
-        sweep.send_signal(number)
+        runs = children(process.pid)
+        process.send_signal(number)
         if number == signal.SIGKILL:
             for pid in runs:
                 os.kill(pid, signal.SIGKILL)
-        sweep.communicate(timeout=240)
-    assert sweep.returncode == (-9 if number == signal.SIGKILL else 130)
+        process.communicate(timeout=240)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 130)
     log = Path(f"{first}.log").read_text()
     assert run([*TOOL, *words(digits, out, **SLOW)]).returncode == 0
     assert Path(f"{first}.log").read_text() == log

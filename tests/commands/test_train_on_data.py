@@ -1,5 +1,6 @@
 """`train` with a dataset in place of a config, and the Python API that does the same."""
 
+import io
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from helpers import REPOSITORY, environment, succeeds
 from PIL import Image
 
 import imagenet_cls
+from imagenet_cls.commands import python_api
 from imagenet_cls.commands.own_data import (
     SHORT_KEYS,
     batch_size_for,
@@ -384,10 +386,44 @@ def test_python_api_raises_an_error_of_one_line(photos: Path) -> None:
         imagenet_cls.evaluate("demo", overrides={"train.epoch": 2})
 
 
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, BrokenPipeError, TimeoutError, SystemExit, GeneratorExit]
+)
+def test_command_is_stopped_before_an_exception_of_the_caller_is_raised(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command has more to write than a pipe holds, and "saves" when it is stopped."""
+    program = (
+        "import pathlib, signal, sys, time\ndef stop(*_):\n    print('x' * 200_000)\n"
+        f"    pathlib.Path({str(tmp_path / 'saved')!r}).touch()\n    sys.exit(1)\n"
+        "for number in (signal.SIGTERM, signal.SIGINT):\n    signal.signal(number, stop)\n"
+        "print('started', flush=True)\ntime.sleep(60)\n"
+    )
+    monkeypatch.setattr(python_api, "child_command", lambda _: [sys.executable, "-c", program])
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(sys, "stdout", Stream())
+        python_api.run_command("train", [])
+    assert (tmp_path / "saved").is_file()
+    with pytest.raises(ChildProcessError):  # there is no child
+        os.waitpid(-1, os.WNOHANG)
+
+
 @pytest.mark.nightly
-def test_interrupted_training_of_the_python_api_saves(photos: Path) -> None:
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGALRM, 2)])
+def test_interrupted_training_of_the_python_api_saves(
+    photos: Path, number: signal.Signals, ranks: int
+) -> None:
     slow = {**SMALL, "model.name": "helpers:noisy", "model.kwargs": {"pause_sec": 0.2}}
-    program = f"import imagenet_cls; imagenet_cls.train('photos', {slow!r}, epochs=50)"
+    program = (
+        "import imagenet_cls, os, signal\ndef alarm(*_):\n    raise TimeoutError\n"
+        "signal.signal(signal.SIGALRM, alarm)\n"
+        f"imagenet_cls.train('photos', {slow!r}, epochs=50, device='cpu', gpus={ranks})"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
@@ -398,8 +434,8 @@ def test_interrupted_training_of_the_python_api_saves(photos: Path) -> None:
     while not list(Path("work_dirs/photos").glob("checkpoints/step-*")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert "KeyboardInterrupt" in err
-    assert "Stopped by SIGINT" in err
+    assert ("KeyboardInterrupt" if number == signal.SIGINT else "TimeoutError") in err
+    assert "Stopped by SIG" in err
