@@ -14,6 +14,7 @@ from imagenet_cls.text import format_value, shorten
 
 BASE = "_base_"
 DELETE = "_delete_"
+_MAX_FILES = 100
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The shipped configs: a wheel has the folder `configs` of the repository in the package.
@@ -117,6 +118,8 @@ class Layers:
         counts once. place: where it is named as a base.
         """
         self._files.add(os.path.realpath(path))
+        if len(self._files) > _MAX_FILES:  # before Python's limit of recursion
+            raise ConfigError([f"{place}a config has at most {_MAX_FILES} files; merge some"])
         shown = Path(shown_path(path))
         try:
             # A name without a suffix may be a misspelled name of a shipped config.

@@ -49,6 +49,14 @@ def test_file_that_includes_itself_counts_once() -> None:
     assert (config.seed, config.train.epochs) == (3, 2)
 
 
+def test_config_of_more_files_than_the_limit_is_an_error() -> None:
+    for number in range(800):
+        write(f"{number}.yaml", f"_base_: {number + 1}.yaml\n")
+    write("800.yaml", LR)
+    assert len(errors_of("_base_: 0.yaml\n")) == 1
+    assert load("_base_: 710.yaml\n").config.optimizer.lr > 0
+
+
 def test_mappings_in_kwargs_merge_and_lists_are_replaced() -> None:
     write(
         "base.yaml",
