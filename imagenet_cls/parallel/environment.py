@@ -115,11 +115,11 @@ def find_rank_info(env: Mapping[str, str], launcher: str = "auto") -> RankInfo |
 def _read(env: Mapping[str, str], names: Variables, launcher: str) -> RankInfo:
     def number(name: str, default: int | None = None) -> int:
         text = env.get(name, "not set" if default is None else str(default))
-        if not text.isdigit():
+        if not text.isdecimal():
             raise UsageError(
-                f"{name} is {text}; it must be a whole number.",
-                "Started by hand, each process needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
-                "MASTER_PORT.\n"
+                f"{name} is {text or 'empty'}; it must be a whole number.",
+                f"For one process unset {names.rank}, or use --launcher none. Of several, each "
+                "needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.\n"
                 "In a pod of Kubernetes, use scripts/dist_train.sh, or --launcher pytorch --gpus "
                 "N.",
             )

@@ -97,6 +97,8 @@ def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),  # which GPU?
         ({"RANK": "one", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),
         ({"RANK": "-1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),
+        ({"RANK": "\N{SUPERSCRIPT TWO}", "WORLD_SIZE": "4"}, "auto", UsageError),
+        ({"RANK": "0"}, "none", None),
     ],
 )
 def test_find_rank_info_for_each_launcher(
@@ -107,6 +109,12 @@ def test_find_rank_info_for_each_launcher(
             find_rank_info(env, launcher)
     else:
         assert numbers(find_rank_info(env, launcher)) == expected
+
+
+@pytest.mark.parametrize("text", ["0", ""])
+def test_error_of_a_single_variable_says_how_to_run_one_process(text: str) -> None:
+    with pytest.raises(UsageError, match=r"(?s)unset RANK.*--launcher none"):
+        find_rank_info({"RANK": text})
 
 
 def test_find_rank_info_of_a_spawned_rank_names_spawn() -> None:
