@@ -53,8 +53,11 @@ def is_data(source: str) -> bool:
 
 
 def is_config(source: str) -> bool:
-    """Whether an argument is a config: a .yaml file, or the name of a shipped one."""
-    return Path(source).suffix in (".yaml", ".yml") or source in shipped_configs()
+    """Whether an argument is a config: a .yaml or .json file, or the name of a shipped one. So
+    that a config of another project is not taken for a list of images, .py is a config, too.
+    """
+    suffixes = (".yaml", ".yml", ".json", ".py")
+    return Path(source).suffix in suffixes or source in shipped_configs()
 
 
 def load_config_or_data(source: str, overrides: Sequence[str]) -> LoadedConfig:

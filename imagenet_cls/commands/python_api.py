@@ -50,7 +50,7 @@ _TOTAL_STEPS = re.compile(r"steps +(\d+) \(")
 _STEP = re.compile(r"epoch \d+/\d+  step (\d+)")
 # Longer than `parallel.launch` waits for ranks that save.
 _STOP_TIMEOUT_SEC = 330
-_PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
+_PLAIN = (str, int, float, bool, type(None))
 
 
 class TrainedRun:
@@ -218,16 +218,25 @@ def evaluate(
 
 def _override_arguments(values: Mapping[str, Any]) -> list[str]:
     """`key=value` for each value. Raises UsageError for an object, such as a class."""
-    values = {
-        key: str(value) if isinstance(value, Path) else value for key, value in values.items()
-    }
-    for key, value in values.items():
-        if not isinstance(value, _PLAIN):
-            raise UsageError(
-                f"{key}: {value!r} can't be passed to another process.",
-                "Put it into a module in the working directory, and give 'my_module:Name'.",
-            )
-    return [f"{key}={dump_inline(value)}" for key, value in values.items()]
+    return [f"{key}={dump_inline(_plain_value(key, value))}" for key, value in values.items()]
+
+
+def _plain_value(key: str, value: Any) -> Any:
+    """A value, also of numpy, as numbers, texts, lists and dictionaries."""
+    if hasattr(value, "tolist"):  # an array or a number of numpy, or a tensor
+        value = value.tolist()
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [_plain_value(key, item) for item in value]
+    if isinstance(value, dict):
+        return {_plain_value(key, name): _plain_value(key, item) for name, item in value.items()}
+    if type(value) not in _PLAIN:
+        raise UsageError(
+            f"{key}: {value!r} can't be passed to another process.",
+            "Put it into a module in the working directory, and give 'my_module:Name'.",
+        )
+    return value
 
 
 def run_command(name: str, argv: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """`train` with a dataset in place of a config, and the Python API that does the same."""
 
 import io
+import json
 import os
 import re
 import shlex
@@ -24,10 +25,12 @@ from imagenet_cls.commands.own_data import (
     SHORT_KEYS,
     batch_size_for,
     expand_short_keys,
+    load_config_or_data,
     load_with_data,
 )
 from imagenet_cls.commands.plot_schedule import plot_schedule_command
 from imagenet_cls.commands.print_config import print_config_command
+from imagenet_cls.commands.python_api import _override_arguments
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ConfigError, DataError, UsageError, UserError
@@ -361,6 +364,37 @@ def test_python_api_trains_evaluates_and_predicts(
     assert results["raw"]["images"] == 30
     with pytest.raises(UserError, match="already holds a run"):
         imagenet_cls.train("photos", SMALL, epochs=2, work_dir="runs/a")
+
+
+def test_python_api_takes_values_of_numpy_and_paths(photos: Path) -> None:
+    given = {
+        "optimizer.lr": np.linspace(0.0, 0.1, 2)[1],
+        "seed": np.int64(3),
+        "data.stratify": np.bool_(False),
+        "data.root": photos,
+        "data.mean": np.zeros(3),
+        "augment.scale": (np.float32(0.5), 1),
+        "data.kwargs": {np.str_("a"): [photos, np.uint8(7), {"b": (1, None)}]},
+    }
+    config = load_config(None, _override_arguments(given)).config
+    assert (config.optimizer.lr, config.seed, config.data.stratify) == (0.1, 3, False)
+    assert (config.data.root, config.data.mean) == (str(photos), [0.0] * 3)
+    assert config.augment.scale == [0.5, 1.0]
+    assert config.data.kwargs == {"a": [str(photos), 7, {"b": [1, None]}]}
+    for value in ([object()], {"a": {1, 2}}, b"a", signal.SIGINT):
+        with pytest.raises(UsageError):
+            _override_arguments({"data.kwargs.x": value})
+
+
+@pytest.mark.parametrize("name", ["a.json", "b.py"])
+def test_config_of_another_kind_is_no_list_of_images(name: str, photos: Path) -> None:
+    Path("a.json").write_text(json.dumps({"optimizer": {"lr": 0.5}}))
+    Path("b.py").write_text("optimizer = dict(lr=0.5)\n")
+    if name == "a.json":
+        assert load_config_or_data(name, []).config.optimizer.lr == 0.5
+    else:
+        with pytest.raises(ConfigError):
+            load_config_or_data(name, [])
 
 
 def test_python_api_raises_the_errors_of_a_run(photos: Path) -> None:
