@@ -15,7 +15,7 @@ from urllib.parse import quote
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.train import load_for_training, train_parser
 from imagenet_cls.config.load import LoadedConfig
-from imagenet_cls.config.reader import parse_argument
+from imagenet_cls.config.reader import parse
 from imagenet_cls.errors import CheckpointError, ConfigError, UsageError, explain_content_errors
 from imagenet_cls.files import explain_write_errors, write_file
 
@@ -98,7 +98,7 @@ def split_values(text: str) -> list[str]:
     """The values between the commas that are neither in brackets nor in quotes."""
     flow = f"[{text}]"
     try:
-        items = parse_argument(flow, "").value
+        items = parse(flow, "").value
     except ConfigError:  # the loader explains what is wrong with it
         return [text]
     values = [flow[item.start_mark.index : item.end_mark.index] for item in items]

@@ -311,13 +311,11 @@ def code_names(config: Config, sections: tuple[str, ...] = ("",)) -> list[str]:
     names = list(config.imports)
     for key in keys.value_types():
         libraries = keys.info(key).code
-        if libraries is None or not key.startswith(sections):
-            continue
-        value = attrgetter(key)(config) or ""
-        for name in value if isinstance(value, list) else [value]:
-            if ":" in name and not name.startswith(libraries):
-                names.append(name)
-    return list(dict.fromkeys(names))
+        if libraries is not None and key.startswith(sections):
+            value = attrgetter(key)(config) or []
+            texts = [value] if isinstance(value, str) else value
+            names += [name for name in texts if ":" in name and not name.startswith(libraries)]
+    return names
 
 
 def ineffective_keys(config: Config) -> dict[str, str]:

@@ -99,29 +99,20 @@ class _Loader(yaml.SafeLoader):
 
 
 class _ArgumentLoader(_Loader):
-    """Loads the value of a command-line argument, in which nobody means a comment or a block."""
+    """Loads the value of an argument, in which nobody means a comment, a block or an anchor."""
 
     def peek(self, index: int = 0) -> str:
         return super().peek(index).replace("#", ".")  # the scanner takes it for a letter
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
-        is_plain = getattr(event, "style", "") is None
-        is_folded = is_plain and event.end_mark.line > event.start_mark.line
         is_block = not getattr(event, "flow_style", True)
-        if event.anchor or is_folded or is_block:
+        is_folded = event.end_mark.line > event.start_mark.line
+        if is_block or is_folded or event.anchor:
             raise ConfigError(
                 [f"{place_of(event)}: is neither a word, a list `[a, b]` nor a mapping `{{a: b}}`"]
             )
         return super().compose_node(parent, index)
-
-
-class _TextLoader(_Loader):
-    """Takes the whole text as one scalar."""
-
-    def get_single_node(self) -> yaml.Node:
-        start = self.get_mark()
-        return yaml.ScalarNode(_STR, self.buffer.removesuffix("\0"), start, start)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -130,8 +121,8 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
-        # PyYAML would fold Unicode's other line ends into spaces unless they are escaped.
-        has_line_end = re.search("[\x85\u2028\u2029]", text)
+        # PyYAML would fold Unicode's line ends into spaces unless they are escaped.
+        has_line_end = re.search("[\n\x85\u2028\u2029]", text)
         return self.represent_scalar(_STR, text, style='"' if has_line_end else None)
 
     def represent_list(self, items: list[Any]) -> yaml.SequenceNode:
@@ -180,30 +171,27 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
 
 
 def parse(text: str, place: Path | str) -> Any:
-    """A YAML document as a `Tree`, a node, or None if it is empty. place: a file or argument.
-    Raises ConfigError.
+    """A YAML document as a `Tree`, a node, or None if it is empty. place: the path of a file, or
+    the text of an argument, which has no comments and only flow collections. Raises ConfigError.
     """
     return to_tree(_compose(text, place))
 
 
-def parse_argument(text: str, place: str, hint: Any = None) -> Any:
-    """The value of a command-line argument, as `parse`. It has no comments.
+def parse_argument(text: str, place: str, hint: Any) -> Any:
+    """The value of a command-line argument, as `parse`. hint: the type of its key.
 
-    hint: the type of its key. A text is taken as it is, except for null and what begins with a
-    quotation mark, or with a bracket if the key takes a list.
+    A text is taken as it is, except for null and what begins with a quotation mark or a bracket.
     """
     word = text.strip()
-    starts = ("'", '"', "[") if list[str] in keys.members(hint) else ("'", '"')
-    is_yaml = word in _NULLS or word.startswith(starts) or not keys.is_text(hint)
-    return to_tree(_compose(text, place, _ArgumentLoader if is_yaml else _TextLoader))
+    if keys.is_text(hint) and word not in _NULLS and word[0] not in "'\"[{":
+        text = dump_inline(text)
+    return parse(text, place)
 
 
 @lru_cache(maxsize=64)
-def _compose(
-    text: str, place: Path | str, loader_class: type[_Loader] = _Loader
-) -> yaml.Node | None:
+def _compose(text: str, place: Path | str) -> yaml.Node | None:
     try:
-        loader = loader_class(text, place)
+        loader = (_Loader if isinstance(place, Path) else _ArgumentLoader)(text, place)
         node: yaml.Node | None = loader.get_single_node()
     except yaml.reader.ReaderError as error:
         raise ConfigError(
