@@ -276,7 +276,8 @@ def _index_files(
         write_digits(Path(config.root).expanduser(), config.train)
     if config.val is None:
         whole = index_part(config, config.train)
-        rows, held_out = split_by_config(config, whole.names, whole.targets)
+        images = whole.image_ids()
+        rows, held_out = split_by_config(config, whole.names, whole.targets, images)
         return {"train": whole.select(rows), "val": whole.select(held_out)}, whole.classes
     indexes: dict[str, ImageIndex] = {}
     if "train" in parts:
@@ -340,7 +341,7 @@ def _open_map_style(config: DataConfig, parts: Collection[str]) -> dict[str, Ima
     sources: dict[str, ImageSource] = {}
     if config.val is None:
         whole = _map_source(config, config.train)
-        rows, held_out = split_by_config(config, *_names_and_targets(whole))
+        rows, held_out = split_by_config(config, *_names_and_targets(whole), whole.image_ids())
         sources["train"] = SubsetSource(whole, rows)
         sources["val"] = SubsetSource(whole, held_out)
     else:

@@ -1,12 +1,14 @@
 """Datasets of the Hugging Face Hub, and folders in its formats, read by the library `datasets`."""
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -81,6 +83,25 @@ class HubSource(EncodedSource):
     def name(self, i: int) -> str:
         return f"{self.dataset_name}[{i}]"
 
+    def image_ids(self) -> Sequence[Hashable]:
+        """The number of a row, or the path where several rows have it with the same content. Files
+        of several folders may be stored with the same name.
+        """
+        paths = self.paths.to_pylist()
+        keys = list(zip(paths, self._sizes().tolist(), strict=True))
+        counts = Counter(keys)
+        ids: list[Hashable] = list(range(len(self)))
+        for row, key in enumerate(keys):
+            if counts[key] > 1 and key[0] is not None:
+                ids[row] = key, crc32(self._row(row)[0].as_py() or b"")
+        return ids
+
+    def _sizes(self) -> np.ndarray:
+        """The size of each image that is stored as bytes, else -1: int64 (N,)."""
+        from pyarrow import compute
+
+        return compute.fill_null(compute.binary_length(self.contents), -1).to_numpy().astype("<i8")
+
     def digest(self) -> str:
         return self._digest
 
@@ -91,10 +112,7 @@ class HubSource(EncodedSource):
         Not over the fingerprint of `datasets`, which depends on where and when local files were
         written.
         """
-        from pyarrow import compute
-
-        sizes = compute.fill_null(compute.binary_length(self.contents), -1).to_numpy()
-        digest = sha256(sizes.astype("<i8").tobytes() + self.targets.astype("<i8").tobytes())
+        digest = sha256(self._sizes().tobytes() + self.targets.astype("<i8").tobytes())
         for texts in (self.paths.to_pylist(), self.classes):
             digest.update("\0".join(text or "" for text in texts).encode("utf-8", "replace"))
         return digest.hexdigest()

@@ -3,7 +3,7 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -58,6 +58,23 @@ class ImageIndex:
     def path(self, i: int) -> Path:
         """Path of image `i`. A list may name absolute paths, which stay absolute."""
         return self.root / self.name(i)
+
+    def full_paths(self) -> list[str]:
+        """Absolute paths without `.` and `..`, so that equal ones are of one image. Links are not
+        followed.
+        """
+        root = os.path.abspath(self.root)  # noqa: PTH100
+        paths = (os.path.join(root, name) for name in map(os.fsdecode, self.names))  # noqa: PTH118
+        return list(map(os.path.normpath, paths))
+
+    def image_ids(self) -> Sequence[Hashable]:
+        """What identifies each image: its full path, or its place in an archive, since shards reuse
+        names.
+        """
+        if self.byte_ranges is None:
+            return self.full_paths()
+        offsets = self.byte_ranges.places[:, 1].tolist()
+        return [(self.byte_ranges.archive(i), offset) for i, offset in enumerate(offsets)]
 
     def describe(self, i: int) -> str:
         """Path and number of image `i`, and its archive, for a message."""

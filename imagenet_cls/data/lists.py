@@ -274,11 +274,7 @@ def exclude_images(
 
 def _bad_rows(index: ImageIndex, root: Path, path: Path) -> list[int]:
     """Rows of `index` that the list names. (An annotation file may name an image twice.)"""
-    index_root = os.path.abspath(index.root)  # noqa: PTH100
     data_root = os.path.abspath(root)  # noqa: PTH100
-
-    def absolute(folder: str, name: str) -> str:
-        return os.path.normpath(os.path.join(folder, name))  # noqa: PTH118
-
-    paths = {absolute(data_root, name) for name in read_bad_images(path)}
-    return [i for i in range(len(index)) if absolute(index_root, index.name(i)) in paths]
+    names = read_bad_images(path)
+    bad = {os.path.normpath(os.path.join(data_root, name)) for name in names}  # noqa: PTH118
+    return [i for i, full_path in enumerate(index.full_paths()) if full_path in bad]

@@ -3,7 +3,7 @@
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -69,11 +69,13 @@ class ImageSource(Protocol):
         """All targets (`data.targets`) without reading images; None where they are not known."""
         return None
 
-    def collection(self) -> tuple[str, np.ndarray]:
-        """A text that identifies the collection of images, and their names or numbers in it,
-        (N,).
-        """
-        return self.digest(), np.arange(len(self))
+    def collection(self) -> str:
+        """A text that identifies the collection that the images are of."""
+        return self.digest()
+
+    def image_ids(self) -> Sequence[Hashable]:
+        """What identifies each image in the collection; equal for rows of the same image."""
+        return range(len(self))
 
 
 def target_at(targets: np.ndarray, i: int) -> Target:
@@ -186,8 +188,11 @@ class FolderSource(EncodedSource):
     def digest(self) -> str:
         return self.index.digest
 
-    def collection(self) -> tuple[str, np.ndarray]:
-        return str(self.index.root), self.index.names
+    def collection(self) -> str:
+        return str(self.index.root)
+
+    def image_ids(self) -> Sequence[Hashable]:
+        return self.index.image_ids()
 
 
 def read_image(path: bytes | str) -> bytes:
@@ -407,8 +412,12 @@ class SubsetSource(ImageSource):
             return None
         return map_targets(targets[self.rows], self.target_map, len(self.classes))
 
-    def collection(self) -> tuple[str, np.ndarray]:
-        return self.source.digest(), self.rows
+    def collection(self) -> str:
+        return self.source.collection()
+
+    def image_ids(self) -> Sequence[Hashable]:
+        ids = self.source.image_ids()
+        return [ids[row] for row in self.rows]
 
 
 def without_subsets(source: ImageSource) -> ImageSource:

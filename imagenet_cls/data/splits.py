@@ -6,7 +6,7 @@ machine, and added files move few others.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -21,14 +21,20 @@ Names = Sequence[bytes] | np.ndarray
 
 
 def split_by_config(
-    config: DataConfig, names: Names, targets: np.ndarray
+    config: DataConfig, names: Names, targets: np.ndarray, images: Iterable[Hashable]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows of the training part that are trained on, and those that are held out: int64,
     ascending.
 
-    Raises DataError if the config holds out none, and for a name that `data.group` does not match.
+    images: equal where rows are of the same image. Such rows stay together: the name and the class
+    of the first one count. Raises DataError if the config holds out none, and for a name that
+    `data.group` does not match.
     """
-    targets = strata(targets)
+    first_row: dict[Hashable, int] = {}
+    rows = [first_row.setdefault(image, row) for row, image in enumerate(images)]
+    firsts, image_of_row = np.unique(rows, return_inverse=True)
+    names = np.array(names)[firsts]
+    targets = strata(targets)[firsts]
     groups = None if config.group is None else group_names(names, config.group)
     if config.fold is not None and config.stratify and groups is None:
         mask = stratified_fold_mask(names, targets, config.fold)
@@ -41,7 +47,8 @@ def split_by_config(
             "No validation images: data.val and data.val_fraction are null.",
             "Set data.val_fraction=0.1.",
         )
-    return np.flatnonzero(~mask), np.flatnonzero(mask)
+    is_held_out = mask[image_of_row]
+    return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
 def name_hashes(names: Names) -> np.ndarray:

@@ -5,8 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from imagenet_cls.checkpoint.format import config_from_state, invalid_content_errors
 from imagenet_cls.checkpoint.select import state_of_newest
 from imagenet_cls.config.reader import dump_inline
@@ -35,7 +33,8 @@ _PART_KEYS = (
 
 
 def same_images_warning(data: DataConfig, opened: RunData) -> str | None:
-    """A warning if the training and the validation part seem to be the same images.
+    """A warning if the training and the validation part seem to be the same images, or have images
+    in common.
 
     It compares the names, classes and sizes of image files. For the datasets of a user's factory,
     it compares the number of images, the classes, and the targets if they are known: reading images
@@ -47,6 +46,9 @@ def same_images_warning(data: DataConfig, opened: RunData) -> str | None:
             f"the validation part has the {len(train)} images of the training part; name another "
             f"data.val, or hold out some: {HOLD_OUT_ADVICE}"
         )
+    common = _images_in_common(train, val)
+    if common:
+        return f"{common} of the {len(val)} validation images are in the training part, too"
     if not is_user_factory(data.name) or data.val is None:
         return None
     if (len(train), train.classes) != (len(val), val.classes):
@@ -110,8 +112,7 @@ def _can_open_part(before: DataConfig, data: DataConfig) -> bool:
 
 def _images_in_common(first: ImageSource, second: ImageSource) -> int:
     """The number of images of `second` that `first` has, too."""
-    collection, names = first.collection()
-    other_collection, other_names = second.collection()
-    if collection != other_collection:
+    if first.collection() != second.collection():
         return 0
-    return int(np.isin(other_names, names).sum())
+    ids = set(first.image_ids())
+    return sum(image in ids for image in second.image_ids())

@@ -181,6 +181,15 @@ def test_values_of_a_named_column_are_classes(
     assert [source.load(i)[1] for i in range(3)] == targets
 
 
+def test_rows_of_one_image_are_on_one_side(tmp_path: Path) -> None:
+    files = [{"bytes": encoded(), "path": f"{i // 3}.png"} for i in range(30)]
+    files[3]["bytes"] = encoded("bmp")  # another image of the same name
+    data = save(tmp_path, {"image": files, "label": [i % 2 for i in range(30)]}, **FEATURES)
+    parts = open_datasets(replace(data, val=None, val_fraction=0.5))
+    sides = [{int(row) // 3 for row in part.rows if row != 3} for part in (parts.train, parts.val)]
+    assert sides[0].isdisjoint(sides[1]) and len(parts.train) + len(parts.val) == 30
+
+
 def test_validation_classes_are_matched_by_name(tmp_path: Path) -> None:
     features = Features({"image": Image(), "label": Value("string")})
     parts = {"train": ["b", "a", "c"], "validation": ["c", "b", "b"]}

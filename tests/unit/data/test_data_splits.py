@@ -84,6 +84,32 @@ def test_each_image_is_held_out_in_one_fold(photos: Path, kind: str, stratify: b
         assert (held_out[1][0], target) == (f"{__name__}:Numbered/train[{number}]", number % 2)
 
 
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"val_fraction": 0.2},
+        {"val_fraction": 0.2, "labels": "multi"},
+        {"val_fraction": 0.2, "group": r"[^/.]+[.]jpg"},
+        {"fold": [0, 3], "val_fraction": None},
+        {"fold": [0, 3], "val_fraction": None, "stratify": True},
+    ],
+)
+def test_rows_of_one_image_are_on_one_side(photos: Path, split: dict) -> None:
+    lines = []
+    for number, name in enumerate(map(os.fsdecode, NAMES)):
+        path = f"train/{name}"
+        for other in (path, f"./{path}", f"train/../{path}", str(photos / path))[: number % 5]:
+            lines.append(f"{other} {'abcd'[len(lines) % 4]}\n")
+    (photos / "all.txt").write_text("".join(lines))
+    opened_parts = opened(photos, "list", **split)
+    train, val = (
+        [os.path.normpath(photos / name) for name in names(part)]
+        for part in (opened_parts.train, opened_parts.val)
+    )
+    assert len(train) + len(val) == len(lines) > len(set(train)) + len(set(val))
+    assert val and set(train).isdisjoint(val)
+
+
 def test_fold_is_the_hash_modulo_the_folds_whatever_else_is_there() -> None:
     expected = [
         int.from_bytes(blake2b(name, digest_size=8).digest(), "little") % 5 == 3 for name in NAMES

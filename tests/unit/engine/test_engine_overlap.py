@@ -66,6 +66,16 @@ def test_same_folder_or_a_copy_of_it_as_validation_part_warns(tmp_path: Path) ->
     assert same_images_warning(split, open_datasets(split)) is None
 
 
+def test_list_with_images_of_the_training_list_warns(tmp_path: Path) -> None:
+    write_images(tmp_path, 0)
+    (tmp_path / "train.txt").write_text("cat/0.png cat\ndog/0.png dog\n")
+    data = DataConfig("list", str(tmp_path), train="train.txt", val="val.txt")
+    for lines, count in (("./dog/0.png dog\ncat/1.png cat\n", "1 of the 2"), ("cat/1.png cat", "")):
+        (tmp_path / "val.txt").write_text(lines)
+        warning = same_images_warning(data, open_datasets(data, allow_missing=True))
+        assert count in warning if count else warning is None
+
+
 @pytest.mark.parametrize(
     ("data", "warns"),
     [
