@@ -29,17 +29,20 @@ BAD_IMAGES_FILE = "bad_images.txt"
 # `data.exclude` may always leave out 3 images, and 10 where they are at most a tenth of the part.
 _MIN_EXCLUDABLE = 3
 _ALWAYS_EXCLUDABLE = 10
+_FLAGS = ("0", "1", "0.0", "1.0")  # in the column of a class
 LIST_REMEDY = "Set data.root, data.train and data.val to the lists."
 
 _Row = tuple[int, str, tuple[str, ...]]  # line number (from 1), path, labels
 
 
 class _Columns(NamedTuple):
-    """The indices of the columns of a CSV file. classes: the names of columns of 0 and 1."""
+    """The indices of the columns of a CSV file. label: None if each column is a class. others: the
+    names of the columns beside that of the paths.
+    """
 
     path: int
-    label: int
-    classes: dict[int, str]
+    label: int | None
+    others: dict[int, str]
 
 
 def index_list(
@@ -136,7 +139,8 @@ def _csv_rows(
 ) -> tuple[list[_Row], tuple[str, ...]]:
     """As `_read_rows`, of a CSV file; its header is a first line without the name of an image."""
     rows: list[_Row] = []
-    columns = _Columns(path=0, label=1, classes={})
+    columns = _Columns(path=0, label=1, others={})
+    have_flags = True  # all columns
     width = 2  # of a row, at most; ignored with one label
     is_first = True
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -155,7 +159,10 @@ def _csv_rows(
                     width = len(cells)
                     continue
             path = cells[columns.path] if columns.path < len(cells) else ""
-            label = cells[columns.label] if columns.label < len(cells) else ""
+            label = ""
+            if columns.label is not None and columns.label < len(cells):
+                label = cells[columns.label]
+            have_flags &= all(cells[i] in _FLAGS for i in columns.others if i < len(cells))
             if not path or not (label or multilabel) or (multilabel and any(cells[width:])):
                 raise DataError(
                     f"{where}: {format_value(','.join(cells))} is not `path,label`.",
@@ -163,8 +170,8 @@ def _csv_rows(
                     "need data.labels=multi.",
                 )
             labels: tuple[str, ...] = (label,)
-            if columns.classes:
-                labels = _labels_of_columns(cells, columns.classes, where)
+            if columns.label is None:
+                labels = _labels_of_columns(cells, columns.others, where)
             elif multilabel:
                 labels = split_labels(label)
             rows.append((reader.line_num, path, labels))
@@ -172,7 +179,16 @@ def _csv_rows(
         raise DataError(
             f"{file}:{reader.line_num}: not CSV: {error}.", "Look for a missing quote."
         ) from None
-    return rows, tuple(columns.classes.values())
+    if columns.label is None:
+        return rows, tuple(columns.others.values())
+    if len(columns.others) > 1 and have_flags and rows:
+        name = format_value(columns.others[columns.label])
+        raise DataError(
+            f"{file}: all columns have 0 and 1, so {name} may have the labels or be a class.",
+            f"If each column is a class, rename {name} and set data.labels=multi; else delete the "
+            "other columns.",
+        )
+    return rows, ()
 
 
 def _find_columns(header: Sequence[str], multilabel: bool, where: str) -> _Columns:
@@ -184,7 +200,14 @@ def _find_columns(header: Sequence[str], multilabel: bool, where: str) -> _Colum
     """
     names = [name.lower() for name in header]
     path = next((names.index(name) for name in PATH_COLUMNS if name in names), 0)
-    label = next((names.index(name) for name in LABEL_COLUMNS if name in names), None)
+    label_columns = [i for i, name in enumerate(names) if name in LABEL_COLUMNS]
+    if len(label_columns) > 1:
+        raise DataError(
+            f"{where}: the columns {join_names([header[i] for i in label_columns])} may all have "
+            "the labels.",
+            "Delete or rename all but one.",
+        )
+    label = next(iter(label_columns), None)
     others = {i: name for i, name in enumerate(header) if (name or i) and i != path}
     if path == label:
         raise DataError(
@@ -193,7 +216,7 @@ def _find_columns(header: Sequence[str], multilabel: bool, where: str) -> _Colum
         )
     if label is not None or len(others) < 2:
         only = next(iter(others), len(header))
-        return _Columns(path, only if label is None else label, {})
+        return _Columns(path, only if label is None else label, others)
     if not multilabel:
         raise DataError(
             f"{where}: the header {format_value(','.join(header))} does not tell which column has "
@@ -207,7 +230,7 @@ def _find_columns(header: Sequence[str], multilabel: bool, where: str) -> _Colum
                 f"{where}: {format_value(name)} is no name of a class, or two columns have it.",
                 "Give each column of 0 and 1 its own name, without `;`.",
             )
-    return _Columns(path, len(header), others)
+    return _Columns(path, None, others)
 
 
 def _labels_of_columns(
@@ -220,7 +243,7 @@ def _labels_of_columns(
     labels = []
     for column, name in class_columns.items():
         value = cells[column] if column < len(cells) else ""
-        if value not in ("0", "1", "0.0", "1.0"):
+        if value not in _FLAGS:
             raise DataError(
                 f"{where}: {format_value(value)} in column {format_value(name)} is not 0 or 1.",
                 "Write 1 where the image has the class, else 0; or one column, `labels`, with the "

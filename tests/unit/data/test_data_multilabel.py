@@ -95,6 +95,19 @@ def test_list_has_the_rows_of_its_labels(folder: Path, name: str) -> None:
     assert [index.name(i)[7:] for i in range(3)] == ["a 1.jpg", "b.jpg", "c.jpg"]
 
 
+@pytest.mark.parametrize("multilabel", [False, True])
+@pytest.mark.parametrize("name", ["label", "Class", "target", "tags"])
+def test_class_named_as_a_column_of_labels_is_an_error(
+    folder: Path, name: str, multilabel: bool
+) -> None:
+    rows = "0,images/a 1.jpg,1,0,1.0\n1,images/b.jpg,0,1,0.0\n"  # numbers of pandas
+    (folder / "t.csv").write_text(f",image,cat,{name},dog\n{rows}")
+    with pytest.raises(DataError, match=name):
+        index_list(folder / "t.csv", folder, None, multilabel)
+    (folder / "t.csv").write_text(f",image,cat,{name},dog\n{rows}2,images/c.jpg,7,1,0\n")
+    assert index_list(folder / "t.csv", folder, None, multilabel).classes == ("0", "1")
+
+
 @pytest.mark.parametrize("name", ["binary.csv", "last.csv"])
 def test_columns_of_zeros_and_ones_are_not_read_as_single_labels(folder: Path, name: str) -> None:
     (folder / name).write_text(LISTS[name])
