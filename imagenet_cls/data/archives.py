@@ -511,6 +511,8 @@ def _read_label(file: FileIO, key: bytes, label_files: Mapping[bytes, Member]) -
     with contextlib.suppress(ValueError, AttributeError, RecursionError):  # not such a .json
         found = json.loads(content)
         label = found.get("label", found.get("cls"))
+        if isinstance(label, float) and label.is_integer():
+            label = int(label)
         if isinstance(label, (int, str)) and not isinstance(label, bool):
             return str(label).encode()
     return None

@@ -9,6 +9,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,48 @@ def match_labels(
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """The target of each label that is known, and the names of the classes.
 
+    Whole numbers are equal in any form (`plain_numbers`), unless all labels are names of `classes`.
+    Raises as `_match_plain`, which has the further arguments.
+    """
+    text_of = {label: label for label in labels}
+    if classes is None or not text_of.keys() <= set(classes):
+        text_of = plain_numbers(labels)
+    targets, names = _match_plain(set(text_of.values()), classes, path, numbers_are_indices)
+    return {label: targets[text] for label, text in text_of.items() if text in targets}, names
+
+
+def plain_numbers(labels: Collection[str]) -> dict[str, str]:
+    """Each label, as `3` for `3.0` and `3e0` if all labels are numbers: numpy writes floats so, and
+    pandas the integers of a column with a missing value.
+    """
+    plain = {label: label for label in labels}
+    if not all(map(_is_number, labels)):
+        return plain
+    for label in labels:
+        if not _is_decimal(label) and float(label).is_integer():
+            plain[label] = str(int(float(label)))
+    return plain
+
+
+def _is_number(label: str) -> bool:
+    with suppress(ValueError):
+        float(label)
+        return True
+    return False
+
+
+def _is_decimal(label: str) -> bool:
+    return label.removeprefix("-").isdecimal()
+
+
+def _match_plain(
+    labels: Collection[str],
+    classes: Sequence[str] | None,
+    path: Path | str,
+    numbers_are_indices: bool,
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """`match_labels` of labels without fractions.
+
     Labels are names of `classes` if all of them are. Otherwise, if all are numbers, they are
     indices of `classes`. Otherwise they are names, and unknown ones have no target.
 
@@ -126,18 +169,17 @@ def _classes_named_by(
     labels: Collection[str], path: Path | str
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """`match_labels` of labels that name the classes themselves."""
-    # Labels are numbers if all are digits, and at least one has no more digits than `_NUMBER`.
-    are_decimal = all(label.removeprefix("-").isdecimal() for label in labels)
     short = [label for label in labels if _NUMBER.fullmatch(label)]
-    if not are_decimal or not short:
+    are_ids = not short and all(map(_is_decimal, labels))
+    if are_ids or not all(map(_is_number, labels)):
         names = sorted(labels)
         return {name: i for i, name in enumerate(names)}, tuple(names)
     targets = {label: int(label) for label in short}
     numbers = set(targets.values())
-    highest = max(0, max(numbers))
-    long = [label for label in labels if label not in targets]
-    if long or min(numbers) < 0 or len(numbers) <= highest:
-        example = f", and one is {format_value(min(long))}" if long else ""
+    highest = max({0, *numbers})
+    others = [label for label in labels if label not in targets]  # such as 1.5
+    if others or min(numbers, default=0) < 0 or len(numbers) <= highest:
+        example = f", and one is {format_value(min(others))}" if others else ""
         raise DataError(
             f"{path}: labels must be the numbers 0 to {highest}, each at least once{example}.",
             "Count classes from 0, or list all of them, one per line, in a classes.txt in the "
@@ -256,7 +298,7 @@ def classes_of_dataset(dataset: Any, name: str) -> tuple[str, ...]:
         )
     by_name = getattr(dataset, "class_to_idx", None)
     if by_name:
-        return tuple(sorted(by_name, key=by_name.__getitem__))
+        return tuple(map(str, sorted(by_name, key=by_name.__getitem__)))
     count = getattr(dataset, "num_classes", None)
     if count is None:
         targets = targets_of_dataset(dataset)

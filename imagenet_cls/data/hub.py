@@ -13,6 +13,7 @@ from zlib import crc32
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data.classes import plain_numbers
 from imagenet_cls.data.sources import EncodedSource, read_image
 from imagenet_cls.errors import (
     DataError,
@@ -270,6 +271,10 @@ def _targets(values: Any, feature: Any, place: str) -> tuple[np.ndarray, tuple[s
     from datasets import ClassLabel
 
     classes: list[str]
+    remedy = "Name a column of ClassLabel, small integers or text: data.kwargs.label=COLUMN"
+    if pyarrow.types.is_floating(values.type):
+        with explain_content_errors(DataError, place, "no whole numbers", remedy):
+            values = values.cast("int64")
     is_integer = pyarrow.types.is_integer(values.type)
     highest = (pyarrow.compute.max(values).as_py() or 0) if is_integer else 0
     if isinstance(feature, ClassLabel):
@@ -277,12 +282,18 @@ def _targets(values: Any, feature: Any, place: str) -> tuple[np.ndarray, tuple[s
     elif is_integer and highest < _MAX_CLASSES:
         classes = [str(number) for number in range(highest + 1)]
     elif pyarrow.types.is_string(values.type) or pyarrow.types.is_large_string(values.type):
-        classes = sorted(values.unique().drop_null().to_pylist())
-        values = pyarrow.compute.index_in(values, pyarrow.array(classes, values.type))
+        labels = values.unique().drop_null()
+        name_of = plain_numbers(labels.to_pylist())
+        are_numbers = all(map(str.isdecimal, name_of.values()))
+        classes = sorted(set(name_of.values()), key=int if are_numbers else None)
+        class_to_idx = {name: i for i, name in enumerate(classes)}
+        indices = [class_to_idx[name] for name in name_of.values()]
+        rows = pyarrow.compute.index_in(values, labels)
+        values = pyarrow.array(indices, "int64").take(rows)
     else:
         raise DataError(
             f"{place}: no classes ({values.type}{f' up to {highest}' if highest else ''}).",
-            "Name a column of ClassLabel, small integers or text: data.kwargs.label=COLUMN",
+            remedy,
         )
     targets = values.cast("int64").fill_null(-1).to_numpy()
     unlabeled = np.flatnonzero((targets < 0) | (targets >= len(classes)))

@@ -197,7 +197,7 @@ def test_odd_names_are_those_of_the_folders(name: str, odd_folder: Path, tmp_pat
         assert data.train.index.unread == {b".txt": 2, b".csv": 1}
 
 
-@pytest.mark.parametrize("labels", ["names", "numbers", "json"])
+@pytest.mark.parametrize("labels", ["names", "numbers", "floats", "json", "json of floats"])
 def test_shards_keep_their_order_and_take_labels(
     labels: str, image_folder: Path, tmp_path: Path
 ) -> None:
@@ -206,6 +206,11 @@ def test_shards_keep_their_order_and_take_labels(
     suffix, label_of = {
         "names": (".cls", lambda name: name[:3]),
         "numbers": (".cls", lambda name: f"{classes.index(name[:3])}\n"),
+        "floats": (".cls", lambda name: f"{classes.index(name[:3])}.0"),
+        "json of floats": (
+            ".json",
+            lambda name: json.dumps({"cls": float(classes.index(name[:3]))}),
+        ),
         "json": (
             ".json",
             lambda name: json.dumps({"label": classes.index(name[:3]), "more": "x" * 600}),

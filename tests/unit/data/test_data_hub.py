@@ -3,6 +3,7 @@ and errors without a network. tests/distributed/test_hub_on_ranks.py downloads.
 """
 
 import io
+import math
 import os
 import pickle
 import shutil
@@ -166,6 +167,8 @@ def test_digest_changes_with_the_rows(tmp_path: Path) -> None:
         (Value("uint8"), [2, 0, 2], ("0", "1", "2"), [2, 0, 2]),
         (Value("string"), ["dog", "cat", "dog"], ("cat", "dog"), [1, 0, 1]),
         (Value("large_string"), ["b", "a", "ä"], ("a", "b", "ä"), [1, 0, 2]),
+        (Value("float64"), [2.0, 0.0, 2.0], ("0", "1", "2"), [2, 0, 2]),
+        (Value("string"), ["10.0", "2", "9.0"], ("2", "9", "10"), [2, 0, 1]),
     ],
 )
 def test_values_of_a_named_column_are_classes(
@@ -214,7 +217,8 @@ def test_validation_classes_are_matched_by_name(tmp_path: Path) -> None:
         (Value("int64"), [-1, 1]),
         (Value("int64"), [None, None]),
         (Value("string"), ["a", None]),
-        (Value("float32"), [0.0, 1.0]),
+        (Value("float32"), [0.0, 1.5]),
+        (Value("float64"), [0.0, math.nan]),
         (Value("bool"), [False, True]),
         (Value("int64"), [10**12, 0]),
     ],

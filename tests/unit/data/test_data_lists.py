@@ -60,6 +60,12 @@ def test_index_list_csv(folder: Path, text: str) -> None:
         ("mole apple", "zebra apple mole", "zebra apple mole", [2, 1]),
         ("10 2", "0 1 10 2", "0 1 10 2", [2, 3]),  # names that are numbers
         ("x1 2", None, "2 x1", [1, 0]),
+        ("2.0 0.0 1.0", None, "0 1 2", [2, 0, 1]),
+        ("1 0 1.0 0e0", None, "0 1", [1, 0, 1, 0]),
+        ("1.0 0.0", "0 1 2", "0 1 2", [1, 0]),
+        ("1.0 0.0", "cat dog", "cat dog", [1, 0]),
+        ("1.0 2.0", "1.0 10.0 2.0", "1.0 10.0 2.0", [0, 2]),  # names
+        ("2.0 x", None, "2.0 x", [0, 1]),
     ],
 )
 def test_index_list_labels(
@@ -90,6 +96,12 @@ LONG = "9" * 5000
         ("t.txt", "images/b.jpg a\nimages/c.jpg x\n", "ab", "t.txt:2: label 'x'"),
         ("t.txt", f"images/b.jpg {LONG}\nimages/c.jpg 0\n", "ab", "t.txt:1: label '"),
         ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", None, "numbers 0 to 2"),
+        ("t.txt", "images/b.jpg 0.0\nimages/c.jpg 1.5\n", None, "1.5"),
+        ("t.txt", "images/b.jpg 0.5\nimages/c.jpg 1.5\n", None, "0.5"),
+        ("t.txt", "images/b.jpg 0.0\nimages/c.jpg nan\n", None, "nan"),
+        ("t.txt", "images/b.jpg 0.0\nimages/c.jpg 1.5\n", "ab", "t.txt:2: label '1.5'|0.0"),
+        ("t.csv", "path,label,labels\nimages/b.jpg,cat,dog\n", None, "label, labels"),
+        ("t.csv", "path,class_name,x,Label\nimages/b.jpg,cat,2,0\n", None, "class_name, Label"),
         ("t.txt", "\nimages/gone.jpg a\nimages/b.jpg b\n", None, "t.txt:2: no image"),
         ("t.txt", "images/" + "n" * 300 + ".jpg dog\n", None, "t.txt:1: no image"),
         ("t.txt", "\n", None, "no images"),
