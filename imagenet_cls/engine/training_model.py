@@ -101,7 +101,8 @@ def build_initial_model(
         with prefix_errors("model.checkpoint"):
             stored = read_stored_weights(config.model.checkpoint)
             sentence = load_weights(model, stored.tensors, num_classes)
-        messages = [*stored.warnings, f"starts from the weights of {stored.origin}: {sentence}"]
+        sentence = f"starts from the weights of {stored.origin}: {sentence}"
+        messages = [*stored.warnings, *sentence.split("\n")]
         trained_mean_std = stored.mean_std
         known_classes = stored.classes
     else:

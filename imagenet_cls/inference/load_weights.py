@@ -309,6 +309,7 @@ def load_weights_of_config(
     if stored.classes is not None and not ignore_head:
         known = tuple(stored.classes)
     elif not ignore_head:
+    sentence = sentence.partition("\n")[0]  # a warning is about the head, which is not used then
         origin += f"; its outputs are taken for the classes in this order: {join_names(classes)}"
     models = {stored.kind: model}
     return TrainedModels(models, config, count, known, mean, std, origin, warnings=stored.warnings)

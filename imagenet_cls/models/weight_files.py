@@ -170,11 +170,12 @@ def _tensors_in(content: Any) -> dict[str, Tensor]:
 
 
 def _strip_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove `_orig_mod.` everywhere (torch.compile puts it before a compiled part too), every
-    leading `module.` that all names share, and with it AveragedModel's counter `n_averaged`, which
-    is no weight.
+    """Remove `_orig_mod.` of torch.compile and `_fsdp_wrapped_module.` of FSDP everywhere, since
+    both also wrap parts of a model; every leading `module.` that all names share, and with it
+    AveragedModel's counter `n_averaged`, which is no weight.
     """
-    state = {re.sub(r"(^|(?<=\.))_orig_mod\.", "", name): value for name, value in state.items()}
+    wrapper = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module)\.")
+    state = {wrapper.sub("", name): value for name, value in state.items()}
     while True:
         weights = {name: value for name, value in state.items() if name != "n_averaged"}
         if not weights or not all(name.startswith("module.") for name in weights):

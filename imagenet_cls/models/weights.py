@@ -17,14 +17,14 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.build import new_head_note
 from imagenet_cls.models.head import head_names
+from imagenet_cls.text import join_names
 
 # Where pre-training code puts the encoder among other networks, in order of preference: MoCo
 # evaluates `encoder_q.` and `base_encoder.`, DINOv2 the teacher. "": the encoder alone, or beside
 # tensors that the next pattern matches.
-ENCODER_PREFIXES = (
-    "",
-    "backbone.",
-    "encoder.",
+ENCODER_PREFIXES = ("", "backbone.", "encoder.")
+# These are of pre-training alone, so that a head among them is not a classifier.
+PRETRAINING_PREFIXES = (
     "encoder_q.",
     "base_encoder.",
     "momentum_encoder.",
@@ -59,14 +59,16 @@ def prefix_errors(key: str) -> Iterator[None]:
 def load_weights(
     model: nn.Module, state: Mapping[str, Tensor], num_classes: int, head_may_differ: bool = True
 ) -> str:
-    """Load `state` into `model`, in place. Returns one sentence about what was done.
+    """Load `state` into `model`, in place. Returns one sentence about what was done, and perhaps a
+    line with a warning.
 
-    All names and shapes must match, with these exceptions: position embeddings of another grid are
-    resized, and an original author's names translated, by the model's library; further BatchNorm
-    layers of `model.split_bn` are ignored; counters `num_batches_tracked` may be missing (torch <
-    0.4.1). Where head_may_differ, a head of another size stays as initialized, and the state may be
-    the encoder of a pre-training file. num_classes: the model's, to find its head. Raises
-    CheckpointError with counts and the first three names of each kind.
+    All names and shapes must match, with these exceptions: a prefix of all names is removed;
+    position embeddings of another grid are resized, and an original author's names translated, by
+    the model's library; further BatchNorm layers of `model.split_bn` are ignored; counters
+    `num_batches_tracked` may be missing (torch < 0.4.1). Where head_may_differ, a head of another
+    size stays as initialized, and the state may be the encoder of a pre-training file. num_classes:
+    the model's, to find its head. Raises CheckpointError with counts and the first three names of
+    each kind.
     """
     expected = model.state_dict()
     head = [name for name in head_names(model, num_classes) if name in expected]
@@ -87,6 +89,13 @@ def load_weights(
         new_classes = expected[left_out[0]].shape[0]
         sentence += f"; {new_head_note(left_out, old_classes, new_classes)}"
     if mismatch := state_dict_mismatch(required, loaded):
+        prefix = next(iter(given), "").partition(".")[0] + "."
+        is_wrapper = all(name.startswith(prefix) and name not in expected for name in given)
+        if given and is_wrapper and prefix not in PRETRAINING_PREFIXES:
+            inner = {name.removeprefix(prefix): value for name, value in given.items()}
+            with prefix_errors(f"without the prefix {prefix} of all names"):
+                sentence = load_weights(model, inner, num_classes, head_may_differ)
+            return f"removed the prefix {prefix} of all names, {sentence}"
         encoder = _find_encoder(model, given, head) if head_may_differ else None
         if encoder is None:
             classes = f"model.num_classes={state[resized[0]].shape[0]}, " if resized else ""
@@ -107,7 +116,7 @@ def _find_encoder(
     None if the file has no encoder of this model.
     """
     expected = model.state_dict()
-    for prefix in ENCODER_PREFIXES:
+    for prefix in (*ENCODER_PREFIXES, *PRETRAINING_PREFIXES):
         named = {
             name.removeprefix(prefix): value
             for name, value in state.items()
@@ -135,7 +144,18 @@ def _find_encoder(
                 f"dropped {len(state) - len(loaded)}",
                 f"newly initialized {len(new)} ({', '.join(new)})",
             ]
-            return loaded, f"found an encoder ({prefix}*): {', '.join(parts)}"
+            sentence = f"found an encoder ({prefix}*): {', '.join(parts)}"
+            if of_size := [
+                name
+                for name, value in state.items()
+                if name.removeprefix(prefix) not in loaded
+                and value.shape in [expected[weight].shape for weight in head[:1]]
+            ]:
+                sentence += (
+                    f"\nwarning: the head is newly initialized, but {join_names(of_size)} in the "
+                    f"file has its size; to use it, rename it to {head[0]}"
+                )
+            return loaded, sentence
     return None
 
 

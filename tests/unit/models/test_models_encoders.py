@@ -223,6 +223,47 @@ def test_encoder_for_average_pooling_gets_a_new_norm() -> None:
     assert torch.equal(target.blocks[3].mlp.fc2.weight, source.blocks[3].mlp.fc2.weight)
 
 
+def classifier(layout: str, state: State) -> State:
+    """Weights of a classifier whose names have a prefix, or whose head is elsewhere."""
+    if layout == "mmpretrain":
+        return {
+            f"head.{name}" if name.startswith("fc.") else f"backbone.{name}": value
+            for name, value in state.items()
+        }
+    if layout in ("fc.1.", "head."):
+        return renamed(state, (r"^fc\.", layout))
+    return prefixed(layout, state)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["backbone.", "encoder.", "model.", "net._orig_mod.module.", "_fsdp_wrapped_module.", "conv1."],
+)
+def test_prefix_of_all_names_is_removed(layout: str, tmp_path: Path) -> None:
+    """Also for an evaluation, and where the head has another size."""
+    source = timm.create_model("test_resnet", num_classes=7)
+    torch.save({"state_dict": classifier(layout, source.state_dict())}, tmp_path / "weights.pth")
+    state, _ = read_weights(tmp_path / "weights.pth")
+    target = timm.create_model("test_resnet", num_classes=7)
+    load_weights(target, state, 7, head_may_differ=False)
+    for name, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name], value), name
+    sentence = load_weights(timm.create_model("test_resnet", num_classes=4), state, 4)
+    assert "it had 7 outputs, the model has 4" in sentence and "warning" not in sentence
+    with pytest.raises(CheckpointError):
+        load_weights(timm.create_model("resnet18", num_classes=7), state, 7)
+
+
+@pytest.mark.parametrize("layout", ["mmpretrain", "fc.1.", "head.", "moco_v1"])
+def test_head_of_equal_size_that_is_not_loaded_gives_a_warning(layout: str) -> None:
+    source = timm.create_model("test_resnet", num_classes=7)
+    state = classifier(layout.replace("moco_v1", "encoder_q."), source.state_dict())
+    sentence = load_weights(timm.create_model("test_resnet", num_classes=7), state, 7)
+    assert sentence.splitlines()[1].startswith("warning: ")
+    other = timm.create_model("test_resnet", num_classes=4)
+    assert "warning" not in load_weights(other, state, 4)
+
+
 def test_encoder_of_another_model_is_an_error() -> None:
     """More layers, a norm or a token that the model lacks: dropping them would give other
     features.
