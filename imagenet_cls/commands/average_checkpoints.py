@@ -130,7 +130,8 @@ def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
             "improving": [
                 path
                 for path in evaluated
-                if progress[path]["best"][kind]["step"] == progress[path]["step"]
+                # without a finite loss there is no best one
+                if progress[path]["best"].get(kind, {}).get("step") == progress[path]["step"]
             ],
         }[rule]
     if not paths:
@@ -156,7 +157,7 @@ def read_states(
     Raises CheckpointError if one is damaged, or of another model or task than the first.
     """
     from imagenet_cls.checkpoint.select import load_best
-    from imagenet_cls.models.weight_files import read_all_weights
+    from imagenet_cls.models.weight_files import is_safetensors, read_all_weights
 
     first: Snapshot | None = None
     for path in paths:
@@ -168,7 +169,7 @@ def read_states(
         if path.is_file():
             found = read_all_weights(path)
             # A file of the format safetensors has one set of weights, of either kind.
-            if kind not in found and path.suffix != ".safetensors":
+            if kind not in found and not is_safetensors(path):
                 raise CheckpointError(
                     f"{path} has no {kind} weights.",
                     "Choose the kind that all files have (--weights), or leave this file out.",

@@ -43,7 +43,7 @@ def read_all_weights(path: Path) -> dict[str, tuple[dict[str, Tensor], str]]:
     """
     if not path.is_file():
         raise CheckpointError(f"No checkpoint {str(path)!r}: no such file.", "Check the path.")
-    if _is_safetensors(path):
+    if is_safetensors(path):
         return {"raw": (_strip_prefixes(_read_safetensors(path)), str(path))}
     return _find_state_dicts(_read_pickle(path), path)
 
@@ -83,7 +83,7 @@ def download_weights(url: str) -> Path:
     return path
 
 
-def _is_safetensors(path: Path) -> bool:
+def is_safetensors(path: Path) -> bool:
     """Whether a file begins like safetensors: eight bytes of length, then a JSON object."""
     try:
         with path.open("rb") as file:

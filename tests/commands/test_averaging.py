@@ -129,6 +129,14 @@ def test_choose_by_each_rule(run: Path, tmp_path: Path) -> None:
         choose(tmp_path, "improving", 4, "raw")
 
 
+def test_improving_without_a_finite_loss_finds_none(run: Path, tmp_path: Path) -> None:
+    for path in checkpoints(run)[-2:]:
+        edit = partial(update_progress, values={"best": {}})
+        altered(path, tmp_path / "checkpoints" / path.name, edit)
+    with pytest.raises(CheckpointError, match="finds only 0 of 2"):
+        choose(tmp_path, "improving", 2, "raw")
+
+
 def test_average_of_different_checkpoints_is_an_error(
     run: Path, digits: Path, tmp_path: Path
 ) -> None:
@@ -201,5 +209,10 @@ def test_average_of_weights_files_of_any_origin(run: Path, digits: Path, tmp_pat
     torch.save({"state_dict": trained}, tmp_path / "raw.pth")
     kinds = [average_command, tmp_path / "a.pth", tmp_path / "raw.pth", "--weights", "ema"]
     assert "raw.pth" in fails(4, *kinds, "--out", tmp_path / "ema.safetensors")
+    (tmp_path / "b.safetensors").rename(tmp_path / "b")
+    succeeds(*kinds[:2], tmp_path / "b", *kinds[3:], "--out", tmp_path / "ema.safetensors")
+    (tmp_path / "raw.pth").rename(tmp_path / "raw.safetensors")
+    kinds[2] = tmp_path / "raw.safetensors"
+    fails(4, *kinds, "--out", tmp_path / "other.safetensors")
     err = fails(2, average_command, tmp_path / "a.pth", first, "--out", tmp_path / "folder")
     assert "--out average.safetensors" in err
