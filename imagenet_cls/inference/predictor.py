@@ -42,6 +42,7 @@ AnyImage = str | Path | Image.Image | np.ndarray | Tensor
 
 _KINDS = {"model.safetensors": "raw", "ema.safetensors": "ema"}
 _BATCH = 32
+_MAX_IMAGE_PIXELS = 2**26  # of one image; 0.8 GB in float32
 _MAX_PIXELS = 2**25  # of a batch of small images or of one large one; 0.4 GB in float32
 
 
@@ -133,6 +134,12 @@ class Predictor:
         elif threshold not in SHARE:
             raise UsageError(f"threshold {threshold:g} is out of range.", f"Give {SHARE}.")
         self.transform = EvalTransform(self.config.eval, self.mean)
+        pixels = math.prod(map(max, self.transform.crop, self.transform.resized))
+        if pixels > _MAX_IMAGE_PIXELS:
+            raise CheckpointError(
+                f"{self.path}: its images have {pixels:,} pixels, more than {_MAX_IMAGE_PIXELS:,}.",
+                "Use another checkpoint.",
+            )
         self.normalize = Normalize(self.mean, self.std, device, self.config.train.channels_last)
 
     def crop(self, image: AnyImage) -> Tensor:

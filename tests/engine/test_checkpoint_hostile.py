@@ -357,6 +357,8 @@ def test_safetensors_header_with_wrong_sizes_is_an_error_and_costs_no_memory(
     "values",
     [
         {"crop_px": 1_000_000},
+        {"crop_px": 100_000},
+        {"crop_px": 1000, "crop_pct": 0.01, "resize_px": None},
         {"crop_px": 0},
         {"crop_pct": 1e-5, "resize_px": None},
     ],
