@@ -144,15 +144,24 @@ class Predictor:
 
     def crop(self, image: AnyImage) -> Tensor:
         """An image of any size as uint8 (C, *crop_px) on the CPU. Raises as `read_image`, and
-        DataError for one whose resized image would be too large.
+        DataError for one whose resized image would be too large, or ValueError for one without
+        pixels.
         """
         pixels = read_image(image, self.config.data.exif)
+        if pixels.numel() == 0:
+            raise ValueError(f"an image of {tuple(pixels.shape)} has no pixels")
         with sources.named_errors(describe_image(image)):
             return self.transform(pixels)
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
         """Images of any sizes as float32 (B, C, *crop_px) on the device of the model."""
-        return self.model_input([self.crop(image) for image in images])
+        return self.model_input(self._crops(images))
+
+    def _crops(self, images: Sequence[AnyImage]) -> list[Tensor]:
+        """Raises TypeError for an empty list, and for a path in place of a list."""
+        if isinstance(images, str | Path) or len(images) == 0:
+            raise TypeError(f"give a list of images, not {images!r}")
+        return [self.crop(image) for image in images]
 
     def model_input(self, crops: list[Tensor]) -> Tensor:
         """Images of `crop` as `prepare` gives them."""
@@ -164,14 +173,14 @@ class Predictor:
         Raises CheckpointError if the model can't take images of the run's size, or returns another
         shape.
         """
-        return self._logits([self.crop(image) for image in images])
+        return self._logits(self._crops(images))
 
     def features(self, images: Sequence[AnyImage]) -> Tensor:
         """fp32 features (B, D) on the CPU, see `FeatureModel`.
 
         Raises as `logits`, and UsageError for a model without a known classifier.
         """
-        return self._compute(self._feature_model, [self.crop(image) for image in images])
+        return self._compute(self._feature_model, self._crops(images))
 
     def _logits(self, crops: list[Tensor]) -> Tensor:
         logits = self._compute(self.model, crops)
@@ -400,6 +409,8 @@ def top_classes(
     first: see `Predictor.predict`.
     """
     outputs = logits.shape[1]
+    if count is not None and count < 1:
+        raise ValueError(f"top={count}: give a number of classes from 1")
     if count is None:
         count = 5 if threshold is None else outputs
     probabilities = logits.softmax(dim=1) if threshold is None else logits.sigmoid()

@@ -104,6 +104,18 @@ def test_wrong_arguments_raise(folder: Path) -> None:
         next(predictor.predict("none.jpg"))
     with pytest.raises(TypeError, match="list"):
         predictor(5)
+    for compute in (predictor.logits, predictor.features, predictor.prepare):
+        for no_list in ("none.jpg", []):
+            with pytest.raises(TypeError, match="list"):
+                compute(no_list)
+    assert predictor([]) == []
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    for top in (0, -1):
+        with pytest.raises(ValueError, match="top"):
+            predictor(pixels, top)
+    for empty in (pixels[:0], pixels[:, :0], Image.new("RGB", (0, 8)), torch.zeros(3, 0, 0).byte()):
+        with pytest.raises(ValueError, match="no pixels"):
+            predictor(empty)
     with pytest.raises(DataError, match=r"none\.jpg"):
         predictor.logits(["none.jpg"])
     for name in ("load_model", "read_metrics"):
