@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite
@@ -37,6 +37,8 @@ from imagenet_cls.files import TEMPORARY, check_regular, fsync, remove
 from imagenet_cls.text import first_line
 
 FORMAT = 1
+METADATA = "imagenet_cls"
+"""The key of `class_metadata` in a safetensors file."""
 
 
 @dataclass
@@ -89,6 +91,14 @@ def read_checkpoint(path: Path) -> Snapshot:
             ema=tensors.get("ema"),
             path=path,
         )
+
+
+def class_metadata(classes: Sequence[str]) -> dict[str, str]:
+    """The metadata of a safetensors file, so that a copy of it states the classes of its outputs.
+
+    A single key: safetensors writes several in random order.
+    """
+    return {METADATA: json.dumps({"classes": [*classes]})}
 
 
 def stored_mean_std(state: Mapping[str, Any]) -> tuple[list[float], list[float]]:
@@ -152,6 +162,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     final = checkpoint_path(folder, snapshot.state["step"])
     temporary = folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
     tensors = {"model": snapshot.model, "ema": snapshot.ema, "optimizer": snapshot.optimizer}
+    metadata = class_metadata(snapshot.state["classes"])
     try:
         if not folder.exists():
             folder.mkdir()
@@ -160,7 +171,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         temporary.mkdir()
         for name, group in tensors.items():
             if group is not None:
-                save_file(group, temporary / f"{name}.safetensors")
+                save_file(group, temporary / f"{name}.safetensors", metadata)
         _write_json(temporary / "optimizer.json", snapshot.optimizer_values)
         # Keys keep their order: the first pattern of optimizer.lr_scales that matches counts.
         _write_json(temporary / "state.json", {"format": FORMAT, **snapshot.state}, sort_keys=False)

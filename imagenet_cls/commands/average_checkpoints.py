@@ -71,15 +71,22 @@ def average_command(argv: Sequence[str]) -> None:
         raise UsageError(f"{out} exists and is not overwritten.", "Give another --out.")
     from safetensors.torch import save
 
-    from imagenet_cls.checkpoint.format import Snapshot, write_checkpoint
+    from imagenet_cls.checkpoint.format import Snapshot, class_metadata, write_checkpoint
     from imagenet_cls.checkpoint.progress import Progress
+    from imagenet_cls.engine.stored_weights import stated_classes
 
     weights_only = out.suffix == ".safetensors"
     average, sources = mean_of_weights(read_states(paths, kind, weights_only))
+    classes = {tuple(stated) for path in paths if (stated := stated_classes(path)) is not None}
+    if len(classes) > 1:
+        raise CheckpointError(
+            "The weights are of other classes, or in another order of them.",
+            "Average weights of one task only.",
+        )
     with explain_write_errors(out, "Give another --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
         if weights_only:
-            write_file(out, save(average))
+            write_file(out, save(average, *map(class_metadata, classes)))
         else:
             state = sources[-1].state | {
                 "progress": asdict(Progress(step=sources[-1].state["step"])),

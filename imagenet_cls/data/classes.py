@@ -367,6 +367,13 @@ def classes_of_outputs(
     return names or data_classes
 
 
+def natural_key(name: str) -> list[Any]:
+    """A key that sorts as timm sorts class folders: numbers by value, upper case as lower case."""
+    parts: list[Any] = re.split(r"(\d+)", name.lower())
+    parts[1::2] = map(int, parts[1::2])
+    return parts
+
+
 def imagenet_order(classes: Sequence[str]) -> list[int]:
     """The output of each class in weights published for ImageNet-1k, followed by the outputs of
     the other classes.

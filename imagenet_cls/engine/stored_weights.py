@@ -1,17 +1,19 @@
 """Read the weights of a file, a checkpoint or a run, and what is known about their training."""
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import safe_open
 from torch import Tensor
 
-from imagenet_cls.checkpoint.format import invalid_content_errors, stored_mean_std
-from imagenet_cls.checkpoint.select import load_best
+from imagenet_cls.checkpoint.format import METADATA, invalid_content_errors, stored_mean_std
+from imagenet_cls.checkpoint.select import load_best, state_of_newest
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.files import is_url
 from imagenet_cls.models.teacher import MeanStd
-from imagenet_cls.models.weight_files import download_weights, read_all_weights
+from imagenet_cls.models.weight_files import download_weights, is_safetensors, read_all_weights
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def read_stored_weights(source: str | Path, kind: str | None = None) -> StoredWe
         kind = kind or default
         check_kind(found, kind, path)
         tensors, origin = found[kind]
-        return StoredWeights(tensors, origin, kind)
+        return StoredWeights(tensors, origin, kind, classes=stated_classes(path))
     snapshot, best, damage = load_best(path)
     with invalid_content_errors(snapshot.path):
         weights = {"raw": snapshot.model}
@@ -60,6 +62,18 @@ def read_stored_weights(source: str | Path, kind: str | None = None) -> StoredWe
             classes=[*map(str, snapshot.state["classes"])],
             warnings=damage,
         )
+
+
+def stated_classes(path: Path) -> list[str] | None:
+    """The classes that a checkpoint, a file in it or a safetensors file of this project states;
+    None for other files and URLs. Raises CheckpointError.
+    """
+    with invalid_content_errors(path):
+        state = state_of_newest(path)
+        if state is None and path.is_file() and is_safetensors(path):
+            with safe_open(path, "pt") as file:
+                state = json.loads((file.metadata() or {}).get(METADATA, "null"))
+        return None if state is None else [*map(str, state["classes"])]
 
 
 def check_kind(weights: Collection[str], kind: str, origin: Path | str) -> None:

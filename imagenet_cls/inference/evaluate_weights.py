@@ -6,6 +6,8 @@ Writes the predictions and the report of `tools/test.py`.
 import csv
 import io
 import os
+import shlex
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -19,13 +21,14 @@ from torch.nn import functional
 
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config, DataConfig
-from imagenet_cls.data.classes import class_difference, classes_of_outputs
+from imagenet_cls.data.classes import class_difference, classes_of_outputs, natural_key
 from imagenet_cls.data.datasets import has_training_part, open_datasets
 from imagenet_cls.data.sources import ImageSource, with_classes
 from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.engine.build import rank_devices
 from imagenet_cls.engine.evaluate import EvalOutputs, Evaluation
 from imagenet_cls.engine.evaluation_labels import evaluation_labels
+from imagenet_cls.engine.stored_weights import stated_classes
 from imagenet_cls.engine.user_metrics import build_metrics
 from imagenet_cls.errors import CheckpointError, DataError
 from imagenet_cls.files import explain_write_errors, write_file
@@ -156,18 +159,23 @@ def load_weights_and_images(
     classes.
     """
     subset = config.eval.classes == "present"
-    if run_on_main(context, lambda: weights.path is not None and weights.path.is_dir()):
-        # A checkpoint names its classes, by which the images are matched.
-        trained = load_on_all_ranks(config, weights, (), context)
+    path = weights.path or config.model.checkpoint
+    stated = run_on_main(context, lambda: stated_classes(Path(path)) if path else None)
+    if stated is not None:
+        # the images are matched by these
+        trained = load_on_all_ranks(config, weights, stated, context)
         images = open_images(config, test_set, trained.classes)
     else:
         images = open_images(config, test_set, None)
         has_training = test_set is None and has_training_part(config.data)
         classes = classes_of_outputs(config, images.classes, has_training)
         trained = load_on_all_ranks(config, weights, classes, context)
+        if trained.classes is None:
+            data = test_set or config.data
+            run_on_main(context, lambda: check_order(data, classes, trained.origin))
         images = with_classes(images, classes, "the images", allow_missing=True)
     known = trained.classes or images.classes
-    if known != images.classes and not subset:
+    if {*known} != {*images.classes} and not subset:
         problem = (
             f"The images have {len(images.classes)} classes ({join_names(images.classes)}), the "
             f"checkpoint was trained on {len(known)} ({join_names(known)})"
@@ -180,6 +188,31 @@ def load_weights_and_images(
             "images, set eval.classes=present.",
         )
     return trained, with_classes(images, known, "the images", allow_missing=subset)
+
+
+def check_order(data: DataConfig, classes: Sequence[str], origin: str) -> None:
+    """Raise CheckpointError if the classes of weights that don't name them are the sorted names of
+    class folders or labels, and timm sorts these in another order. Writes both orders to files for
+    `data.classes`.
+
+    classes: as of `classes_of_outputs`. origin: where the weights are from.
+    """
+    plain = sorted(classes)
+    natural = sorted(classes, key=natural_key)
+    is_stated = data.classes is not None or data.name not in ("folder", "list")
+    if is_stated or plain == natural or [*classes] != plain:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="classes-"))
+    overrides = []
+    for file, order in ((folder / "plain.txt", plain), (folder / "natural.txt", natural)):
+        file.write_bytes(os.fsencode("\n".join(order)))
+        overrides.append(shlex.quote(f"data.classes={dump_inline(str(file))}"))
+    raise CheckpointError(
+        f"{origin}: these weights don't name their classes, which torchvision and imagenet-cls "
+        f"sort plainly ({join_names(plain)}) and timm naturally ({join_names(natural)}).",
+        f"Add the order of their training. Plain: {overrides[0]}\nNatural, as in timm's train.py: "
+        f"{overrides[1]}",
+    )
 
 
 def open_images(

@@ -282,6 +282,7 @@ def load_weights_of_config(
             "model.pretrained=true for the published ones.",
         )
     path = file or config.model.checkpoint
+    known = None
     count = choose_num_classes(config.model.num_classes, len(classes))
     model = build_model(
         replace(config.model, pretrained=path is None), count, config.data.channels
@@ -297,19 +298,22 @@ def load_weights_of_config(
                 "classes.",
             )
         origin = f"published weights ({source})"
+        # a folder of publish.py names its classes
+        names = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
         if had == IMAGENET_CLASSES and not ignore_head:
             origin += permute_outputs(model, imagenet_order(classes))
-        return TrainedModels({"raw": model}, config, count, None, mean, std, origin)
+        elif names and not ignore_head:
+            known = tuple(names)
+        return TrainedModels({"raw": model}, config, count, known, mean, std, origin)
     with nullcontext() if file is not None else prefix_errors("model.checkpoint"):
         stored = read_stored_weights(path, kind)
         # A new, random head is fine for training, but its predictions are chance.
         sentence = load_weights(model, stored.tensors, count, head_may_differ=ignore_head)
+    sentence = sentence.partition("\n")[0]  # a warning is about the head, which is not used then
     origin = f"{stored.origin}: {sentence}"
-    known = None
     if stored.classes is not None and not ignore_head:
         known = tuple(stored.classes)
     elif not ignore_head:
-    sentence = sentence.partition("\n")[0]  # a warning is about the head, which is not used then
         origin += f"; its outputs are taken for the classes in this order: {join_names(classes)}"
     models = {stored.kind: model}
     return TrainedModels(models, config, count, known, mean, std, origin, warnings=stored.warnings)

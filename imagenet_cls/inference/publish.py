@@ -11,9 +11,10 @@ from typing import Any
 
 import timm
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from imagenet_cls import __version__
-from imagenet_cls.checkpoint.format import invalid_content_errors, verified_files
+from imagenet_cls.checkpoint.format import class_metadata, invalid_content_errors, verified_files
 from imagenet_cls.config.compare import changed_values
 from imagenet_cls.config.keys import per_machine_keys
 from imagenet_cls.data.hub import HUB as DATASET_HUB
@@ -87,7 +88,9 @@ def write_folder(predictor: Predictor, folder: Path, license_id: str | None) -> 
         stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         stored.get("model_args", {}).pop("num_classes", None)
         (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
-        # safetensors gives its file the mode 0600
+        # again, with the classes; safetensors gives its file the mode 0600
+        metadata = class_metadata(predictor.classes)
+        save_file(model.state_dict(), folder / "model.safetensors", metadata)
         shutil.copymode(folder / "config.json", folder / "model.safetensors")
         card = model_card(predictor, preprocessing, license_id)
         readme = generate_readme(card, folder.resolve().name)

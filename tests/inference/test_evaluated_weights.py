@@ -3,8 +3,11 @@ and ReaL labels.
 """
 
 import json
+import re
+import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +28,18 @@ from helpers import (
     train_here,
 )
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from timm.data import ImageNetInfo
 from torchvision.models import ResNet18_Weights
 
+from imagenet_cls.checkpoint.format import METADATA, class_metadata, write_manifest
+from imagenet_cls.commands.average_checkpoints import average_command
+from imagenet_cls.commands.publish import publish_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
-from imagenet_cls.data.classes import classes_of_outputs, imagenet_outputs
+from imagenet_cls.data.classes import classes_of_outputs, imagenet_outputs, natural_key
+from imagenet_cls.engine.stored_weights import stated_classes
+from imagenet_cls.errors import CheckpointError
 from imagenet_cls.inference.predictor import Predictor
 
 ALLOW = ["--allow-import", "helpers:plain"]
@@ -260,6 +268,95 @@ def test_weights_of_a_run_keep_their_classes(
         evaluate_command, *words, f"data.root={tmp_path}", "data.val=train", "data.num_workers=0"
     )
     assert (code, out) == (3, "")
+
+
+# ---- class folders that timm sorts in another order than torchvision
+
+
+def natural_run(digits: Path, root: Path, names: list[str], **changes: object) -> list[str]:
+    """Trains two steps on folders of these names. Returns the arguments of an evaluation."""
+    (root / "train").mkdir(parents=True)
+    for number, name in enumerate(names):
+        (root / "train" / name).symlink_to(digits / "train" / str(number))
+    settings: dict[str, object] = {"data__name": "folder", "data__val": "null"}
+    settings |= {"data__val_fraction": 0.2, "train__max_steps": 2, **changes}
+    words = arguments(root, root / "run", **settings)
+    train_here(words)
+    return words[:-2]
+
+
+def result_of(*words: object) -> str:
+    """The results that test.py prints, without the seconds."""
+    return before_classes(succeeds(evaluate_command, *words))[-1].partition(" images in")[0]
+
+
+FOLDERS = {
+    "numbers": [f"class {number}" for number in range(1, 11)],
+    "case": ["cat", "Dog", "eel", "Fox", "5²", "٣a", "a1b2", "a1b10", "A1b3", "#9"],
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_weights_without_classes_need_their_order(
+    digits: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each order can be chosen as the error says."""
+    words = natural_run(digits, tmp_path / "data", FOLDERS[kind])
+    expected = result_of(*words, tmp_path / "data" / "run")
+    state = load_file(newest(tmp_path / "data" / "run") / "model.safetensors")
+    torch.save(state, tmp_path / "plain.pth")
+    plain_order = sorted(FOLDERS[kind])
+    natural = sorted(plain_order, key=natural_key)
+    order = [plain_order.index(name) for name in natural]
+    head = {name: state[name][order] for name in ("5.weight", "5.bias")}
+    torch.save(state | head, tmp_path / "natural.pth")
+    (tmp_path / "temporary #1").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary #1"))
+    code, out, err = call(evaluate_command, *words, tmp_path / "plain.pth")
+    assert (code, out) == (4, "") and len(err.splitlines()) <= 3
+    overrides = [shlex.split(found)[0] for found in re.findall(r"'?data\.classes=.*", err)]
+    for file, override in zip(("plain.pth", "natural.pth"), overrides, strict=True):
+        assert result_of(*words, tmp_path / file, override) == expected
+    fails(4, evaluate_command, *words, f"model.checkpoint={tmp_path}/natural.pth")
+    fails(4, evaluate_command, *words, tmp_path / "plain.pth", "--data", tmp_path / "data/train")
+
+
+def test_copied_weights_of_a_run_state_their_classes(digits: Path, tmp_path: Path) -> None:
+    """Also of an average, of a published folder, and in the folder of an older checkpoint. Two
+    orders are not averaged.
+    """
+    names = FOLDERS["numbers"]
+    run = tmp_path / "data" / "run"
+    vit = {"model.name": "vit_tiny_patch16_224", "model.kwargs": "{img_size: 16, depth: 1}"}
+    words = natural_run(
+        digits, tmp_path / "data", names, data__classes=json.dumps(names), **vit, ema__decay=0.5
+    )
+    words.remove(f"data.classes={json.dumps(names)}")
+    expected = result_of(*words, run, "--weights", "raw")
+    weights = newest(run) / "model.safetensors"
+    copy = shutil.copy(weights, tmp_path / "copy")
+    succeeds(average_command, copy, copy, "--out", tmp_path / "average.safetensors")
+    succeeds(publish_command, weights, tmp_path / "published")
+    save_file(load_file(weights), tmp_path / "old.safetensors")
+    fails(4, evaluate_command, *words, tmp_path / "old.safetensors")
+    files = [copy, tmp_path / "average.safetensors", tmp_path / "published/model.safetensors"]
+    for file in files:
+        assert result_of(*words, file) == expected
+    assert stated_classes(newest(run) / "ema.safetensors") == names
+    shutil.copy(tmp_path / "old.safetensors", weights)
+    write_manifest(weights.parent)
+    assert result_of(*words, weights) == expected
+    metadata = class_metadata(names[::-1])
+    save_file(load_file(copy), tmp_path / "reversed.safetensors", metadata)
+    both = [copy, tmp_path / "reversed.safetensors", "--out", tmp_path / "both.safetensors"]
+    fails(4, average_command, *both)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "3", '{"classes": 3}'])
+def test_malformed_statement_of_classes_is_an_error(tmp_path: Path, text: str) -> None:
+    save_file({"weight": torch.zeros(1)}, tmp_path / "file", {METADATA: text})
+    with pytest.raises(CheckpointError):
+        stated_classes(tmp_path / "file")
 
 
 # ---- ReaL labels
