@@ -5,7 +5,6 @@
 are imported when they are used, and torch with them.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +39,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if sys.platform == "win32":
-        raise ImportError(
-            "imagenet_cls does not run on Windows; use WSL (Windows Subsystem for Linux)"
-        )
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except ModuleNotFoundError:
+        from imagenet_cls.commands import check_libraries
+
+        check_libraries()  # its error names all that are missing, and how to install them
+        raise
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import imagenet_cls.commands  # noqa: F401  # checks that the libraries are installed
+from imagenet_cls.commands import exit_without_libraries
+
+exit_without_libraries()
+
 from benchmarks.compare import (
     COMMANDS,
     DOCS,

@@ -5,8 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.commands import cli
-from imagenet_cls.commands.find_batch import find_batch_command
+from imagenet_cls.commands.main import main
 
 if __name__ == "__main__":
-    cli.main(find_batch_command)
+    main("find-batch")

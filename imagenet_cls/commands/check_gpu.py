@@ -30,7 +30,7 @@ from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import check_is_no_rank, child_command
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.files import explain_write_errors, write_output
-from imagenet_cls.parallel.signals import handle_interrupts, set_parent_death_signal
+from imagenet_cls.parallel.signals import handle_interrupts
 from imagenet_cls.report.jsonl import read_metrics
 from imagenet_cls.text import shorten
 from imagenet_cls.versions import code_version, library_versions
@@ -151,7 +151,6 @@ class Task:
                 env=os.environ | caches | env,
                 cwd=self.folder,
                 start_new_session=True,
-                preexec_fn=set_parent_death_signal,
             )
             try:
                 while process.poll() is None and not kill_when():

@@ -1,11 +1,12 @@
-"""The console script `imagenet-cls`: runs one of the commands."""
+"""The start of every command, for `tools/` and the console script `imagenet-cls`."""
 
+import os
 import sys
 from importlib import import_module
 
-from imagenet_cls import __version__
-from imagenet_cls.commands import cli
+from imagenet_cls.commands import check_start
 from imagenet_cls.lookup import did_you_mean
+from imagenet_cls.versions import __version__
 
 # Function and description. The function's module has the name of the command, and is imported when
 # the command runs.
@@ -36,11 +37,19 @@ COMMANDS = {
 }
 
 
-def main() -> None:
-    """Run the command that the first argument names; it gets the other arguments."""
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
+def main(name: str | None = None) -> None:
+    """Run a command with the arguments of this process; without `name` the one that the first
+    argument names.
+    """
+    if name is None:
+        name = sys.argv[1] if len(sys.argv) > 1 else ""
+        del sys.argv[1:2]
     if name in COMMANDS:
-        del sys.argv[1]
+        if name == "check-gpu":
+            os.environ["IMAGENET_CLS_NO_REPORTS"] = "1"
+        check_start()
+        from imagenet_cls.commands import cli
+
         module = import_module(f"imagenet_cls.commands.{name.replace('-', '_')}")
         cli.main(getattr(module, COMMANDS[name][0]))
     elif name in ("", "-h", "--help"):

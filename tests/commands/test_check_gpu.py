@@ -190,20 +190,21 @@ def test_error_line_of_a_user_error_has_its_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "missing", "expected"),
+    ("command", "missing", "expected"),
     [
-        ("check_gpu.py", ("matplotlib", "sklearn", "tensorboard"), 0),
-        ("check_gpu.py", ("omegaconf", "matplotlib"), 2),
-        ("train.py", ("matplotlib",), 2),
+        ("check-gpu", ("matplotlib", "sklearn", "tensorboard"), 0),
+        ("check-gpu", ("omegaconf", "matplotlib"), 2),
+        ("train", ("matplotlib",), 2),
     ],
 )
 def test_libraries_of_reports_may_be_missing(
-    program: str, missing: tuple[str, ...], expected: int
+    command: str, missing: tuple[str, ...], expected: int
 ) -> None:
     code = (
         "import importlib.util, sys\nfind = importlib.util.find_spec\n"
         f"importlib.util.find_spec = lambda name: None if name in {missing} else find(name)\n"
-        f"sys.argv = [{program!r}]\nimport imagenet_cls.commands"
+        f"sys.argv = ['imagenet-cls', {command!r}, '--help']\n"
+        "from imagenet_cls.commands.main import main\nmain()"
     )
     done = run(python(code))
     assert done.returncode == expected, done.stderr

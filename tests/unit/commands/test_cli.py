@@ -139,6 +139,20 @@ def test_checkpoint_without_its_config_is_an_error(call: Callable, overrides: li
     assert code == 2 and "some/checkpoint" in err
 
 
+@pytest.mark.parametrize("name", ["train", "Predictor"])
+def test_python_api_without_libraries_raises_import_error(name: str) -> None:
+    """Also in a notebook, which SystemExit would end. -S: with Python's own modules alone."""
+    program = (
+        f"import imagenet_cls\ntry:\n    imagenet_cls.{name}\n"
+        "except ImportError as error:\n    print(error)"
+    )
+    command = [sys.executable, "-S", "-c", program]
+    environment = os.environ | {"PYTHONPATH": python_path(TOOLS.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "torch" in done.stdout and "scripts/setup.sh" in done.stdout
+
+
 def test_libraries_are_those_of_setup_cfg() -> None:
     """By the names that they are imported by, which are not always those that they are installed
     by.
