@@ -60,7 +60,7 @@ class TrainedRun:
     """
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the working directory may change
         check_run_folder(self.folder)
 
     @property
