@@ -10,9 +10,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.commands import exit_without_libraries
+from imagenet_cls.commands import check_start
 
-exit_without_libraries()
+check_start()
 
 from benchmarks.compare import (
     COMMANDS,

@@ -21,7 +21,6 @@ from imagenet_cls.commands.own_data import (
     load_config_or_data,
 )
 from imagenet_cls.config import keys
-from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE, Config, Range
 from imagenet_cls.errors import (
@@ -242,19 +241,25 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """Parse arguments, options and positional ones in any order. Raises ConfigError for options of
     other projects.
 
-    The value of `--resume` may be left out, also in front of a config or an override.
+    The word after `--resume` is its value only if it is `auto`. Raises UsageError for a checkpoint
+    there.
     """
     words = []
     for word, following in zip(argv, [*argv, ""][1:], strict=True):
         words.append(word)
-        is_config = following in shipped_configs() and not Path(following).exists()
-        if word == "--resume" and (is_config or _NOT_A_VALUE.fullmatch(following)):
+        if word == "--resume" and following != "auto":
             words.append("auto")
     arguments, unknown = parser.parse_known_intermixed_args(words)
     following_words = dict(zip(words, [*words, ""][1:], strict=True))
     short_keys = {}
-    given = vars(arguments).get("arguments", [])
-    if unknown and any(is_data(word) for word in given if not is_override(word)):
+    given = [word for word in vars(arguments).get("arguments", []) if not is_override(word)]
+    resumed = dict(zip(argv, [*argv, ""][1:], strict=True)).get("--resume")
+    if resumed in given and (len(given) > 1 or not (is_config(resumed) or is_data(resumed))):
+        raise UsageError(
+            f"--resume {resumed}: --resume takes no checkpoint.",
+            f"To resume from one, give its config or dataset, and --resume-from {resumed}.",
+        )
+    if unknown and any(is_data(word) for word in given):
         short_keys = {of_config[0]: short for short, of_config in SHORT_KEYS.items()}
     errors = []
     for word in unknown:

@@ -68,12 +68,12 @@ def train_parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--resume",
-        type=cli.not_empty,
+        type=only_auto,
         nargs="?",
         const="auto",
-        metavar="CKPT",
+        metavar="auto",
         help="resume from the newest complete checkpoint of the run folder, or start from scratch "
-        "if it has none; with a checkpoint the same as --resume-from",
+        "if it has none; `--resume auto` is the same",
     )
     run.add_argument(
         "--resume-from",
@@ -112,10 +112,12 @@ def train_parser() -> argparse.ArgumentParser:
 def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
     """Load and check the config, without importing torch. Of a dataset in its place the files are
     listed, and the config follows from them.
-
-    Replaces `--resume CKPT` in `arguments`.
     """
-    replace_resume_checkpoint(arguments)
+    if arguments.resume and arguments.work_dir == "auto":
+        raise UsageError(
+            "--work-dir auto is a new folder, which --resume can't resume.",
+            "Name the folder of the run.",
+        )
     overrides, sources = cli.split_overrides(arguments, ["one config or dataset"])
     if arguments.syncbn:
         overrides.append("parallel.sync_bn=true")
@@ -138,23 +140,11 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
     return load_config_or_data(sources[0], overrides)
 
 
-def replace_resume_checkpoint(arguments: argparse.Namespace) -> None:
-    """Replace `--resume CKPT` by `--resume-from CKPT`. Raises UsageError for options that
-    contradict each other.
-    """
-    if arguments.resume not in (None, "auto"):
-        if arguments.resume_from is not None:
-            raise UsageError(
-                "--resume and --resume-from both name a checkpoint.",
-                "Give the checkpoint to one of them.",
-            )
-        arguments.resume_from = arguments.resume
-        arguments.resume = None
-    if arguments.resume and arguments.work_dir == "auto":
-        raise UsageError(
-            "--work-dir auto is a new folder, which --resume can't resume.",
-            "Name the folder of the run.",
-        )
+def only_auto(text: str) -> str:
+    """An argparse type: the value of --resume."""
+    if text != "auto":
+        raise argparse.ArgumentTypeError(f"for a checkpoint, write --resume-from {text}")
+    return text
 
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
@@ -170,7 +160,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     needed = {"distill.teacher.checkpoint": loaded.config.distill.teacher.checkpoint}
     if not options.resume and not options.restarted_by:
         needed["model.checkpoint"] = loaded.config.model.checkpoint
-        needed["--resume or --resume-from"] = arguments.resume_from
+        needed["--resume-from"] = arguments.resume_from
     for name, path in needed.items():
         if path is not None and not is_url(path) and not os.access(path, os.R_OK):
             raise CheckpointError(

@@ -310,7 +310,10 @@ def test_path_without_images_is_named(photos: Path) -> None:
 
 
 def test_config_wins_over_a_folder_of_its_name(photos: Path) -> None:
-    photos.rename("demo")
+    photos.rename("resnet18")
+    with pytest.raises(DataError, match="./resnet18"):
+        load_config_or_data("resnet18", [])
+    Path("resnet18").rename("demo")
     out = succeeds(train_command, "demo", "--dry-run", "data.root=digits")
     assert "./demo" in out and "10 classes" in out
     out = succeeds(train_command, "./demo", "--dry-run", *ARGUMENTS)
@@ -345,7 +348,7 @@ def test_python_api_trains_evaluates_and_predicts(
         allow_change=["train.epochs"],
     )
     assert "imagenet-cls test runs/a " in capsys.readouterr().out  # there is no folder `tools` here
-    assert run.folder == Path("runs/a")
+    assert run.folder == photos.parent.resolve() / "runs/a"
     assert {record["epoch"] for record in run.metrics if record["kind"] == "eval"} == {0, 1}
     assert run.best["top1_pct"] == max(
         record["top1_pct"] for record in run.metrics if record["kind"] == "eval"
@@ -395,6 +398,17 @@ def test_config_of_another_kind_is_no_list_of_images(name: str, photos: Path) ->
     else:
         with pytest.raises(ConfigError):
             load_config_or_data(name, [])
+
+
+def test_run_is_read_after_a_change_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"kind": "event", "step": 1, "message": "a"}\n')
+    monkeypatch.chdir(tmp_path)
+    run = imagenet_cls.TrainedRun("run")
+    monkeypatch.chdir("/")
+    assert len(run.metrics) == 1 and Path(os.fspath(run)) == tmp_path / "run"
 
 
 def test_python_api_raises_the_errors_of_a_run(photos: Path) -> None:

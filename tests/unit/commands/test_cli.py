@@ -118,18 +118,44 @@ def test_arguments_of_other_projects_exit_with_2_and_name_ours(
         (["--resume", "auto", "a.yaml"], "auto", ["a.yaml"]),
         (["--resume", "a.yaml"], "auto", ["a.yaml"]),
         (["--resume", "seed=1", "a.yaml"], "auto", ["seed=1", "a.yaml"]),
-        (["a.yaml", "--resume", "runs/lr=1/last"], "runs/lr=1/last", ["a.yaml"]),
+        (["--resume", ".", "seed=1"], "auto", [".", "seed=1"]),
+        (["--resume", "resnet50"], "auto", ["resnet50"]),
+        (["a.yaml", "--resume=auto"], "auto", ["a.yaml"]),
         (["--resume", "--overwrite"], "auto", []),
         (["-g", "2"], None, []),
         (["--nproc_per_node=2"], None, []),
     ],
 )
-def test_resume_takes_an_optional_checkpoint(
+def test_resume_takes_no_word_but_auto(
     words: list[str], resume: str | None, others: list[str]
 ) -> None:
     arguments = parse(train_parser(), words)
     assert (arguments.resume, arguments.arguments) == (resume, others)
     assert resume or arguments.gpus == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a.yaml", "--resume", "run/checkpoints/step-0000001"],
+        ["--resume", "run/checkpoints/step-0000001", "a.yaml"],
+        ["--resume", "run/checkpoints/step-0000001"],
+        ["--resume=run/checkpoints/step-0000001", "a.yaml"],
+        ["--resume", "run"],
+        ["--resume", "no_such_folder"],
+        ["a.yaml", "--resume", "runs/lr=1/last"],
+    ],
+)
+def test_checkpoint_beside_resume_names_the_option(
+    call: Callable, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "run/checkpoints/step-0000001"
+    checkpoint.mkdir(parents=True)
+    for path in (tmp_path / "a.yaml", tmp_path / "run/config.yaml", checkpoint / "optimizer.json"):
+        path.touch()
+    code, _, err = call(train_command, *words)
+    assert code == 2 and "--resume-from" in err
 
 
 @pytest.mark.parametrize("overrides", [[], ["seed=1"]])
