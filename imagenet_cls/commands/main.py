@@ -30,10 +30,6 @@ COMMANDS = {
     "average-checkpoints": ("average_command", "average the weights of checkpoints"),
     "check-dist": ("check_command", "check that the ranks can communicate"),
     "check-gpu": ("check_gpu_command", "check training on the GPUs of this machine by short runs"),
-    "compare-parallel": (
-        "compare_command",
-        "compare the same steps in one process, under DP and under DDP",
-    ),
 }
 
 

@@ -13,7 +13,6 @@ from helpers import arguments, call, train_here
 
 from imagenet_cls.commands.average_checkpoints import average_command
 from imagenet_cls.commands.check_gpu import check_gpu_command
-from imagenet_cls.commands.compare_parallel import compare_command
 from imagenet_cls.commands.export import export_command
 from imagenet_cls.commands.find_lr import find_lr_command
 from imagenet_cls.commands.pack import pack_command
@@ -79,7 +78,6 @@ UNUSABLE: list[tuple[int, Callable, list[str]]] = [
     (2, prepare_command, [LONG, "new"]),
     (2, prepare_command, ["IMAGES", "new", "--labels", LONG]),
     (2, find_lr_command, [LONG]),
-    (2, compare_command, [LONG]),
     *((2, command, [*words, f"{LONG}{suffix}"]) for command, words, suffix in WRITERS.values()),
     # empty, such as that of an unset variable of a shell
     *((2, command, [*words, ""]) for command, words, _ in WRITERS.values()),
@@ -100,7 +98,6 @@ UNUSABLE: list[tuple[int, Callable, list[str]]] = [
     # leads nowhere, or to another kind of file
     (2, train_command, ["CONFIG", "--work-dir", "LOOP"]),
     (2, train_command, ["CONFIG", "--dry-run", "data.exclude=~nobody-here/list.txt"]),
-    (2, compare_command, ["LOOP"]),
     (2, predict_command, ["RUN", "IMAGE", *TRUST, "--features", "LINK.npz"]),
     (2, verify_command, ["~nobody-here/images"]),
     (2, verify_command, ["IMAGES", "--out", "FOLDER"]),

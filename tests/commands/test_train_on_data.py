@@ -311,7 +311,7 @@ def test_path_without_images_is_named(photos: Path) -> None:
 
 def test_config_wins_over_a_folder_of_its_name(photos: Path) -> None:
     photos.rename("resnet18")
-    with pytest.raises(DataError, match="./resnet18"):
+    with pytest.raises(DataError, match=r"\./resnet18"):
         load_config_or_data("resnet18", [])
     Path("resnet18").rename("demo")
     out = succeeds(train_command, "demo", "--dry-run", "data.root=digits")
