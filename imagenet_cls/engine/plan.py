@@ -1,6 +1,6 @@
 """Batch sizes and steps of a run, and what is due at a step: pure functions of the config."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from imagenet_cls.config.schema import Config, TrainConfig, format_size
 from imagenet_cls.errors import DataError, Problem
@@ -117,16 +117,6 @@ def plan_run(
         total_steps=min(total, train.max_steps or total),
         devices_per_rank=devices_per_rank,
     )
-
-
-def resumed_plan(plan: Plan, train: TrainConfig, step: int, epoch: int, samples: int) -> Plan:
-    """The plan of a run that resumes after `step` steps and `samples` samples of an epoch, rounded
-    down to whole steps of the plan.
-    """
-    steps_of_epoch = min(samples // plan.global_batch, plan.steps_per_epoch)
-    offset = epoch * plan.steps_per_epoch + steps_of_epoch - step
-    total = plan.steps_per_epoch * plan.epochs - offset
-    return replace(plan, offset=offset, total_steps=min(total, train.max_steps or total))
 
 
 @dataclass(frozen=True)

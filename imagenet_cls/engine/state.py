@@ -35,7 +35,6 @@ from imagenet_cls.config.load import comparable_values
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.data.sources import size_fingerprint
 from imagenet_cls.engine.build import TrainingParts
-from imagenet_cls.engine.plan import resumed_plan
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import state_dict_mismatch
@@ -177,34 +176,34 @@ def restore(
 
 
 def resume_epoch(parts: TrainingParts, progress: Progress, state: dict[str, Any]) -> list[str]:
-    """Resume in the checkpoint's epoch, after as many of its samples, also where an epoch has other
-    steps now: change the plan of `parts` and the places in `progress`. Returns a message about such
-    a change, if any.
+    """Resume in the checkpoint's epoch, after as many of its samples, rounded down to whole steps,
+    also where an epoch has other steps now: set the offset of `parts.plan`, and change the places
+    in `progress`. Returns a message about such a change, if any.
 
     state: `state.json`.
     """
+    plan = parts.plan
     step = progress.step
+    steps = plan.steps_per_epoch
     steps_before = state["plan"]["steps_per_epoch"]
-    offset = state["plan"].get("offset", 0)  # older checkpoints have none
-    epoch, step_of_epoch = divmod(step + offset, steps_before)
-    samples = step_of_epoch * state["config"]["train"]["global_batch_size"]
-    parts.plan = plan = resumed_plan(parts.plan, parts.config.train, step, epoch, samples)
-    if (plan.steps_per_epoch, plan.offset) == (steps_before, offset):
+    offset_before = state["plan"].get("offset", 0)  # older checkpoints have none
+    epoch, done_before = divmod(step + offset_before, steps_before)
+    samples = done_before * state["config"]["train"]["global_batch_size"]
+    done = min(samples // plan.global_batch, steps)
+    offset = epoch * steps + done - step
+    total = plan.epochs * steps - offset
+    total = min(total, parts.config.train.max_steps or total)
+    parts.plan = replace(plan, offset=offset, total_steps=total)
+    if (steps, offset) == (steps_before, offset_before):
         return []
-    if step_of_epoch and plan.place(step) == (epoch, 0):
+    if done_before and not done:
         progress.evaluated_step = step  # rounded down to the end of an evaluated epoch
     progress.evaluations = [
-        (place // steps_before * plan.steps_per_epoch, top1_pct)
+        (place // steps_before * steps, top1_pct)
         for place, top1_pct in progress.evaluations
         if place % steps_before == 0
     ]
-    epoch, step_of_epoch = plan.place(step)
-    if step >= plan.total_steps:
-        return []
-    return [
-        f"continues at epoch {epoch + 1} of {plan.epochs}, step {step_of_epoch + 1} of "
-        f"{plan.steps_per_epoch}"
-    ]
+    return [f"continues after {epoch} of {plan.epochs} epochs, {done} of {steps} steps of the next"]
 
 
 def find_checkpoint(

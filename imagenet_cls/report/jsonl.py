@@ -224,19 +224,19 @@ def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
 
 
 def missing_steps(path: Path, step: int) -> int:
-    """How many of the steps up to `step` have no record in a file. Those before its first record
-    do not count if that is an event: the run continues another one's checkpoint.
+    """How many of the steps up to `step` have no record in a file. Those before an event that comes
+    first do not count: the run continues another one's checkpoint.
 
     Raises CheckpointError as `read_metrics`.
     """
     first = 0
     found = set()
-    for number, (_, record) in enumerate(_read_lines(path) if path.is_file() else ()):
-        if number == 0 and record["kind"] == "event":
-            first = record["step"]
-        if record["kind"] == "train" and first < record["step"] <= step:
+    for _, record in _read_lines(path) if path.is_file() else ():
+        if record["kind"] == "train":
             found.add(record["step"])
-    return step - first - len(found)
+        elif record["kind"] == "event" and not found:
+            first = record["step"]
+    return len(set(range(first + 1, step + 1)) - found)
 
 
 def _read_lines(path: Path, containing: bytes = b"") -> Iterator[tuple[bytes, Record]]:
