@@ -1,13 +1,15 @@
 """The shell scripts: what reaches Python, from any folder and with spaces everywhere, and what a
-wrong call gets.
+wrong call gets. The workflows run what exists.
 """
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PORT", "PYTHON")
@@ -146,6 +148,16 @@ def test_scripts_parse_and_stop_at_errors(script):
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     assert "set -euo pipefail" in script.read_text()
     assert os.access(script, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    "workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name
+)
+def test_workflows_run_what_exists(workflow):
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    commands = "\n".join(step.get("run", "") for job in jobs for step in job["steps"])
+    named = re.findall(r"(?<![\w/.])(?:tests|scripts|docs|\.ci)/[\w./]+", commands)
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 @pytest.fixture
