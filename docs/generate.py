@@ -24,7 +24,7 @@ CONFIG_INTRODUCTION = """\
 
 <!-- Written by `python docs/generate.py` from imagenet_cls/config/schema.py. Don't edit this file. -->
 
-A config is a YAML file of sections. A key that it does not set has the default below.
+A config is a YAML (or JSON) file of sections. A key that it does not set has the default below.
 `python tools/print_config.py CONFIG` prints the resolved config, `--origin` adds where each value comes from, and
 `--diff OTHER` prints the differences to another config.
 
