@@ -58,6 +58,19 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def has_reduced_gradients(wrapped: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether the last backward pass has all-reduced every gradient: not after a loss that does not
+    use all parameters.
+
+    Parameters that other micro-batches of the step use have a `.grad`, which does not tell.
+    """
+    try:
+        wrapped._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
 def generate_readme(card: dict[str, Any], model_name: str) -> str:
     """The model card that timm writes for the Hugging Face Hub. Its public function also uploads
     it.

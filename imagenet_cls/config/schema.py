@@ -720,6 +720,9 @@ class ParallelConfig:
     output_device: int | None = key(None, NOT_NEGATIVE, recipe=False, needs=DATA_PARALLEL)
     # Synchronize BatchNorm over all ranks in training (SyncBatchNorm). No effect on one rank.
     sync_bn: bool = False
+    # For a model in which some steps leave parameters without a gradient, such as layers that are
+    # dropped at random: DDP then looks for them in each step. No effect on one rank.
+    find_unused_parameters: bool = key(False, recipe=False)
     # Rendezvous of the ranks: `env://` (MASTER_ADDR and MASTER_PORT), `tcp://host:port` or
     # `file:///path`.
     init_method: str = key("env://", form=INIT_METHOD, recipe=False, per_machine=True)

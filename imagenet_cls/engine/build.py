@@ -174,7 +174,10 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
         config, data.val, context, devices, mean, std, labels, is_compiled=bool(train.compile)
     )
     teacher = build_distillation_teacher(config, num_classes, data.classes, context, (mean, std))
-    wrapped = wrap_for_training(model, context, config.parallel.mode, devices)
+    parallel = config.parallel
+    wrapped = wrap_for_training(
+        model, context, parallel.mode, devices, parallel.find_unused_parameters
+    )
     check_same_weights(model, context)
     ema = build_ema(model, config.ema, train.global_batch_size)
     compile_model(model, train, augment)

@@ -15,7 +15,7 @@ from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.meter import StepResult, top1_accuracy
 from imagenet_cls.models.adapt import set_training
-from imagenet_cls.parallel.wrap import gradient_sync
+from imagenet_cls.parallel.wrap import check_gradients_reduced, gradient_sync
 from imagenet_cls.seeding import hash_key, seed_generators
 
 
@@ -121,4 +121,5 @@ def forward_backward(
         own = torch.stack([loss.detach(), top1_accuracy(outputs, targets) / divisor])
         # With DataParallel, the loss may be on another device (`parallel.output_device`).
         loss_and_top1 += own.to(context.device, non_blocking=True)
+    check_gradients_reduced(parts.wrapped)
     return loss_and_top1

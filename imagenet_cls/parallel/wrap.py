@@ -15,22 +15,24 @@ from imagenet_cls.parallel.collectives import all_reduce_mean, broadcast_as_byte
 from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import is_synchronized
-from imagenet_cls.private_names import BatchNormBase
+from imagenet_cls.private_names import BatchNormBase, has_reduced_gradients
 from imagenet_cls.text import join_names
 
 
 def wrap_for_training(
-    model: nn.Module, context: RankContext, mode: str, devices: Devices
+    model: nn.Module, context: RankContext, mode: str, devices: Devices, find_unused: bool
 ) -> nn.Module:
-    """The module to call in training. mode: `parallel.mode`. devices: the devices of this rank. A
-    collective.
+    """The module to call in training. mode: `parallel.mode`. devices: the devices of this rank.
+    find_unused: `parallel.find_unused_parameters`. A collective.
     """
     if mode == "dp":
         return wrap_data_parallel(model, devices)
-    return wrap_ddp(model, context, mode)
+    return wrap_ddp(model, context, mode, find_unused)
 
 
-def wrap_ddp(model: nn.Module, context: RankContext, mode: str) -> nn.Module:
+def wrap_ddp(
+    model: nn.Module, context: RankContext, mode: str, find_unused: bool = False
+) -> nn.Module:
     """The model in DistributedDataParallel if there are several ranks or `mode` is `ddp`, else the
     model itself.
 
@@ -49,6 +51,7 @@ def wrap_ddp(model: nn.Module, context: RankContext, mode: str) -> nn.Module:
             device_ids=[context.device.index] if context.device.type == "cuda" else None,
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
+            find_unused_parameters=find_unused,
         )
     if context.world_size > 1:
         broadcast_buffers(model)
@@ -79,27 +82,37 @@ def rebuild_ddp_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]
     loaded.
 
     Makes two passes, clears the gradients and restores the buffers. See "DDP's buckets" in
-    docs/architecture.md. Raises ConfigError for parameters that get no gradient: DDP would wait for
-    it.
+    docs/architecture.md. With find_unused_parameters, DDP never rebuilds them. Raises ConfigError
+    as `check_gradients_reduced`.
     """
-    if not isinstance(wrapped, DistributedDataParallel):
+    if not isinstance(wrapped, DistributedDataParallel) or wrapped.find_unused_parameters:
         return
     with preserve_values(wrapped.module.buffers()):
         for _ in range(2):
             forward_backward()
-            unused = [
-                name
-                for name, parameter in wrapped.module.named_parameters()
-                if parameter.requires_grad and parameter.grad is None
-            ]
-            if unused:
-                raise ConfigError(
-                    [
-                        f"model.freeze: the loss does not use {join_names(unused)}, and several "
-                        "ranks would wait for these gradients; list these parameters here"
-                    ]
-                )
+            check_gradients_reduced(wrapped)
             wrapped.zero_grad(set_to_none=True)
+
+
+def check_gradients_reduced(wrapped: nn.Module) -> None:
+    """Raise ConfigError after a backward pass that left parameters without a gradient: under DDP,
+    other ranks would wait for it.
+    """
+    if not isinstance(wrapped, DistributedDataParallel) or has_reduced_gradients(wrapped):
+        return
+    unused = [
+        name
+        for name, parameter in wrapped.module.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]
+    raise ConfigError(
+        [
+            "parallel.find_unused_parameters: the loss does not use "
+            f"{join_names(unused or ['some parameters'])} in every micro-batch, and other ranks "
+            "would wait for these gradients; set it to true, or list parameters that are never "
+            "used in model.freeze"
+        ]
+    )
 
 
 @contextlib.contextmanager

@@ -70,6 +70,62 @@ def test_resume_with_another_batch_is_the_same_on_two_ranks(
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-4)
 
 
+class SkipsLayer(nn.Module):
+    """Uses a layer in every second forward pass, and in the first four: on both ranks, or on rank 0
+    always.
+    """
+
+    def __init__(self, num_classes: int, only_rank: int | None = None):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, num_classes)
+        self.layer = nn.Linear(8, 8)
+        self.only_rank, self.passes = only_rank, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.first(images.mean((2, 3)))
+        self.passes += self.training
+        skips = self.only_rank in (None, int(os.environ.get("RANK", "0")))
+        if self.passes <= 4 or self.passes % 2 == 1 or not skips:
+            hidden = hidden + self.layer(hidden)
+        return self.last(hidden)
+
+
+def skips_layer(digits: Path, folder: Path, **changes: object) -> list[str]:
+    name = "test_ranks_agree:SkipsLayer"
+    return arguments(digits, folder, model__name=name, train__max_steps=8, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"model__kwargs": "{only_rank: 1}"}, {"train__micro_batch_size": 32}],
+    ids=["all ranks", "one rank", "last micro-batch"],
+)
+def test_step_without_all_gradients_is_an_error_that_names_the_key(
+    rank_server: RankServer, digits: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    output = tmp_path / "output"
+    codes = rank_server.run(skips_layer(digits, tmp_path / "run", **changes), output, 2)
+    assert 2 in codes and set(codes) <= {2, 5}
+    assert "parallel.find_unused_parameters" in output.read_text()
+
+
+def test_layer_that_some_steps_skip_trains_on_ranks_that_look_for_it(
+    rank_server: RankServer, digits: Path, tmp_path: Path
+) -> None:
+    """With the layer in the first of two micro-batches only, in every step after the second."""
+    for ranks in (1, 2):
+        words = skips_layer(
+            digits,
+            tmp_path / str(ranks),
+            train__micro_batch_size=64 // ranks,
+            parallel__find_unused_parameters="true",
+            parallel__check_every_steps=1,
+        )
+        rank_server.train(words, ranks)
+    means = [losses(tmp_path / str(ranks)) for ranks in (1, 2)]
+    assert len(means[1]) == 8 and means[1] == pytest.approx(means[0], rel=1e-4)
+
+
 def test_other_buffers_may_differ_between_ranks(
     rank_server: RankServer, digits: Path, tmp_path: Path
 ) -> None:

@@ -71,6 +71,12 @@ def test_fused_optimizers_skip_where_found_inf_is_set(kind: Any) -> None:
     assert torch.equal(parameter, torch.ones(3))
 
 
+def test_reducer_tells_whether_it_has_finished() -> None:
+    """On ranks: tests/distributed/test_ranks_agree.py."""
+    check = nn.parallel.DistributedDataParallel._check_reducer_finalized
+    assert "self.reducer._check_reducer_finalized()" in inspect.getsource(check)
+
+
 def test_generate_readme_contains_the_details() -> None:
     text = private_names.generate_readme({"details": {"Classes": 10}}, "my_model")
     assert "my_model" in text and "Classes" in text
