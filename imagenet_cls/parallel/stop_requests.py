@@ -7,6 +7,7 @@ flags every few steps, asynchronously: a check waits for the result of the previ
 import contextlib
 import os
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -15,7 +16,11 @@ import torch.distributed as dist
 
 from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE
 from imagenet_cls.parallel.process_group import RankContext
-from imagenet_cls.parallel.signals import handle_stop_signals, set_parent_death_signal
+from imagenet_cls.parallel.signals import (
+    STOP_SIGNALS,
+    handle_stop_signals,
+    set_parent_death_signal,
+)
 
 _INTERVAL_SEC = 0.5  # between two checks, unless a step takes longer
 
@@ -42,9 +47,17 @@ class StopSignalHandler:
         self._steps = 0  # since the last check
         self._pending: tuple[Any, torch.Tensor] | None = None
         self._previous: dict[int, Any] = {}
+        self._closed = threading.Event()
 
-    def install(self) -> None:
+    def install(self, spare_children: bool = False) -> None:
+        """spare_children: block the signals in this thread, and so in the processes that it starts.
+        A signal to the process group would end the compiler that torch.compile runs.
+        """
         self._previous = handle_stop_signals(self._handle)
+        if spare_children:
+            # A thread that does not block them receives them. Python calls handlers in this one.
+            threading.Thread(target=self._closed.wait, name="signals", daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and LAUNCHED_VARIABLE in os.environ:
@@ -102,6 +115,8 @@ class StopSignalHandler:
             with contextlib.suppress(RuntimeError):
                 self._pending[0].wait()
             self._pending = None
+        self._closed.set()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if not self.signal:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)

@@ -5,11 +5,13 @@ With launchers, and what a terminal sends: test_launchers_die.py.
 """
 
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from forked_ranks import KillPoint
+from helpers import TRAIN, arguments, newest, run
 from same_run import ACCUMULATION, Run, checkpoints, records
 
 IN_STEP_17 = ("in_forward", 17 * ACCUMULATION)
@@ -104,3 +106,39 @@ def test_slurm_job_is_requeued_by_one_rank_and_resumes(
     assert asked.read_text() == "requeue 4711\n"
     if not refusal:
         assert run.resume([], SLURM_RESTART_COUNT="1", **env) == 18
+
+
+COMPILES = """
+import os, signal, subprocess
+from torch import nn
+
+class Compiles(nn.Linear):
+    def __init__(self, num_classes):
+        super().__init__(3, num_classes)
+        self.passes = 0
+
+    def compile(self, **settings):
+        pass  # as good as compiled
+
+    def forward(self, images):
+        self.passes += self.training
+        if self.training and self.passes == 3:
+            with subprocess.Popen(["sleep", "0.5"]) as compiler:
+                os.killpg(0, signal.{name})
+            assert compiler.returncode == 0, compiler.returncode
+        return super().forward(images.mean((2, 3)))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_signal_to_the_process_group_does_not_end_the_compiler(
+    digits: Path, tmp_path: Path, name: str
+) -> None:
+    """`train.compile`; the group is that of a terminal, or of `timeout`."""
+    (tmp_path / "compiles.py").write_text(COMPILES.replace("{name}", name))
+    words = arguments(
+        digits, tmp_path / "run", model__name="compiles:Compiles", train__compile="true"
+    )
+    done = run([sys.executable, TRAIN, *words], cwd=tmp_path)
+    assert done.returncode == 128 + signal.Signals[name] and "Traceback" not in done.stderr
+    assert newest(tmp_path / "run").name == "step-0000003"
