@@ -105,6 +105,7 @@ def train_in_folder(
                 run.update_profiler()
                 train(run)
         run_on_main(context, saver.wait)
+        run.nonfinite_guard.check_any_applied(progress.step)
         if config.log.plots:
             reporter.plot()
         if context.is_main:  # other ranks may not see the run folder

@@ -21,6 +21,7 @@ from imagenet_cls.text import join_names
 _SHOWN = 4  # samples of each rank; the error lists three, and the log all
 # fp16: GradScaler starts at 65,536 and halves the scale at each overflow until the gradients fit.
 _LOSS_SCALE_SEARCH_STEPS = 50
+_REMEDY = "Lower optimizer.lr, warm up longer, or set train.clip_norm."
 
 
 @dataclass
@@ -70,6 +71,16 @@ class NonFiniteGuard:
                 assert own_losses is not None
                 raise self._error(record, own_losses[row].item())
 
+    def check_any_applied(self, step: int) -> None:
+        """Raise NonFiniteError, on all ranks alike, where none of all `step` steps was applied."""
+        if 0 < step == self.consecutive:
+            error = NonFiniteError(
+                f"None of the {step} steps changed the weights: loss or gradient was NaN or "
+                "infinite in each.",
+                _REMEDY,
+            )
+            raise mark_printed_by_main(error, self.context)
+
     def _is_normal(self, record: dict[str, Any]) -> bool:
         """Whether a step is not to be reported: with fp16 also if it was skipped at a finite
         loss.
@@ -98,8 +109,7 @@ class NonFiniteGuard:
             where = f"{name_ranks(suspects)} of {self.context.world_size}"
             log = f"logs/rank{suspects[0]}.log"
             problem += f"\nIt was {what} on {where}, from {join_names(shown)} ({log} has all)."
-        remedy = "Lower optimizer.lr, warm up longer, or set train.clip_norm."
-        return mark_printed_by_main(NonFiniteError(problem, remedy), self.context)
+        return mark_printed_by_main(NonFiniteError(problem, _REMEDY), self.context)
 
 
 def _is_applied(record: dict[str, Any]) -> bool:

@@ -271,6 +271,15 @@ def test_few_nan_steps_are_skipped_and_reported(digits: Path, tmp_path: Path) ->
     assert all(record["loss"] < 3 for record in evaluations(tmp_path / "run"))
 
 
+@pytest.mark.parametrize(("good", "code"), [(0, 6), (1, 0)])
+def test_run_without_any_applied_step_exits_with_6(
+    digits: Path, tmp_path: Path, good: int, code: int
+) -> None:
+    changes = with_nan_after(good, train__max_steps=3, train__max_nonfinite_steps=10)
+    assert call(train_command, *arguments(digits, tmp_path / "run", **changes))[0] == code
+    assert state_of(tmp_path / "run")["progress"]["step"] == 3
+
+
 def test_nonfinite_result_is_never_the_best(digits: Path, tmp_path: Path) -> None:
     """One huge step, and no output is finite."""
     changes = with_nan_after(1000, optimizer__lr=1e19, train__max_nonfinite_steps=1000)
