@@ -97,7 +97,8 @@ def load_optimizer(
         raise CheckpointError(
             f"The optimizer has groups of {[len(group) for group in here]} parameters, and the "
             f"checkpoint groups of {[len(group) for group in there]}.",
-            "Resume with the config that the run was started with (its config.yaml).",
+            "Resume with the config and the model of the run, or start a new run from its weights: "
+            "model.checkpoint=RUN",
         )
     for index, group in enumerate(optimizer.param_groups):
         for key, value in values["groups"][index]["values"].items():

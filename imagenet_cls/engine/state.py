@@ -269,6 +269,9 @@ def check_checkpoint(
         group["members"]
         for group in snapshot.optimizer_values.get("groups", [])  # an average has none
     ]
+    if not fits and not mismatch:  # these changes can't be allowed
+        sections = ("model", "optimizer")
+        allowed = [name for name in allowed if name.partition(".")[0] not in sections]
     messages = check_resumable(snapshot.state, parts, allowed, snapshot.path, fits)
     if mismatch:
         raise CheckpointError(
@@ -367,6 +370,8 @@ def check_resumable(
         if fits:
             flags = " ".join(f"--allow-change {name}" for name in not_allowed[:_MAX_LISTED])
             remedy += f"\nOr allow the change: {flags}"
+        else:
+            remedy += f"\nOr start a new run from its weights: model.checkpoint={run}"
         raise CheckpointError(
             f"The config differs from the checkpoint's: {differences}{more}.", remedy
         )

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import arguments, assert_resumes, losses, newest, state_digest, train_here
+from helpers import arguments, assert_resumes, fails, losses, newest, state_digest, train_here
+
+from imagenet_cls.commands.train import train_command
 
 
 def trained(root: Path, folder: Path, **changes: Any) -> Path:
@@ -88,6 +90,16 @@ def test_resume_with_allowed_momentum_uses_it(digits: Path, tmp_path: Path, plai
     assert state_digest(tmp_path / "run") != state_digest(plain)
     (group,) = json.loads((newest(tmp_path / "run") / "optimizer.json").read_text())["groups"]
     assert group["values"]["momentum"] == 0.5
+
+
+@pytest.mark.parametrize("allowed", [[], ["--allow-change", "optimizer"]])
+def test_resume_with_other_parameter_groups_names_the_key(
+    digits: Path, tmp_path: Path, allowed: list[str]
+) -> None:
+    trained(digits, tmp_path / "run", train__max_steps=1)
+    changed = arguments(digits, tmp_path / "run", optimizer__bias_weight_decay=0.1)
+    err = fails(4, train_command, *changed, "--resume", *allowed)
+    assert "optimizer.bias_weight_decay" in err and f"model.checkpoint={tmp_path / 'run'}" in err
 
 
 def test_lr_base_batch_scales_the_rate(
