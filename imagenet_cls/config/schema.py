@@ -268,8 +268,8 @@ class DataConfig:
     # 0.2 of them. With data.labels multi, share of all images.
     fraction: float = key(1.0, POSITIVE_SHARE)
     # Worker processes that read and decode, for each rank. 0: in the training process. auto or
-    # null: chosen from the CPUs of this rank, at most 16 (docs/data.md). The samples don't depend
-    # on it.
+    # null: chosen from the CPUs of this rank, at most 16 for each of its devices (docs/data.md).
+    # The samples don't depend on it.
     num_workers: int | Literal["auto"] | None = key(
         "auto", Range(0, 256), recipe=False, per_machine=True
     )

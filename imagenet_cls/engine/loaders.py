@@ -20,7 +20,7 @@ from imagenet_cls.parallel.process_group import RankContext
 EvalBatch = tuple[Tensor, Tensor, Tensor]
 """uint8 images (B, C, H, W), targets (see `data.targets`), indices of the images (B,)."""
 
-_MAX_WORKERS = 16
+_MAX_WORKERS = 16  # for each device of a rank
 # with at least this many CPUs, a rank reserves one for the process that trains
 _MIN_CPUS_TO_RESERVE = 4
 # The run warns if it waits for more than this share of the time in this many consecutive logging
@@ -81,7 +81,8 @@ def build_val_batches(
             context.device,
             data.channels,
         )
-    options = worker_options(data, context, ceil_div(len(shard), batch_size))
+    num_batches = ceil_div(len(shard), batch_size)
+    options = worker_options(data, context, num_batches, devices_per_rank)
     return eval_batches(source, EvalTransform(evaluation, mean), shard, batch_size, options)
 
 
@@ -99,7 +100,8 @@ def shared_memory_use(
     train_images = min(options.num_workers * options.prefetch_batches, batches_of_run) * batch
     val_shard = ceil_div(num_val_images, context.world_size)
     val_batch = config.eval.batch_size * plan.devices_per_rank
-    val_options = worker_options(config.data, context, ceil_div(val_shard, val_batch))
+    num_batches = ceil_div(val_shard, val_batch)
+    val_options = worker_options(config.data, context, num_batches, plan.devices_per_rank)
     val_images = min(val_options.num_workers * val_options.prefetch_batches * val_batch, val_shard)
     train_bytes = config.data.channels * prod(height_width(config.augment.size_px))
     val_bytes = config.data.channels * prod(height_width(config.eval.crop_px))
@@ -107,26 +109,30 @@ def shared_memory_use(
 
 
 def train_worker_options(data: DataConfig, plan: Plan, context: RankContext) -> WorkerOptions:
-    return worker_options(data, context, plan.steps_per_epoch * plan.accumulation)
+    num_batches = plan.steps_per_epoch * plan.accumulation
+    return worker_options(data, context, num_batches, plan.devices_per_rank)
 
 
-def worker_options(data: DataConfig, context: RankContext, num_batches: int) -> WorkerOptions:
-    """Options of a loader of this rank with `num_batches` in an epoch."""
+def worker_options(
+    data: DataConfig, context: RankContext, num_batches: int, devices_per_rank: int
+) -> WorkerOptions:
+    """Options of a loader of this rank with `num_batches` in an epoch, each for all its devices."""
     num_workers = data.num_workers
     if not isinstance(num_workers, int):
-        num_workers = auto_workers(cpus_per_rank(context.rank_info), num_batches)
+        num_workers = auto_workers(cpus_per_rank(context.rank_info), num_batches, devices_per_rank)
     pin_memory = context.device.type == "cuda"
     return WorkerOptions(num_workers, data.prefetch_batches, pin_memory, data.timeout_sec)
 
 
-def auto_workers(cpus: float, num_batches: int) -> int:
-    """`data.num_workers=auto`: one per CPU of the rank. With 4 or more CPUs, one is left to the
-    training process. More workers than batches of an epoch would be idle.
+def auto_workers(cpus: float, num_batches: int, devices: int = 1) -> int:
+    """`data.num_workers=auto`: one per CPU of the rank, at most 16 for each of its devices. With 4
+    or more CPUs, one is left to the training process. More workers than batches of an epoch would
+    be idle.
     """
     workers = max(1, int(cpus))
     if workers >= _MIN_CPUS_TO_RESERVE:
         workers -= 1
-    return min(workers, _MAX_WORKERS, num_batches)
+    return min(workers, _MAX_WORKERS * devices, num_batches)
 
 
 def describe_workers(data: DataConfig, plan: Plan, context: RankContext) -> str:

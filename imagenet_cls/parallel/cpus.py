@@ -23,16 +23,21 @@ def cpus_per_rank(rank_info: RankInfo) -> float:
     else:  # macOS has no such function
         affinity = os.cpu_count() or 1
     cpus = min(affinity, cgroup_cpus())
-    task_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "") if "SLURM_STEP_ID" in os.environ else ""
-    if task_cpus.isdigit():
-        cpus = min(cpus, int(task_cpus))
-        tasks = tasks_here(
-            os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""),
-            int(os.environ.get("SLURM_NODEID", "0")),
-        )
-        if rank_info.launcher == "slurm" or tasks > 1:  # each rank is a task
+    ranks = rank_info.local_world_size
+    step = os.environ if "SLURM_STEP_ID" in os.environ else {}
+    per_task = step.get("SLURM_CPUS_PER_TASK", "")
+    per_gpu = step.get("SLURM_CPUS_PER_GPU", "")
+    if per_task.isdigit() or per_gpu.isdigit():
+        node = int(step.get("SLURM_NODEID", "0"))
+        tasks = tasks_here(step.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
+        is_task = rank_info.launcher == "slurm" or tasks > 1  # each rank is a task
+        if not per_task.isdigit():
+            gpus = int(step.get("SLURM_GPUS_ON_NODE", ranks))
+            return min(cpus if is_task else cpus / ranks, int(per_gpu) * gpus / ranks)
+        cpus = min(cpus, int(per_task))
+        if is_task:
             return cpus
-    return cpus / rank_info.local_world_size
+    return cpus / ranks
 
 
 def cgroup_cpus(root: Path = Path("/")) -> float:

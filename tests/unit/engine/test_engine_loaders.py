@@ -33,6 +33,10 @@ def test_auto_workers_of_a_rank(cpus: float, num_batches: int, expected: int) ->
     assert auto_workers(cpus, num_batches) == expected
 
 
+def test_auto_workers_of_a_rank_with_several_devices() -> None:
+    assert auto_workers(128, 1000, devices=4) == 64 and auto_workers(33, 1000, devices=4) == 32
+
+
 @pytest.mark.parametrize(
     ("workers", "shown"),
     [

@@ -353,3 +353,24 @@ def test_cpus_per_rank_shares_what_the_process_may_use(monkeypatch: pytest.Monke
     assert share(3, "pytorch") == 2, "three ranks in one task"
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
     assert share(8, "pytorch") == 6, "tasks that set RANK"
+
+
+@pytest.mark.parametrize(("affinity", "cgroup"), [(32, math.inf), (8, math.inf), (64, 8.0)])
+def test_cpus_per_rank_of_a_step_with_cpus_for_each_gpu(
+    monkeypatch: pytest.MonkeyPatch, affinity: int, cgroup: float
+) -> None:
+    """SLURM may bind each task to its own CPUs, which no other rank shares."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(affinity))
+    monkeypatch.setattr(cpus, "cgroup_cpus", lambda: cgroup)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_CPUS_PER_GPU", "8")
+    ranks = RankInfo(0, 0, 4, 4, "slurm")
+    assert cpus_per_rank(ranks) == 8
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
+    assert cpus_per_rank(ranks) == 8
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")
+    one_task = min(affinity, cgroup, 32)
+    assert cpus_per_rank(RankInfo(0, 0, 1, 1, "slurm")) == one_task
+    assert cpus_per_rank(RankInfo(0, 0, 4, 4, "pytorch")) == one_task / 4
