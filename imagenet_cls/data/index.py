@@ -1,6 +1,7 @@
 """Class folders: an index of their images, and errors for mistakes in a layout."""
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -27,6 +28,12 @@ IMAGE_SUFFIXES = HEIF_SUFFIXES | {
 }
 _MAX_SUFFIXES = 5  # in a message
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
+# a word for a part, as in seg_train, TestImages and val2017
+_PART = re.compile(
+    r"(?<![a-z])(train|val|test|dev|eval|holdout)(?:ing|id|idation|uation)?"
+    r"(?:set|data|image|img|split|folder|dir)?s?(?![a-z])"
+)
+_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 PREPARE_COMMAND = f"{command_line('prepare-imagenet')} ARCHIVES OUT"
 
 
@@ -294,7 +301,8 @@ def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
         if content.images:
             remedy = (
                 f"Sort them into folders named as the classes (ImageNet's: {PREPARE_COMMAND}), or "
-                f"list them with their classes: data.name=list"
+                "list them with their classes: data.name=list. If the folder is itself a class, set "
+                "data.train=."
             )
         raise DataError(
             f"{root}: holds {len(content.images)} images and no class folders. Each class needs a "
@@ -321,14 +329,31 @@ def _layout_remedy(missing: Path) -> str:
     )
 
 
+def may_be_parts(folders: Sequence[str]) -> bool:
+    """Whether the names of all folders hold a word for a part, such as `seg_train` and `seg_test`,
+    and not the same one.
+    """
+    found = [_PART.search(_CAMEL_CASE.sub("_", name).lower()) for name in folders]
+    words = {match[1] for match in found if match}
+    return None not in found and len(words) > 1
+
+
 def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
     """Raise DataError where the folders in `root`, taken for classes, are `train` and `val`, or a
-    single one, and hold the classes. names: the names of the images.
+    single one, and hold the classes; also where their names hold words for parts, and they have
+    class folders in common. names: the names of the images.
     """
-    may_be_parts = len(classes) == 1 or SPLIT_NAMES.issuperset(map(str.lower, classes))
-    if not may_be_parts or not (np.char.count(names, b"/") > 1).all():
+    are_splits = len(classes) == 1 or SPLIT_NAMES.issuperset(map(str.lower, classes))
+    if not are_splits and not may_be_parts(classes):
         return
-    train = next((name for name in classes if name.lower().startswith("train")), classes[0])
+    if not (np.char.count(names, b"/") > 1).all():
+        return
+    if not are_splits:
+        paths = [name.split(b"/") for name in names.tolist()]
+        leaves = [{path[-2] for path in paths if path[0] == os.fsencode(name)} for name in classes]
+        if not set.intersection(*leaves):
+            return
+    train = next((name for name in classes if "train" in name.lower()), classes[0])
     others = [name for name in classes if name != train]
     val_keys = HOLD_OUT_ADVICE
     if others:

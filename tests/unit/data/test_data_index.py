@@ -118,6 +118,43 @@ def test_with_classes_matches_folders_by_name(tmp_path: Path) -> None:
     assert source.index.targets.tolist() == [1, 2, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("folders", "classes", "is_error"),
+    [
+        ("training_set test_set", "cat dog", True),
+        ("seg_train seg_test seg_pred_val", "cat dog", True),
+        ("TrainImages ValImages", "cat dog", True),
+        ("train2017 val2017", "cat dog", True),
+        ("Training Testing", "cat dog", True),
+        ("dev eval", "cat dog", True),
+        ("trainset testset", "x/cat y/dog", True),
+        ("data-train data-validation", "cat dog", True),
+        ("strain_1 festival", "young old", False),
+        ("cats dogs", "young old", False),
+        ("bus train test", "front side", False),
+        ("train_freight train_test_other", "front", False),
+        ("valley device", "summer winter", False),
+        ("training_shoes testudo", "1 2", False),
+    ],
+)
+def test_class_folders_repeated_in_parts_are_an_error(
+    folders: str, classes: str, is_error: bool, tmp_path: Path
+) -> None:
+    for folder in folders.split():
+        for name in classes.split():
+            (tmp_path / folder / name).mkdir(parents=True)
+            (tmp_path / folder / name / "1.jpg").touch()
+    if not is_error:
+        assert index_folder(tmp_path).classes == tuple(sorted(folders.split()))
+        return
+    with pytest.raises(DataError, match=r"data\.train="):
+        index_folder(tmp_path)
+    for name in folders.split():  # other class folders in each
+        for number, path in enumerate(list((tmp_path / name).rglob("1.jpg"))):
+            path.parent.rename(path.parent.with_name(f"{name}_{number}"))
+    assert len(index_folder(tmp_path).classes) == len(folders.split())
+
+
 @pytest.mark.parametrize(("classes", "named"), [("ab", "c, d, e, ..."), ("abcdefxy", "x, y")])
 def test_match_classes_with_other_classes_raises(classes: str, named: str) -> None:
     with pytest.raises(DataError, match=named):
