@@ -88,6 +88,13 @@ def check_regular(file: Path | int) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(file))
 
 
+def read_regular(path: str | bytes | Path) -> bytes:
+    """The content of a regular file. Raises OSError, also for a device or FIFO, without waiting."""
+    with open(path, "rb", buffering=0, opener=open_at_once) as file:
+        check_regular(file.fileno())
+        return file.read()
+
+
 def read_text(file: Path, remedy: str, length: int = -1) -> str:
     """The text of a file, or its first `length` characters. Raises DataError with the remedy if it
     can't be read.

@@ -14,7 +14,7 @@ import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.classes import plain_numbers
-from imagenet_cls.data.sources import EncodedSource, read_image
+from imagenet_cls.data.sources import EncodedSource
 from imagenet_cls.errors import (
     DataError,
     Problem,
@@ -23,6 +23,7 @@ from imagenet_cls.errors import (
     UserError,
     explain_content_errors,
 )
+from imagenet_cls.files import read_regular
 from imagenet_cls.lookup import kwargs_problems
 from imagenet_cls.text import first_line, format_value, shorten
 
@@ -72,7 +73,7 @@ class HubSource(EncodedSource):
             return content.as_py()
         if not path.is_valid:
             raise DataError("neither bytes nor a path", "Correct the row.")
-        return read_image(path.as_py())
+        return read_regular(path.as_py())
 
     def describe(self, i: int) -> str:
         path = self._row(i)[1].as_py()

@@ -301,7 +301,7 @@ def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
         if content.images:
             remedy = (
                 f"Sort them into folders named as the classes (ImageNet's: {PREPARE_COMMAND}), or "
-                "list them with their classes: data.name=list. If the folder is itself a class, set "
+                "list them with their classes: data.name=list. If the folder is itself a class: "
                 "data.train=."
             )
         raise DataError(

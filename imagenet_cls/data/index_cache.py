@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from imagenet_cls.files import TEMPORARY
+from imagenet_cls.files import TEMPORARY, is_device_or_fifo, read_regular
 
 CACHE_VARIABLE = "IMAGENET_CLS_CACHE"
 MIN_IMAGES = 10_000  # fewer are listed in milliseconds
@@ -105,6 +105,8 @@ def write_scan(root: Path, scan: Scan, started: float) -> None:
         if len(scan.names) < MIN_IMAGES or not _is_cacheable(scan, started):
             return
         target = _cache_file(root)
+        if is_device_or_fifo(target):
+            return
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Several processes may write at once: each has a temporary file of its own.
         with tempfile.NamedTemporaryFile(prefix=TEMPORARY, dir=target.parent, delete=False) as file:
@@ -137,7 +139,7 @@ def _read_verified(path: Path) -> bytes:
     numpy compares the checksum of an array only when it reads to its end. With a damaged header it
     may not.
     """
-    stored = path.read_bytes()
+    stored = read_regular(path)
     content = stored[:-_DIGEST_BYTES]
     if stored[-_DIGEST_BYTES:] != _digest(content):
         raise ValueError(f"{path}: wrong checksum")

@@ -28,7 +28,7 @@ from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.targets import map_targets, target_bytes
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
-from imagenet_cls.files import check_regular, open_at_once
+from imagenet_cls.files import read_regular
 from imagenet_cls.text import first_line
 
 _MAX_SIZES = 1000
@@ -180,7 +180,7 @@ class FolderSource(EncodedSource):
     def read(self, i: int) -> bytes:
         if self.index.byte_ranges is not None:
             return self.index.byte_ranges.read(i)
-        return read_image(os.path.join(self._root, self.index.names[i]))  # noqa: PTH118 (pathlib is slower)
+        return read_regular(os.path.join(self._root, self.index.names[i]))  # noqa: PTH118 (pathlib is slower)
 
     def name(self, i: int) -> str:
         return self.index.name(i)
@@ -193,13 +193,6 @@ class FolderSource(EncodedSource):
 
     def image_ids(self) -> Sequence[Hashable]:
         return self.index.image_ids()
-
-
-def read_image(path: bytes | str) -> bytes:
-    """The content of a file. Raises OSError or DataError (`reason_of`)."""
-    with open(path, "rb", buffering=0, opener=open_at_once) as file:
-        check_regular(file.fileno())
-        return file.read()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from imagenet_cls.data.index import images_of_tree, list_tree
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, out_of_memory_line
-from imagenet_cls.files import check_regular
+from imagenet_cls.files import check_regular, read_regular
 from imagenet_cls.inference.load_weights import TrainedModels, load_checkpoint
 from imagenet_cls.models.features import FeatureModel
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors
@@ -449,7 +449,7 @@ def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
             )
         return pixels.cpu()
     with sources.named_errors(image):
-        data = sources.read_image(str(image))
+        data = read_regular(str(image))
         return decode_upright(data) if exif == "apply" else decode_rgb(data)
 
 

@@ -54,6 +54,24 @@ def wait_for_clock(folder: Path) -> None:
         probe.touch()
 
 
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_cache_file_that_is_no_regular_file_is_left_alone(
+    kind: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(index_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(index_cache, "MIN_IMAGES", 1)
+    monkeypatch.setattr(index_cache, "_is_cacheable", lambda *_: True)
+    file = index_cache._cache_file(root)
+    file.parent.mkdir()
+    if kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    for _ in range(2):
+        assert len(index_folder(root)) == 5
+    assert not file.is_file()
+
+
 def content(index: ImageIndex) -> tuple[list[bytes], list[int], tuple[str, ...], str]:
     return index.names.tolist(), index.targets.tolist(), index.classes, index.digest
 

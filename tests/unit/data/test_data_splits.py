@@ -95,7 +95,7 @@ def test_each_image_is_held_out_in_one_fold(photos: Path, kind: str, stratify: b
     ],
 )
 def test_rows_of_one_image_are_on_one_side(photos: Path, split: dict) -> None:
-    lines = []
+    lines: list[str] = []
     for number, name in enumerate(map(os.fsdecode, NAMES)):
         path = f"train/{name}"
         for other in (path, f"./{path}", f"train/../{path}", str(photos / path))[: number % 5]:
