@@ -9,16 +9,17 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from io import FileIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from imagenet_cls.errors import DataError, explain_content_errors
+from imagenet_cls.files import check_regular, open_at_once
 from imagenet_cls.text import printable, shorten
 
 _END_OF_TAR = bytes(1024)
 _ENTRY = b"PK\1\2"  # the start of an entry of a zip's directory
+_MAX_HEADER_BYTES = 1 << 24
 _DAMAGED = "Copy or download it again."
 _DAMAGED_TAR = "Copy or download it again; unpack a compressed tar (.tar.gz) to .tar."
 
@@ -69,7 +70,7 @@ class ByteRanges:
         archive_index, offset, size, compressed = self.places[i].tolist()
         path = self.archives[archive_index]
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = open_at_once(path, os.O_RDONLY)
         except OSError as error:
             raise ArchiveChangedError(
                 f"{path}: {error.strerror}.",
@@ -125,11 +126,25 @@ def decode_name(name: bytes) -> str:
     return shorten(printable(os.fsdecode(name)), 200)
 
 
+class _ArchiveFile(FileIO):
+    """An archive, opened without a buffer."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As of a file. Raises ValueError for a header of a tar that claims to be very long:
+        `tarfile` would allocate its size.
+        """
+        is_tar = not str(self.name).lower().endswith(".zip")
+        if is_tar and size is not None and size > _MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {size} bytes")
+        return super().read(size)
+
+
 @contextlib.contextmanager
 def open_archive(path: str) -> Iterator[FileIO]:
     """An archive, opened without a buffer. Raises DataError if it can't be opened or read."""
     try:
-        with Path(path).open("rb", buffering=0) as file:
+        with _ArchiveFile(path, opener=open_at_once) as file:
+            check_regular(file.fileno())
             yield file
     except OSError as error:
         raise DataError(

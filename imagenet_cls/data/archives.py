@@ -186,7 +186,7 @@ def _with_labels_resolved(
 
 def index_members(root: Path, archives: Sequence[Path]) -> ImageIndex:
     """Index all images in archives, without classes. root: of the index. Raises DataError."""
-    scans = _scan_pieces(archives)
+    scans = _scan_pieces(archives, have_classes=False)
     statuses = tuple(archive_status(path.stat()) for path in archives)
     places = np.concatenate([scan.places for scan in scans])
     byte_ranges = ByteRanges(tuple(map(str, archives)), statuses, places)
@@ -341,10 +341,11 @@ def _scan_of_folders(
     )
 
 
-def _scan_pieces(archives: Sequence[Path]) -> list[_PieceScan]:
+def _scan_pieces(archives: Sequence[Path], have_classes: bool = True) -> list[_PieceScan]:
     """List the images of all archives, and of the tars in them, in several threads.
 
-    Where several tars have no class folders, each is a class. Raises DataError.
+    Where several tars have no class folders, each is a class. have_classes: the classes are needed.
+    Raises DataError.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         found = pool.map(_pieces, archives, range(len(archives)))
@@ -354,8 +355,22 @@ def _scan_pieces(archives: Sequence[Path]) -> list[_PieceScan]:
         for piece, scan in zip(pieces, scans, strict=True):
             # images at the top of a tar of one class, which may also have folders
             if scan.labels is None and any(b"/" not in name for name in scan.names):
+                if have_classes:
+                    _check_not_shard(piece, scan)
                 scan.names = [b"%b/%b" % (piece.stem, name) for name in scan.names]
     return scans
+
+
+def _check_not_shard(piece: _Piece, scan: _PieceScan) -> None:
+    """Raise DataError for a shard with texts beside its images in place of labels."""
+    texts = {name[:-4] for name in scan.others if suffix_of(name) == b".txt"}
+    for name in scan.names:
+        if name.removesuffix(suffix_of(name)) in texts:
+            raise DataError(
+                f"{piece.path}: {decode_name(name)} has a .txt and no label, so the archive is a "
+                "shard and not a class.",
+                _LAYOUT_REMEDY,
+            )
 
 
 def _pieces(path: Path, archive_index: int) -> list[_Piece]:

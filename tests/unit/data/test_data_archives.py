@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 from archive_writers import write_imagenet, write_tar, write_zip
-from helpers import datasets_in, write_files
+from helpers import datasets_in, peak_kib, write_files
 
 from imagenet_cls.commands.cli import call_command
 from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data import archives
 from imagenet_cls.data.archive_files import Member, archive_members, open_archive
+from imagenet_cls.data.archives import index_members
 from imagenet_cls.data.check import check_paths
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.imagenet_labels import DEVKIT
@@ -497,6 +498,32 @@ def test_tar_with_a_damaged_header_or_end_is_an_error(form: int, tmp_path: Path)
             path.write_bytes(damaged)
             with contextlib.suppress(DataError):
                 assert len(members(path)) == 3, position
+
+
+@pytest.mark.parametrize("kind", [b"L", b"K", b"x", b"g"])  # GNU's long names and pax headers
+def test_extension_header_of_gigabytes_is_an_error(kind: bytes, tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("a/1.jpg", IMAGE)], tarfile.GNU_FORMAT)
+    header = tarfile.TarInfo("long")
+    header.type, header.size = kind, 2**33
+    path.write_bytes(header.tobuf(tarfile.GNU_FORMAT) + path.read_bytes())
+    before = peak_kib()
+    with pytest.raises(DataError, match=r"a\.tar"):
+        members(path)
+    assert peak_kib() - before < 1_000_000
+
+
+def test_archive_that_is_a_fifo_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.tar")
+    with pytest.raises(DataError, match=r"a\.tar"):
+        members(tmp_path / "a.tar")
+
+
+def test_shards_with_texts_in_place_of_labels_are_an_error(tmp_path: Path) -> None:
+    files = [(f"{number}.jpg", IMAGE) for number in range(6)]
+    write_shards(tmp_path / "train", files, lambda name: name, ".txt")
+    with pytest.raises(DataError, match=r"label"):
+        datasets_in(tmp_path, val="train")
+    assert len(index_members(tmp_path, sorted((tmp_path / "train").glob("*.tar")))) == 6
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
