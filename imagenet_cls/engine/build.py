@@ -20,7 +20,7 @@ from imagenet_cls.config.schema import (
 from imagenet_cls.data.builtin import BatchLoader
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.device import DevicePrefetch, Normalize, TrainPreprocess, build_mixing
-from imagenet_cls.data.loader import check_shared_memory
+from imagenet_cls.data.loader import check_shared_memory, open_file_warning
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.sources import ImageSource, exif_warning, required_targets, size_fingerprint
 from imagenet_cls.data.targets import class_sizes
@@ -202,7 +202,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
     messages = [devices.note, data.note, scaling_message]
     if context.is_main:
-        messages.append(exif_warning(data.train))
+        messages += [exif_warning(data.train), open_file_warning(config.data, data.train)]
     if train.precision == "auto" and device.type == "cuda" and autocast_dtype != torch.bfloat16:
         used = "fp32" if autocast_dtype is None else "fp16"
         messages.append(f"train.precision=auto uses {used}: this GPU only emulates bf16")

@@ -2,6 +2,7 @@
 process.
 """
 
+import io
 import multiprocessing
 import os
 import signal
@@ -10,17 +11,27 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import IO, Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import environment, wait_for
 
-from imagenet_cls.config.schema import AugmentConfig, EvalConfig
-from imagenet_cls.data.loader import TrainLoader, WorkerOptions, _kill_workers, eval_batches
+from imagenet_cls.config.schema import AugmentConfig, DataConfig, EvalConfig
+from imagenet_cls.data.loader import (
+    TrainLoader,
+    WorkerOptions,
+    _kill_workers,
+    eval_batches,
+    open_file_warning,
+)
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.sources import ImageSource, MapSource, SubsetSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.errors import ResourceError
 
@@ -111,6 +122,44 @@ def first_batch(
     epoch = loader.epoch(0)
     next(epoch)
     return loader, epoch
+
+
+class Holds:
+    """A dataset with attributes."""
+
+    def __init__(self, **attributes: Any):
+        self.__dict__.update(attributes)
+
+
+def _holders(file: IO[bytes], archive: zipfile.ZipFile) -> dict[str, Holds]:
+    h5py_file = type("File", (), {"__module__": "h5py._hl.files"})()
+    return {
+        "file": Holds(size=1, file=file),
+        "archive.fp": Holds(archive=archive),
+        "data.readers.0.fp": Holds(data=Holds(readers=[archive])),
+        "files.train": Holds(files={"train": file}),
+        "h5": Holds(h5=h5py_file),
+    }
+
+
+def test_dataset_that_holds_an_open_file_is_warned_about(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"x")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("1", "x")
+    config = DataConfig("my_data:Own", num_workers=2)
+
+    def warning(dataset: Holds, config: DataConfig = config) -> str | None:
+        source = SubsetSource(MapSource(dataset, "own", ("a",)), np.arange(1))
+        return open_file_warning(config, source)
+
+    with (tmp_path / "a.bin").open("rb") as file, zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        for name, dataset in _holders(file, archive).items():
+            assert f" {name};" in (warning(dataset) or ""), name
+            assert warning(dataset, replace(config, num_workers=0)) is None
+    with (tmp_path / "log.txt").open("a") as log:
+        closed = Holds(file=file, archive=archive, log=log, memory=io.BytesIO(b"x"))
+        assert warning(closed) is None
+    assert warning(Holds(np=np, path=tmp_path, array=np.memmap(tmp_path / "a.bin"))) is None
 
 
 def test_workers_of_a_process_with_killed_and_hung_workers_all_end(tmp_path: Path) -> None:
