@@ -22,7 +22,7 @@ from imagenet_cls.commands.sweep_plan import (
     read_runs,
     write_runs,
 )
-from imagenet_cls.commands.sweep_results import check_one_metric, is_finished, show_results
+from imagenet_cls.commands.sweep_results import check_comparable, is_finished, show_results
 from imagenet_cls.commands.sweep_search import Search
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.errors import ResourceError, RunsFailed, Stopped, UsageError
@@ -124,7 +124,9 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     else:
         runs, configs = load_grid(out, source, overrides, arguments.folds)
         grid = list(zip(runs, configs, strict=True))
-    check_one_metric(out, [loaded.config for loaded in configs])
+    started = {run.name for run, _ in grid}
+    others = [run for run in read_runs(out).values() if run.name not in started]
+    check_comparable(out, others, [loaded.config for loaded in configs])
     for warning in dict.fromkeys(line for loaded in configs for line in loaded.warnings):
         print(f"warning: {warning}")
 
@@ -306,6 +308,8 @@ class Runner:
             outcome = f"failed with exit code {128 - code if code < 0 else code}: {self.log(run)}"
         print(f"{run.name}: {outcome}", flush=True)
         if self.search is not None:
+            first = next(iter(self.known.values()))
+            check_comparable(self.out, [first, run])  # the next values depend on its result
             self.search.tell(run)
 
     def record(self, run: SweepRun) -> None:

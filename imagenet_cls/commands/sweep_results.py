@@ -4,23 +4,41 @@ import csv
 import io
 import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from imagenet_cls.checkpoint.progress import RESULT_FIELDS, best_metric, best_weights, score
+from imagenet_cls.checkpoint.progress import best_metric, best_weights, score
 from imagenet_cls.commands import cli
+from imagenet_cls.commands.own_data import key_of
 from imagenet_cls.commands.report import write_page
-from imagenet_cls.commands.sweep_plan import SweepRun, read_runs
-from imagenet_cls.config.load import dump_yaml
+from imagenet_cls.commands.sweep_plan import SweepRun, load_runs, read_runs
+from imagenet_cls.config.keys import per_machine_keys
+from imagenet_cls.config.load import comparable_values, dump_yaml
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import CheckpointError, UsageError
+from imagenet_cls.errors import CheckpointError, UsageError, UserError
 from imagenet_cls.files import write_output
 from imagenet_cls.report.render import format_cell
-from imagenet_cls.text import command_line
+from imagenet_cls.text import command_line, format_value
+
+# Beginnings of keys that do not change results, or for which the data is compared.
+_NOT_COMPARED = (
+    "log.",
+    "checkpoint.every",
+    "checkpoint.keep",
+    *(per_machine_keys() - {"model.pretrained", "model.checkpoint"}),
+)
+# What `state.json` records besides the config, by names for messages.
+_CONDITIONS = {
+    "training images": "data_digest",
+    "training files": "data_sizes",
+    "validation images": "val_digest",
+    "validation files": "val_sizes",
+    "distill.teacher": "teacher_digest",
+}
 
 
 @dataclass
@@ -34,18 +52,18 @@ class Row:
     results: list[float] = field(default_factory=list)
 
 
-def finished_progress(folder: Path) -> dict[str, Any] | None:
-    """The progress of a run that has reached its end and evaluated there, else None."""
+def finished_state(folder: Path) -> dict[str, Any] | None:
+    """`state.json` of a run that has reached its end and evaluated there, else None."""
     from imagenet_cls.checkpoint.select import state_of_newest  # imports torch
 
     with suppress(CheckpointError):  # no checkpoint
         state = state_of_newest(folder)
         if state is not None:
-            progress: dict[str, Any] = state["progress"]
+            progress = state["progress"]
             is_last = progress["step"] >= state["plan"]["total_steps"]
             is_evaluated = progress["evaluated_step"] == progress["step"]
             if (is_last or progress["stopped_early"]) and is_evaluated:
-                return progress
+                return state
     return None
 
 
@@ -55,33 +73,77 @@ def is_finished(folder: Path, config: Config) -> bool:
     """
     file = folder / "config.yaml"
     is_same = file.is_file() and file.read_text() == dump_yaml(config)
-    return is_same and finished_progress(folder) is not None
+    return is_same and finished_state(folder) is not None
 
 
 def best_result(folder: Path) -> tuple[str, float] | None:
     """The metric of `checkpoint.best` and its best value in a finished run; None for another run,
     or without a finite loss.
     """
-    progress = finished_progress(folder)
-    if progress is None or not progress["best"]:
+    state = finished_state(folder)
+    results = state and state["progress"]["best"]
+    if not results:
         return None
-    best = progress["best"][best_weights(progress["best"])]
+    best = results[best_weights(results)]
     metric = best_metric(best)
     return metric, best[metric]
 
 
-def check_one_metric(folder: Path, configs: Iterable[Config]) -> None:
-    """Raise UsageError if results of runs with these configs and of the finished runs can't be
-    compared.
+def config_now(arguments: Sequence[str]) -> Config | None:
+    """The config that these arguments of `train` give now; None if that is an error, as without
+    the file.
     """
-    metrics = {RESULT_FIELDS[config.checkpoint.best] for config in configs}
-    results = [best_result(folder / name) for name in read_runs(folder)]
-    metrics |= {result[0] for result in results if result}
-    if len(metrics) > 1:
-        raise UsageError(
-            f"The results would be {' and '.join(sorted(metrics))}, which can't be compared.",
-            "Give all runs one checkpoint.best, or name another folder with --out.",
-        )
+    with suppress(UserError):
+        return load_runs([arguments])[0].config
+    return None
+
+
+def check_comparable(
+    folder: Path, runs: Iterable[SweepRun], configs: Iterable[Config] = ()
+) -> None:
+    """Raise UsageError if results of runs with these configs and of the finished ones of `runs`
+    can't be compared: of other metrics, or where a config file or the data changed between them.
+
+    Runs may differ as their arguments do. So the configs that the arguments give now are compared,
+    too: where values of these are equal, the recorded ones must be.
+    """
+    from imagenet_cls.checkpoint.format import config_from_state  # imports torch
+
+    trained: list[tuple[str, Config, Config, dict[str, Any], set[str]]] = [
+        ("the runs to start", config, config, {}, set()) for config in configs
+    ]
+    for run in runs:
+        path = folder / run.name
+        state = finished_state(path)
+        if state is None:
+            continue
+        now = config_now(run.arguments)
+        if now is None:
+            print(f"{path}: its config can't be read now, and is not compared")
+            continue
+        given = set(map(key_of, run.arguments)) - {"checkpoint.best"}
+        trained.append((str(path), now, config_from_state(state, path), state, given))
+    known: dict[tuple[str, str], tuple[str, Any]] = {}
+    for name, now, config, state, given in trained:
+        wanted = comparable_values(now) | {"checkpoint.best": None}  # one for all runs
+        recorded = comparable_values(config)
+        for condition, field_name in _CONDITIONS.items():
+            if field_name in state:
+                wanted[condition] = now.data, now.distill
+                recorded[condition] = state[field_name]
+        for key in sorted({*wanted, *recorded}):
+            if key.startswith(_NOT_COMPARED):
+                continue
+            value = recorded.get(key)
+            first = ("its arguments", wanted.get(key)) if key in given else (name, value)
+            other, expected = known.setdefault((key, repr(wanted.get(key))), first)
+            if value != expected:
+                raise UsageError(
+                    f"{name} can't be compared with {other}. They differ in {key}: "
+                    f"{format_value(value)} and {format_value(expected)}.",
+                    "Restore the config and the data, remove one of these runs, or name another "
+                    "folder with --out.",
+                )
 
 
 def read_table(folder: Path) -> tuple[str, list[Row]]:
@@ -91,6 +153,7 @@ def read_table(folder: Path) -> tuple[str, list[Row]]:
     rows: dict[tuple[Any, ...], Row] = {}
     metric = ""
     runs = list(read_runs(folder).values())
+    check_comparable(folder, runs)
     common = set.intersection(*(set(run.conditions) for run in runs)) if runs else set()
     for run in runs:
         setting = dict(run.setting)
