@@ -14,6 +14,8 @@ from typing import IO
 from imagenet_cls.errors import CheckpointError, DataError, ResourceError, UsageError
 
 TEMPORARY = ".tmp-"
+# At the start of the pages and pictures that a later call may replace.
+OUTPUT_MARK = "written by imagenet-cls"
 REMOVED = f"{TEMPORARY}gone-"
 
 
@@ -54,6 +56,21 @@ def check_exists(checkpoint: Path) -> None:
     if not checkpoint.exists():
         raise CheckpointError(
             f"No checkpoint {str(checkpoint)!r}: no such file or folder.", "Correct the path."
+        )
+
+
+def check_replaced(path: Path, option: str = "--out") -> None:
+    """Raise UsageError for an existing file that an output would replace, unless it is empty or has
+    `OUTPUT_MARK`: it may be the user's.
+    """
+    if is_device_or_fifo(path) or not path.exists():
+        return
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if head and OUTPUT_MARK.encode() not in head:
+        raise UsageError(
+            f"{path} already exists, and this command did not write it.",
+            f"Name another file with {option}, or move that one away.",
         )
 
 

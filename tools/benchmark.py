@@ -14,7 +14,7 @@ from imagenet_cls.commands import check_start
 
 check_start()
 
-from benchmarks.compare import (
+from benchmarks.compare import (  # noqa: E402
     COMMANDS,
     DOCS,
     RESULTS,

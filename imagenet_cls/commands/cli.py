@@ -29,6 +29,7 @@ from imagenet_cls.errors import (
     UserError,
     explain_path_error,
 )
+from imagenet_cls.files import check_replaced
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.parallel.cpus import cpu_threads
 from imagenet_cls.parallel.environment import RankInfo
@@ -198,10 +199,11 @@ def add_picture_option(parser: argparse.ArgumentParser, kind: str) -> None:
 
 
 def picture_path(arguments: argparse.Namespace, loaded: LoadedConfig, kind: str) -> Path:
-    """The file to draw. Raises UsageError for one that is no PNG file."""
+    """The file to draw. Raises UsageError for one that is no PNG file, or that is the user's."""
     out = arguments.out or Path(f"reports/{loaded.name}_{kind}.png")
     if out.suffix.lower() != ".png" or out.is_dir():
         raise UsageError(f"--out {out}: the picture is a PNG file.", "Name it *.png.")
+    check_replaced(out)
     return out
 
 

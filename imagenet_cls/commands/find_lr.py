@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import join_alone
 from imagenet_cls.errors import UsageError
-from imagenet_cls.files import explain_write_errors, is_device_or_fifo
+from imagenet_cls.files import explain_write_errors
 
 if TYPE_CHECKING:
     from imagenet_cls.commands.finders import LrRange
@@ -58,10 +58,6 @@ def find_lr_command(argv: Sequence[str]) -> None:
         raise UsageError(f"--steps {arguments.steps} are too few.", f"Give {_MIN_STEPS} or more.")
     loaded = cli.load_one_config(arguments, parser)
     path = cli.picture_path(arguments, loaded, "lr")
-    if path.exists() and not is_device_or_fifo(path):
-        raise UsageError(
-            f"{path} exists, and is not replaced.", "Name another file with --out FILE.png."
-        )
     config, context = join_alone(loaded)
     from imagenet_cls.commands.finders import lr_range
     from imagenet_cls.engine.build import devices_per_rank

@@ -10,7 +10,7 @@ from imagenet_cls.config.compare import differing_values
 from imagenet_cls.config.load import load_config, values_by_key
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import UsageError, UserError
-from imagenet_cls.files import explain_write_errors, write_output
+from imagenet_cls.files import check_replaced, explain_write_errors, write_output
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import first_line
 
@@ -46,7 +46,7 @@ def report_command(argv: Sequence[str]) -> None:
         "--out",
         type=cli.path,
         metavar="FILE.html",
-        help="the page, which is replaced if it exists; default: report.html, in the folder of "
+        help="the page; an earlier page is replaced; default: report.html, in the folder of "
         "one run, or in the current folder for several runs",
     )
     cli.add_link_js(parser)
@@ -69,6 +69,8 @@ def report_command(argv: Sequence[str]) -> None:
     out = arguments.out or folder / "report.html"
     if out.suffix.lower() != ".html" or out.is_dir():
         raise UsageError(f"--out {out}: the page is an HTML file.", "Name it *.html.")
+    if arguments.out or len(runs) > 1:  # else the run folder's own page, perhaps an old one
+        check_replaced(out)
     write_page(runs, out, arguments.link_js)
 
 

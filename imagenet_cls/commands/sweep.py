@@ -26,7 +26,7 @@ from imagenet_cls.commands.sweep_results import check_comparable, is_finished, s
 from imagenet_cls.commands.sweep_search import Search
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.errors import ResourceError, RunsFailed, Stopped, UsageError
-from imagenet_cls.files import explain_write_errors, is_locked, take_lock
+from imagenet_cls.files import check_replaced, explain_write_errors, is_locked, take_lock
 from imagenet_cls.parallel.cpus import cpu_threads
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.signals import handle_stop_signals, set_parent_death_signal
@@ -146,6 +146,9 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     with lock:
         # Read with the lock, since a sweep that has just ended may have changed them.
         known = read_runs(out)
+        if not known:
+            for name in ("table.csv", "report.html"):
+                check_replaced(out / name)
         for run, loaded in grid:
             folder = out / run.name
             # A run that has begun keeps its arguments in the table: `train` may refuse others.

@@ -24,7 +24,13 @@ from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.errors import CheckpointError, UsageError
-from imagenet_cls.files import check_exists, check_output_path, explain_write_errors, write_output
+from imagenet_cls.files import (
+    check_exists,
+    check_output_path,
+    check_replaced,
+    explain_write_errors,
+    write_output,
+)
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import command_line, printable
 
@@ -232,6 +238,7 @@ def check_report_folder(folder: Path | None) -> None:
         raise UsageError(f"{found[0]} was not written by this command.", remedy)
     if not is_new and others[0] not in found:
         raise UsageError(f"{page} was not written by this command.", remedy)
+    check_replaced(page, "--report")
     with explain_write_errors(folder, remedy):
         folder.mkdir(parents=True, exist_ok=True)
         page.touch()

@@ -28,7 +28,7 @@ from imagenet_cls.data.index import (
 )
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
 from imagenet_cls.errors import DataError, ResourceError, UsageError
-from imagenet_cls.files import is_device_or_fifo, write_output
+from imagenet_cls.files import check_replaced, is_device_or_fifo, write_output
 from imagenet_cls.text import command_line, first_line, join_names
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def verify_command(argv: Sequence[str]) -> None:
         "--out",
         type=cli.path,
         metavar="FILE",
-        help="replaced if it exists (default: ROOT/bad_images.txt)",
+        help="default: ROOT/bad_images.txt; only a file of this name is replaced",
     )
     arguments = parser.parse_intermixed_args(argv)
     verify_data(arguments.data, arguments.overrides, arguments.out, arguments.threads)
@@ -89,6 +89,8 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         raise UsageError(f"{path} is a folder.", "Name a file with --out.")
     if not os.access(path if is_device_or_fifo(path) else path.parent, os.W_OK):
         raise ResourceError(f"Can't write {path}.", "Name another file with --out FILE.")
+    if path.name != BAD_IMAGES_FILE:
+        check_replaced(path)
     bad = find_bad_images(images, num_threads, config.eval if config else EvalConfig())
     # an earlier list would leave out replaced images
     is_written = bool(bad) or out is not None or path.exists()

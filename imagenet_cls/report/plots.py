@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from imagenet_cls.files import write_file
+from imagenet_cls.files import OUTPUT_MARK, write_file
 from imagenet_cls.report.jsonl import MAIN_TITLES, Record, main_metrics
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _write(path: Path, figure: "Figure") -> None:
 
 def _png(figure: "Figure") -> bytes:
     content = BytesIO()
-    figure.savefig(content, format="png")
+    figure.savefig(content, format="png", metadata={"Software": OUTPUT_MARK})
     return content.getvalue()
 
 

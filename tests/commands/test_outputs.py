@@ -31,9 +31,15 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision.transforms import functional as reference
 
+from imagenet_cls.commands.find_lr import find_lr_command
+from imagenet_cls.commands.plot_schedule import plot_schedule_command
 from imagenet_cls.commands.predict import predict_command
+from imagenet_cls.commands.report import report_command
+from imagenet_cls.commands.show_batch import show_batch_command
+from imagenet_cls.commands.sweep import sweep_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
+from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.load import load_config
 
 SECRET = "do-not-write-this-down"
@@ -469,3 +475,53 @@ def test_resume_from_another_run_ends_in_the_same_bits(
     assert re.search(r"^epoch 2/2  train loss \S+, \S+ %  val ", out, re.M)
     assert saved_bytes(tmp_path / "run") == saved_bytes(small)
     assert contents(small) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "words"),
+    [
+        (plot_schedule_command, "a.png", ["demo", "--images", "1797"]),
+        (show_batch_command, "a.png", ["demo"]),
+        (find_lr_command, "a.png", ["demo"]),
+        (report_command, "a.html", ["run"]),
+        (report_command, "report.html", ["run", "run2"]),
+        (verify_command, "labels.csv", ["photos"]),
+        (verify_command, "photos/a/0.png", ["photos"]),
+        (sweep_command, "sweep/table.csv", ["demo", "seed=0"]),
+    ],
+)
+def test_file_of_the_user_is_not_replaced(
+    command: Callable,
+    name: str,
+    words: list[str],
+    call: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run", "run2", "photos/a", "sweep"):
+        (tmp_path / folder).mkdir(parents=True)
+    for run in ("run", "run2"):
+        (tmp_path / run / "metrics.jsonl").touch()
+    Image.new("RGB", (8, 8)).save("photos/a/0.png")
+    file = tmp_path / name
+    if not file.exists():
+        file.write_text("mine")
+    content = file.read_bytes()
+    out = {"sweep/table.csv": ["--out", "sweep"], "report.html": []}.get(name, ["--out", name])
+    assert call(command, *words, *out)[0] == 2
+    assert file.read_bytes() == content
+
+
+def test_earlier_picture_and_list_are_replaced(
+    tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.png").touch()
+    for _ in range(2):
+        words = ["demo", "--images", "1797", "--out", "a.png"]
+        assert call(plot_schedule_command, *words)[0] == 0
+    Path("photos").mkdir()
+    Path("photos/a.jpg").write_text("none")
+    for _ in range(2):
+        assert call(verify_command, "photos")[0] == 3
