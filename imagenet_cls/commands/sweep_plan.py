@@ -6,16 +6,20 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import product
+from itertools import chain, product
+from math import prod
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from imagenet_cls.commands import cli
+from imagenet_cls.commands.own_data import SHORT_KEYS
 from imagenet_cls.commands.train import load_for_training, train_parser
+from imagenet_cls.config.keys import is_text, value_types
 from imagenet_cls.config.load import LoadedConfig
-from imagenet_cls.config.reader import parse
+from imagenet_cls.config.reader import dump_inline, parse, value_of
 from imagenet_cls.errors import CheckpointError, ConfigError, UsageError, explain_content_errors
 from imagenet_cls.files import explain_write_errors, write_file
 
@@ -24,7 +28,9 @@ REPEATS = ("seed", "data.fold")
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 RANGE = re.compile(rf"(log:)?({_NUMBER})\.\.({_NUMBER})")
 WHOLE_NUMBER = re.compile(r"[-+]?\d+")
-_MAX_VALUES = 1000  # of a range; a larger one is most likely a typing error
+# Larger ranges and grids are most likely typing errors.
+_MAX_VALUES = 1000
+_MAX_RUNS = 10_000
 
 
 @dataclass
@@ -43,6 +49,20 @@ class SweepRun:
     of_folds: list[str] = field(default_factory=list)
     search: list[str] = field(default_factory=list)
     pruned: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise TypeError for content of another `sweep.json`."""
+        lists = [self.fixed, self.of_folds, self.search]
+        texts = [self.name, *self.values, *chain(*lists)]
+        values_of_type = str | int | float if self.search else str
+        is_valid = (
+            all(isinstance(part, list) for part in lists)
+            and all(isinstance(text, str) for text in texts)
+            and all(isinstance(value, values_of_type) for value in self.values.values())
+            and re.fullmatch(r"[^./\0][^/\0]*", self.name)
+        )
+        if not is_valid:
+            raise TypeError(f"{self.name!r} is no run")
 
     @property
     def setting(self) -> dict[str, Any]:
@@ -105,6 +125,21 @@ def split_values(text: str) -> list[str]:
     return list(dict.fromkeys(values)) if len(values) > 1 else [text]
 
 
+def parsed(key: str, text: str) -> Any:
+    """The value of a text, to compare it: a number, or the text of any other value."""
+    (config_key, *_) = SHORT_KEYS.get(key, (key,))
+    hint = value_types().get(config_key)
+    try:
+        value = value_of(parse(text, ""), is_text(hint))
+    except ConfigError:  # the loader explains what is wrong with it
+        return text
+    if hint is not None and not is_text(hint):
+        with suppress(ValueError):
+            return float(text)  # also `01`
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number else dump_inline(value)
+
+
 def expand_range(key: str, text: str) -> list[str]:
     """The whole numbers of `0..2`; any other value as it is. Raises UsageError."""
     match = RANGE.fullmatch(text)
@@ -146,18 +181,30 @@ def plan_grid(
     A name has the keys with several values, and those that the names of `known` runs have: a sweep
     may grow by single values.
     """
-    values = {
-        key: [value for text in texts for value in expand_range(key, text)]
-        for key, texts in split_overrides(overrides).items()
-    }
+    known = list(known)
+    # Equal values are written as they were first: `1e-3` and `0.001` are one setting.
+    first: dict[tuple[str, Any], str] = {}
+    for run in known:
+        for key, texts in split_overrides(run.arguments).items():
+            first.setdefault((key, parsed(key, texts[0])), texts[0])
+    values: dict[str, list[str]] = {}
+    for key, texts in split_overrides(overrides).items():
+        expanded = [value for text in texts for value in expand_range(key, text)]
+        equal = [first.setdefault((key, parsed(key, text)), text) for text in expanded]
+        values[key] = list(dict.fromkeys(equal))
     swept = {*REPEATS, *(key for run in known for key in run.values)}
     swept |= {key for key, texts in values.items() if len(texts) > 1}
     fixed = [f"{key}={texts[0]}" for key, texts in values.items() if key not in swept]
     of_folds = []
     if folds is not None:
+        if "data.fold" in values:
+            raise UsageError("data.fold: --folds trains all folds.", "Give one of them.")
         of_folds = [f"{key}=null" for key in ("data.val", "data.val_fraction") if key not in values]
         values["data.fold"] = [f"[{number},{folds}]" for number in range(folds)]
     keys = sorted(swept & values.keys(), key=lambda key: (key in REPEATS, key))
+    count = prod(len(values[key]) for key in keys)
+    if count > _MAX_RUNS:
+        raise UsageError(f"{count:,} runs are more than {_MAX_RUNS:,}.", "Give fewer values.")
     runs = []
     for texts in product(*(values[key] for key in keys)):
         chosen = dict(zip(keys, texts, strict=True))

@@ -17,7 +17,7 @@ from imagenet_cls.commands.sweep_plan import (
 )
 from imagenet_cls.commands.sweep_results import best_result
 from imagenet_cls.config.keys import split_optional, value_types
-from imagenet_cls.errors import UsageError
+from imagenet_cls.errors import CheckpointError, UsageError, explain_content_errors
 from imagenet_cls.report.jsonl import read_evaluations
 
 
@@ -97,14 +97,15 @@ class Search:
             if state == self.optuna.trial.TrialState.FAIL:
                 unfinished.append(run)
                 continue
-            trial = self.optuna.trial.create_trial(
-                state=state,
-                value=value,
-                params=run.values,
-                distributions=self.ranges,
-                intermediate_values=self._evaluations(run),
-            )
-            self.study.add_trial(trial)
+            with explain_content_errors(CheckpointError, self.folder / "sweep.json"):
+                trial = self.optuna.trial.create_trial(
+                    state=state,
+                    value=value,
+                    params=run.values,
+                    distributions=self.ranges,
+                    intermediate_values=self._evaluations(run),
+                )
+                self.study.add_trial(trial)
         for run in unfinished:
             self.study.enqueue_trial(run.values)
             self._trials[run.name] = self.study.ask(self.ranges)

@@ -1,5 +1,6 @@
 """The runs of a sweep: values, names, folds, checks before anything starts."""
 
+import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -65,6 +66,42 @@ def test_single_value_of_a_key_that_the_sweep_has_adds_a_run() -> None:
     (run,) = grid("optimizer.lr=0.3", "seed=2", known=known)
     assert run.name == "optimizer.lr=0.3,seed=2"
     assert [run.name for run in grid("optimizer.lr=0.3")] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("key", "first", "others"),
+    [
+        ("optimizer.lr", "1e-3", ["0.001", ".001", "0.0010"]),
+        ("lr", "1", ["1.0", "1e0"]),
+        ("seed", "1", ["01", "+1"]),
+        ("data.mean", "[0.5,0.5]", ["[0.5, 0.50]"]),
+        ("data.stratify", "true", ["True", "yes"]),
+    ],
+)
+def test_equal_values_are_one_setting_with_the_name_of_the_first(
+    key: str, first: str, others: list[str]
+) -> None:
+    known = grid(f"{key}={first}", "train.epochs=2,3")
+    for text in others:
+        assert grid(f"{key}={text}", "train.epochs=2,3", known=known) == known
+        assert len(grid(f"{key}={first},{text}")) == 1
+
+
+@pytest.mark.parametrize("text", ["1,true", "1,'1'", "no,false,0", "01,1"])
+def test_other_values_are_other_settings(text: str) -> None:
+    assert len(grid(f"model.kwargs.size={text}")) == 2
+
+
+def test_folds_of_both_kinds_are_an_error() -> None:
+    with pytest.raises(UsageError, match=r"data\.fold"):
+        grid("data.fold=[0,5]", folds=2)
+
+
+def test_too_many_runs_are_an_error() -> None:
+    keys = [f"model.kwargs.k{i}=0..99" for i in range(6)]
+    with pytest.raises(UsageError):
+        grid(*keys)
+    assert len(grid("seed=0..99", "train.epochs=1..100")) == 10_000
 
 
 def test_names_are_paths_of_one_part() -> None:
@@ -207,5 +244,31 @@ def test_gpus_of_the_environment(
 
 def test_table_without_a_sweep_is_an_error(tmp_path: Path, call: Callable) -> None:
     assert call(sweep_command, "--table", "--out", tmp_path)[0] == 2
-    (tmp_path / "sweep.json").write_text("[{}]")
-    assert call(sweep_command, "--table", "--out", tmp_path)[0] == 4
+
+
+_RUN = {"name": "seed=0", "values": {"seed": "0"}, "fixed": ["demo"]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{}],
+        {"name": 1},
+        [3],
+        None,
+        *(
+            [_RUN | {key: value}]
+            for key in ("name", "values", "fixed", "of_folds", "search")
+            for value in (None, 3, "x/y", [None], {"a": [1]})
+        ),
+        [_RUN | {"name": ".."}],
+        [_RUN | {"values": {"seed": 0}}],
+    ],
+)
+def test_other_content_of_sweep_json_is_an_error_that_names_it(
+    tmp_path: Path, call: Callable, content: Any
+) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps(content))
+    for argv in (["--table"], ["demo", "seed=1", "--dry-run"]):
+        code, _, err = call(sweep_command, *argv, "--out", tmp_path)
+        assert code == 4 and "sweep.json" in err
