@@ -176,7 +176,8 @@ def load_weights_and_images(
         trained = load_on_all_ranks(config, weights, classes, context)
         if trained.classes is None:
             data = test_set or config.data
-            run_on_main(context, lambda: check_order(data, classes, trained.origin))
+            name = str(path or config.model.name)
+            run_on_main(context, lambda: check_order(data, classes, name))
         images = with_classes(images, classes, "the images", allow_missing=True)
     known = trained.classes or images.classes
     if {*known} != {*images.classes} and not subset:
@@ -194,12 +195,12 @@ def load_weights_and_images(
     return trained, with_classes(images, known, "the images", allow_missing=subset)
 
 
-def check_order(data: DataConfig, classes: Sequence[str], origin: str) -> None:
+def check_order(data: DataConfig, classes: Sequence[str], weights: str) -> None:
     """Raise CheckpointError if the classes of weights that don't name them are the sorted names of
     class folders or labels, and timm sorts these in another order. Writes both orders to files for
     `data.classes`.
 
-    classes: as of `classes_of_outputs`. origin: where the weights are from.
+    classes: as of `classes_of_outputs`. weights: their name, for the message.
     """
     plain = sorted(classes)
     natural = sorted(classes, key=natural_key)
@@ -211,11 +212,12 @@ def check_order(data: DataConfig, classes: Sequence[str], origin: str) -> None:
     for file, order in ((folder / "plain.txt", plain), (folder / "natural.txt", natural)):
         file.write_bytes(os.fsencode("\n".join(order)))
         overrides.append(shlex.quote(f"data.classes={dump_inline(str(file))}"))
+    first = next(i for i, name in enumerate(plain) if name != natural[i])
     raise CheckpointError(
-        f"{origin}: these weights don't name their classes, which torchvision and imagenet-cls "
-        f"sort plainly ({join_names(plain)}) and timm naturally ({join_names(natural)}).",
-        f"Add the order of their training. Plain: {overrides[0]}\nNatural, as in timm's train.py: "
-        f"{overrides[1]}",
+        f"{weights}: these weights don't name their classes. Output {first} is {plain[first]} in "
+        f"the order of torchvision and imagenet-cls, and {natural[first]} in timm's.",
+        f"Add the order of their training. torchvision, imagenet-cls: {overrides[0]}\n"
+        f"timm: {overrides[1]}",
     )
 
 

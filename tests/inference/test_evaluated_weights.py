@@ -329,10 +329,13 @@ def test_weights_without_classes_need_their_order(
     fails(4, evaluate_command, *words, tmp_path / "plain.pth", "--data", tmp_path / "data/train")
 
 
-def test_copied_weights_of_a_run_state_their_classes(digits: Path, tmp_path: Path) -> None:
+def test_copied_weights_of_a_run_state_their_classes(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of an average, of a published folder, and in the folder of an older checkpoint. Two
     orders are not averaged.
     """
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     names = FOLDERS["numbers"]
     run = tmp_path / "data" / "run"
     vit = {"model.name": "vit_tiny_patch16_224", "model.kwargs": "{img_size: 16, depth: 1}"}
@@ -350,6 +353,8 @@ def test_copied_weights_of_a_run_state_their_classes(digits: Path, tmp_path: Pat
     files = [copy, tmp_path / "average.safetensors", tmp_path / "published/model.safetensors"]
     for file in files:
         assert result_of(*words, file) == expected
+    published = [f"model.name=local-dir:{tmp_path}/published", "model.pretrained=true"]
+    assert result_of(*words, *published) == expected
     assert stated_classes(newest(run) / "ema.safetensors") == names
     shutil.copy(tmp_path / "old.safetensors", weights)
     write_manifest(weights.parent)
