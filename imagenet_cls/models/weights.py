@@ -144,18 +144,19 @@ def _find_encoder(
                 f"dropped {len(state) - len(loaded)}",
                 f"newly initialized {len(new)} ({', '.join(new)})",
             ]
-            sentence = f"found an encoder ({prefix}*): {', '.join(parts)}"
-            if of_size := [
+            of_size = [
                 name
                 for name, value in state.items()
                 if name.removeprefix(prefix) not in loaded
                 and value.shape in [expected[weight].shape for weight in head[:1]]
-            ]:
-                sentence += (
-                    f"\nwarning: the head is newly initialized, but {join_names(of_size)} in the "
-                    f"file has its size; to use it, rename it to {head[0]}"
-                )
-            return loaded, sentence
+            ]
+            if not of_size:
+                return loaded, f"found an encoder ({prefix}*): {', '.join(parts)}"
+            return loaded, (
+                f"found an encoder ({prefix}*) without its head: {', '.join(parts)}\n"
+                f"warning: the head is newly initialized, but {join_names(of_size)} in the file "
+                f"has its size; to use it, rename it to {head[0]}"
+            )
     return None
 
 
