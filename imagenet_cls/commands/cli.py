@@ -256,7 +256,11 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     short_keys = {}
     given = [word for word in vars(arguments).get("arguments", []) if not is_override(word)]
     resumed = dict(zip(argv, [*argv, ""][1:], strict=True)).get("--resume")
-    if resumed in given and (len(given) > 1 or not (is_config(resumed) or is_data(resumed))):
+    if (
+        resumed
+        and resumed in given
+        and (len(given) > 1 or not (is_config(resumed) or is_data(resumed)))
+    ):
         raise UsageError(
             f"--resume {resumed}: --resume takes no checkpoint.",
             f"To resume from one, give its config or dataset, and --resume-from {resumed}.",

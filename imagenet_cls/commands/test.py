@@ -27,7 +27,6 @@ from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.files import (
     check_exists,
     check_output_path,
-    check_replaced,
     explain_write_errors,
     write_output,
 )
@@ -238,7 +237,6 @@ def check_report_folder(folder: Path | None) -> None:
         raise UsageError(f"{found[0]} was not written by this command.", remedy)
     if not is_new and others[0] not in found:
         raise UsageError(f"{page} was not written by this command.", remedy)
-    check_replaced(page, "--report")
     with explain_write_errors(folder, remedy):
         folder.mkdir(parents=True, exist_ok=True)
         page.touch()

@@ -112,15 +112,17 @@ def test_runs_that_another_sweep_has_just_added_are_kept(
 def test_runs_are_stopped_when_the_sweep_fails(
     tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
     def fail(runner: sweep.Runner, slot: int) -> None:
+        started.append(runner.running[slot][1])
         raise OSError(errno.ENOSPC, "No space left on device", "sweep.json")
 
     program = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(sweep, "child_command", lambda _: program)
     monkeypatch.setattr(sweep.Runner, "poll", fail)
     assert call(sweep_command, "demo", "seed=0,1", "--out", tmp_path / "out")[0] == 5
-    with pytest.raises(ChildProcessError):  # there is no child
-        os.waitpid(-1, os.WNOHANG)
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
 
 
 def start(argv: list[str]) -> "subprocess.Popen[str]":
