@@ -355,22 +355,14 @@ def _scan_pieces(archives: Sequence[Path], have_classes: bool = True) -> list[_P
         for piece, scan in zip(pieces, scans, strict=True):
             # images at the top of a tar of one class, which may also have folders
             if scan.labels is None and any(b"/" not in name for name in scan.names):
-                if have_classes:
-                    _check_not_shard(piece, scan)
+                others = set(scan.others)
+                has_text = any(name[: name.rfind(b".")] + b".txt" in others for name in scan.names)
+                if have_classes and has_text:
+                    raise DataError(
+                        f"{piece.path}: a shard with texts (.txt) and no labels.", _LAYOUT_REMEDY
+                    )
                 scan.names = [b"%b/%b" % (piece.stem, name) for name in scan.names]
     return scans
-
-
-def _check_not_shard(piece: _Piece, scan: _PieceScan) -> None:
-    """Raise DataError for a shard with texts beside its images in place of labels."""
-    texts = {name[:-4] for name in scan.others if suffix_of(name) == b".txt"}
-    for name in scan.names:
-        if name.removesuffix(suffix_of(name)) in texts:
-            raise DataError(
-                f"{piece.path}: {decode_name(name)} has a .txt and no label, so the archive is a "
-                "shard and not a class.",
-                _LAYOUT_REMEDY,
-            )
 
 
 def _pieces(path: Path, archive_index: int) -> list[_Piece]:

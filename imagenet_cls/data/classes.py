@@ -9,7 +9,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,37 +99,37 @@ def match_labels(
     """The target of each label that is known, and the names of the classes.
 
     Whole numbers are equal in any form (`plain_numbers`), unless all labels are names of `classes`.
-    Raises as `_match_plain`, which has the further arguments.
+    Raises as `_match_plain`, which has the further arguments, and as `plain_numbers`.
     """
     text_of = {label: label for label in labels}
     if classes is None or not text_of.keys() <= set(classes):
-        text_of = plain_numbers(labels)
+        text_of = plain_numbers(labels, path)
     targets, names = _match_plain(set(text_of.values()), classes, path, numbers_are_indices)
     return {label: targets[text] for label, text in text_of.items() if text in targets}, names
 
 
-def plain_numbers(labels: Collection[str]) -> dict[str, str]:
+def plain_numbers(labels: Collection[str], path: Path | str) -> dict[str, str]:
     """Each label, as `3` for `3.0` and `3e0` if all labels are numbers: numpy writes floats so, and
-    pandas the integers of a column with a missing value.
+    pandas the integers of a column with a missing value. Raises DataError for a fraction or NaN
+    among numbers.
     """
-    plain = {label: label for label in labels}
-    if not all(map(_is_number, labels)):
-        return plain
-    for label in labels:
-        if not _is_decimal(label) and float(label).is_integer():
-            plain[label] = str(int(float(label)))
+    try:
+        values = {label: float(label) for label in labels}
+    except ValueError:
+        return {label: label for label in labels}
+    plain = {}
+    for label, value in values.items():
+        plain[label] = label
+        if label.removeprefix("-").isdecimal():
+            continue
+        if not value.is_integer():
+            raise DataError(
+                f"{path}: the label {format_value(label)} is no whole number, and all labels are "
+                "numbers.",
+                "Correct it.",
+            )
+        plain[label] = str(int(value))
     return plain
-
-
-def _is_number(label: str) -> bool:
-    with suppress(ValueError):
-        float(label)
-        return True
-    return False
-
-
-def _is_decimal(label: str) -> bool:
-    return label.removeprefix("-").isdecimal()
 
 
 def _match_plain(
@@ -169,17 +168,18 @@ def _classes_named_by(
     labels: Collection[str], path: Path | str
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """`match_labels` of labels that name the classes themselves."""
+    # Labels are numbers if all are digits, and at least one has no more digits than `_NUMBER`.
+    are_decimal = all(label.removeprefix("-").isdecimal() for label in labels)
     short = [label for label in labels if _NUMBER.fullmatch(label)]
-    are_ids = not short and all(map(_is_decimal, labels))
-    if are_ids or not all(map(_is_number, labels)):
+    if not are_decimal or not short:
         names = sorted(labels)
         return {name: i for i, name in enumerate(names)}, tuple(names)
     targets = {label: int(label) for label in short}
     numbers = set(targets.values())
-    highest = max({0, *numbers})
-    others = [label for label in labels if label not in targets]  # such as 1.5
-    if others or min(numbers, default=0) < 0 or len(numbers) <= highest:
-        example = f", and one is {format_value(min(others))}" if others else ""
+    highest = max(0, max(numbers))
+    long = [label for label in labels if label not in targets]
+    if long or min(numbers) < 0 or len(numbers) <= highest:
+        example = f", and one is {format_value(min(long))}" if long else ""
         raise DataError(
             f"{path}: labels must be the numbers 0 to {highest}, each at least once{example}.",
             "Count classes from 0, or list all of them, one per line, in a classes.txt in the "

@@ -80,8 +80,7 @@ class ImageIndex:
         """
         if self.byte_ranges is None:
             return self.full_paths()
-        offsets = self.byte_ranges.places[:, 1].tolist()
-        return [(self.byte_ranges.archive(i), offset) for i, offset in enumerate(offsets)]
+        return list(map(tuple, self.byte_ranges.places.tolist()))
 
     def describe(self, i: int) -> str:
         """Path and number of image `i`, and its archive, for a message."""

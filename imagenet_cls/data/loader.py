@@ -4,7 +4,6 @@ Their bits are the same for any number of worker processes.
 """
 
 import atexit
-import fcntl
 import itertools
 import math
 import multiprocessing
@@ -17,7 +16,7 @@ import stat
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +52,6 @@ _USE_FEWER = "use fewer data.num_workers or data.prefetch_batches"
 _failed_iterators: list[Any] = []
 # The workers of each iterator that have not been ended.
 _open_workers: list[list[BaseProcess]] = []
-_NOT_AFTER_FORK = ("h5py", "lmdb", "sqlite3", "tables")
 _OUT_OF_MEMORY = (
     "No space left on device",
     "Cannot allocate memory",
@@ -69,49 +67,39 @@ def open_file_warning(data: DataConfig, source: ImageSource) -> str | None:
     source = without_subsets(source)
     if START_METHOD != "fork" or data.num_workers == 0 or not isinstance(source, MapSource):
         return None
-    dataset = source.dataset
-    name = _find_open_file({**vars(type(dataset)), **getattr(dataset, "__dict__", {})})
+    name = _find_open_file(source.dataset)
     if name is None:
         return None
     return (
-        f"warning: the dataset {data.name} holds an open file, its attribute {name}; the data "
-        "workers share its position, and may read wrong images: open it in __getitem__, or set "
-        "data.num_workers=0 (docs/extending.md)"
+        f"warning: the dataset holds an open file, its attribute {name}; data workers share its "
+        "position, and may read wrong images: open it in __getitem__, or set data.num_workers=0"
     )
 
 
-def _find_open_file(values: Mapping[str, Any], depth: int = 3) -> str | None:
-    """The name of the first value that is an open file, or holds one at most `depth` levels below,
-    as in `reader.file`; None without one. Of each level the first 100 values are looked at.
+def _find_open_file(holder: Any, depth: int = 3) -> str | None:
+    """The name of the attribute that is an open file, or holds one at most `depth` levels below, as
+    `reader.file`; None without one. Of each level the first 100 are looked at.
     """
-    for name, value in itertools.islice(values.items(), 100):
+    attributes = {} if isinstance(holder, ModuleType) else getattr(holder, "__dict__", {})
+    if type(holder) in (list, tuple, dict):
+        attributes = holder if isinstance(holder, dict) else dict(enumerate(holder))
+    for name, value in itertools.islice(attributes.items(), 100):
         if _is_open_file(value):
-            return name
-        inner = getattr(value, "__dict__", {})
-        if isinstance(value, (list, tuple)):
-            inner = {str(i): item for i, item in enumerate(value[:100])}
-        elif type(value) is dict:
-            inner = {str(key): item for key, item in itertools.islice(value.items(), 100)}
-        elif isinstance(value, (ModuleType, type)):
-            continue
-        found = _find_open_file(inner, depth - 1) if depth else None
+            return str(name)
+        found = _find_open_file(value, depth - 1) if depth else None
         if found is not None:
             return f"{name}.{found}"
     return None
 
 
 def _is_open_file(value: Any) -> bool:
-    """Whether it is a regular file open for reading, or a file or database of a library that must
+    """Whether it is a regular file open for reading, or of a library whose files and databases must
     not be used after a fork.
     """
-    if isinstance(value, type):
-        return False
-    if type(value).__module__.partition(".")[0] in _NOT_AFTER_FORK:
+    if type(value).__module__.partition(".")[0] in ("h5py", "lmdb", "sqlite3", "tables"):
         return bool(value)  # false for a closed file of h5py
     try:
-        descriptor = value.fileno()
-        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return is_regular and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+        return value.readable() and stat.S_ISREG(os.fstat(value.fileno()).st_mode)
     except Exception:  # no file, or a closed one; a user's class may raise anything
         return False
 

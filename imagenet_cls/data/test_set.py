@@ -11,6 +11,7 @@ from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.classes import chosen_classes
 from imagenet_cls.data.datasets import describe_part, files_source, index_part
+from imagenet_cls.data.loader import open_file_warning
 from imagenet_cls.data.sources import ImageSource, with_classes
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.errors import DataError
@@ -73,7 +74,9 @@ def open_test_set(
 
 
 def describe_images(config: DataConfig, source: ImageSource) -> str:
-    """How many images of how many classes are evaluated, and where they are from."""
+    """How many images of how many classes are evaluated, and where they are from; a second line if
+    there is an `open_file_warning`.
+    """
     targets = source.known_targets()
     classes = len(source.classes)
     if targets is not None:
@@ -85,4 +88,5 @@ def describe_images(config: DataConfig, source: ImageSource) -> str:
         if config.fold is not None:
             split = f"data.fold={config.fold}"
         where = f"held out of {describe_part(config, part)} by {split}"
-    return f"{len(source)} images of {classes} classes, {where}"
+    lines = [f"{len(source)} images of {classes} classes, {where}"]
+    return "\n".join(filter(None, [*lines, open_file_warning(config, source)]))

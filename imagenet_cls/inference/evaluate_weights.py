@@ -23,7 +23,6 @@ from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.classes import class_difference, classes_of_outputs, natural_key
 from imagenet_cls.data.datasets import has_training_part, open_datasets
-from imagenet_cls.data.loader import open_file_warning
 from imagenet_cls.data.sources import ImageSource, with_classes
 from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.engine.build import rank_devices
@@ -110,9 +109,6 @@ def evaluate_weights(
         *data_messages,
         *prepare_models(trained, config, context),
     ]
-    file_warning = open_file_warning(config.data, images)
-    if file_warning is not None:
-        messages.append(file_warning)
     kind = trained.select()
     kinds = list(trained.models)
     record |= trained.num_classes <= _MAX_CLASSES_IN_TABLE

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.datasets import has_training_part, open_datasets
-from imagenet_cls.data.loader import open_file_warning
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.test_set import describe_images
 from imagenet_cls.engine.build import rank_devices
@@ -86,8 +85,8 @@ def evaluate_features(
         messages += run_on_main(
             context, lambda: check_not_trained_on(config, trained, test_set, images)
         )
-    notes = [data.note, open_file_warning(config.data, data.train)]
-    messages += [note for note in notes if note is not None]
+    if data.note is not None:
+        messages.append(data.note)
     messages += prepare_models(trained, config, context)
     models = {
         name: FeatureModel(model, trained.num_classes) for name, model in trained.models.items()

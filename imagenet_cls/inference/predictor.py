@@ -143,14 +143,15 @@ class Predictor:
         self.normalize = Normalize(self.mean, self.std, device, self.config.train.channels_last)
 
     def crop(self, image: AnyImage) -> Tensor:
-        """An image of any size as uint8 (C, *crop_px) on the CPU. Raises as `read_image`, and
-        DataError for one whose resized image would be too large, or ValueError for one without
-        pixels.
+        """An image of any size as uint8 (C, *crop_px) on the CPU. Raises DataError with its name if
+        it can't be read or its resized image would be too large, TypeError as `read_image`, and
+        ValueError for one without pixels.
         """
-        pixels = read_image(image, self.config.data.exif)
-        if pixels.numel() == 0:
-            raise ValueError(f"an image of {tuple(pixels.shape)} has no pixels")
-        with sources.named_errors(describe_image(image)):
+        is_file = isinstance(image, str | Path)
+        with sources.named_errors(image if is_file else f"a {type(image).__name__}"):
+            pixels = read_image(image, self.config.data.exif)
+            if pixels.numel() == 0:
+                raise ValueError(f"an image of {tuple(pixels.shape)} has no pixels")
             return self.transform(pixels)
 
     def prepare(self, images: Sequence[AnyImage]) -> Tensor:
@@ -431,12 +432,12 @@ def output_names(classes: Sequence[str], count: int) -> list[str]:
 
 
 def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
-    """An image as uint8 (3, H, W) on the CPU. exif: `data.exif`. Raises DataError for a file that
-    can't be read and as `rgb_tensor`, TypeError for arrays of other shapes and types.
+    """An image as uint8 (3, H, W) on the CPU. exif: `data.exif`. Raises OSError, or DataError
+    with the reason alone, for one that can't be read, and TypeError for arrays of other shapes and
+    types.
     """
     if isinstance(image, Image.Image):
-        with sources.named_errors(describe_image(image)):
-            return rgb_tensor(ImageOps.exif_transpose(image) if exif == "apply" else image)
+        return rgb_tensor(ImageOps.exif_transpose(image) if exif == "apply" else image)
     if isinstance(image, np.ndarray | Tensor):
         if isinstance(image, Tensor):
             pixels = image
@@ -448,14 +449,8 @@ def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:
                 "uint8 array (H, W, 3)"
             )
         return pixels.cpu()
-    with sources.named_errors(image):
-        data = read_regular(str(image))
-        return decode_upright(data) if exif == "apply" else decode_rgb(data)
-
-
-def describe_image(image: AnyImage) -> str:
-    """The path of a file, else the type of an image, for a message."""
-    return str(image) if isinstance(image, str | Path) else f"a {type(image).__name__}"
+    data = read_regular(str(image))
+    return decode_upright(data) if exif == "apply" else decode_rgb(data)
 
 
 def find_images(arguments: Sequence[str]) -> list[Path]:

@@ -3,18 +3,20 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from imagenet_cls.checkpoint.format import read_checkpoint
 from imagenet_cls.config.load import load_config
+from imagenet_cls.config.schema import Config
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.lists import index_list, read_bad_images
 from imagenet_cls.data.sources import FolderSource
 from imagenet_cls.errors import ResourceError, UserError
 from imagenet_cls.files import explain_write_errors, write_file
-from imagenet_cls.inference.predictor import read_image
+from imagenet_cls.inference.predictor import Predictor
 
 
 def test_write_file_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -44,7 +46,7 @@ READERS: list[Callable[[Path], object]] = [
     lambda path: index_list(path, path.parent),
     read_bad_images,
     lambda path: read_checkpoint(path.parent),
-    read_image,
+    lambda path: Predictor.crop(SimpleNamespace(config=Config(), transform=None), path),
     lambda path: load_config(path, []),
 ]
 

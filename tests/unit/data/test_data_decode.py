@@ -102,9 +102,7 @@ def test_gray_image_without_a_stated_range_raises(values: type, tmp_path: Path) 
     source = MapSource([(image, 0)], "own", ("a",))
     with pytest.raises(DataError, match="own"):
         source.load(0)
-    with pytest.raises(DataError, match="gray"):
-        read_image(file)
-    with pytest.raises(DataError, match="Image"):
+    with pytest.raises(DataError):
         read_image(image)
 
 

@@ -99,7 +99,7 @@ LONG = "9" * 5000
         ("t.txt", "images/b.jpg 0.0\nimages/c.jpg 1.5\n", None, "1.5"),
         ("t.txt", "images/b.jpg 0.5\nimages/c.jpg 1.5\n", None, "0.5"),
         ("t.txt", "images/b.jpg 0.0\nimages/c.jpg nan\n", None, "nan"),
-        ("t.txt", "images/b.jpg 0.0\nimages/c.jpg 1.5\n", "ab", "t.txt:2: label '1.5'|0.0"),
+        ("t.txt", "images/b.jpg 0.0\nimages/c.jpg 1.5\n", "ab", "1.5"),
         ("t.csv", "path,label,labels\nimages/b.jpg,cat,dog\n", None, "label, labels"),
         ("t.csv", "path,class_name,x,Label\nimages/b.jpg,cat,2,0\n", None, "class_name, Label"),
         ("t.txt", "\nimages/gone.jpg a\nimages/b.jpg b\n", None, "t.txt:2: no image"),
