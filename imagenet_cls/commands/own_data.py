@@ -49,8 +49,9 @@ def is_data(source: str) -> bool:
     run folder or checkpoint.
     """
     path = Path(source).expanduser()
-    is_output = any((path / name).is_file() for name in ("config.yaml", "optimizer.json"))
-    return not is_config(source) and path.exists() and not is_output
+    if is_config(source) or not path.exists():
+        return False
+    return not any((path / name).is_file() for name in ("config.yaml", "optimizer.json"))
 
 
 def is_config(source: str) -> bool:

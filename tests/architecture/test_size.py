@@ -14,18 +14,18 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
 CEILINGS = {
-    "checkpoint": 4_300,
-    "commands": 36_550,
-    "config": 12_300,
-    "data": 32_900,
-    "engine": 23_350,
+    "checkpoint": 4_350,
+    "commands": 36_250,
+    "config": 12_800,
+    "data": 34_500,
+    "engine": 23_950,
     "guards": 4_100,
-    "inference": 12_150,
-    "models": 9_800,
+    "inference": 12_500,
+    "models": 9_900,
     "optim": 6_800,
     "parallel": 10_600,
-    "report": 11_550,
-    "": 3_900,  # modules of the package itself
+    "report": 11_700,
+    "": 4_000,  # modules of the package itself
 }
 NOT_COUNTED = {
     tokenize.COMMENT,
