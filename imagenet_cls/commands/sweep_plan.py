@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import chain, product
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -50,20 +50,6 @@ class SweepRun:
     search: list[str] = field(default_factory=list)
     pruned: bool = False
 
-    def __post_init__(self) -> None:
-        """Raise TypeError for content of another `sweep.json`."""
-        lists = [self.fixed, self.of_folds, self.search]
-        texts = [self.name, *self.values, *chain(*lists)]
-        values_of_type = str | int | float if self.search else str
-        is_valid = (
-            all(isinstance(part, list) for part in lists)
-            and all(isinstance(text, str) for text in texts)
-            and all(isinstance(value, values_of_type) for value in self.values.values())
-            and re.fullmatch(r"[^./\0][^/\0]*", self.name)
-        )
-        if not is_valid:
-            raise TypeError(f"{self.name!r} is no run")
-
     @property
     def setting(self) -> dict[str, Any]:
         return {key: value for key, value in self.values.items() if key not in REPEATS}
@@ -99,6 +85,10 @@ def read_runs(folder: Path) -> dict[str, SweepRun]:
         return {}
     with explain_content_errors(CheckpointError, file):
         runs = [SweepRun(**run) for run in json.loads(file.read_bytes())]
+        for run in runs:  # a TypeError for other types
+            texts = [] if run.search else run.values.values()
+            "".join([run.name, *run.values, *run.conditions, *run.search, *texts])
+            hash(tuple(run.values.items()))
     return {run.name: run for run in runs}
 
 
@@ -125,10 +115,15 @@ def split_values(text: str) -> list[str]:
     return list(dict.fromkeys(values)) if len(values) > 1 else [text]
 
 
-def parsed(key: str, text: str) -> Any:
-    """The value of a text, to compare it: a number, or the text of any other value."""
+def type_of(key: str) -> Any:
+    """The type of a key, also of a short one; None if the schema has none, as for arguments."""
     (config_key, *_) = SHORT_KEYS.get(key, (key,))
-    hint = value_types().get(config_key)
+    return value_types().get(config_key)
+
+
+def parsed(key: str, text: str) -> Any:
+    """The value of a text, to compare it: a number for a key that takes one, else one spelling."""
+    hint = type_of(key)
     try:
         value = value_of(parse(text, ""), is_text(hint))
     except ConfigError:  # the loader explains what is wrong with it
@@ -136,8 +131,7 @@ def parsed(key: str, text: str) -> Any:
     if hint is not None and not is_text(hint):
         with suppress(ValueError):
             return float(text)  # also `01`
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number else dump_inline(value)
+    return dump_inline(value)
 
 
 def expand_range(key: str, text: str) -> list[str]:
@@ -206,8 +200,8 @@ def plan_grid(
     if count > _MAX_RUNS:
         raise UsageError(f"{count:,} runs are more than {_MAX_RUNS:,}.", "Give fewer values.")
     runs = []
-    for texts in product(*(values[key] for key in keys)):
-        chosen = dict(zip(keys, texts, strict=True))
+    for combination in product(*(values[key] for key in keys)):
+        chosen = dict(zip(keys, combination, strict=True))
         runs.append(SweepRun(name_of(chosen), chosen, [*source, *fixed], of_folds))
     return runs
 

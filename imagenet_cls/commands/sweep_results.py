@@ -4,7 +4,7 @@ import csv
 import io
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,10 @@ from imagenet_cls.commands.sweep_plan import SweepRun, load_runs, read_runs
 from imagenet_cls.config.keys import per_machine_keys
 from imagenet_cls.config.load import comparable_values, dump_yaml
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import CheckpointError, UsageError, UserError
+from imagenet_cls.errors import CheckpointError, UsageError, UserError, explain_content_errors
 from imagenet_cls.files import write_output
 from imagenet_cls.report.render import format_cell
-from imagenet_cls.text import command_line, format_value
+from imagenet_cls.text import command_line, first_line, format_value
 
 # Beginnings of keys that do not change results, or for which the data is compared.
 _NOT_COMPARED = (
@@ -56,7 +56,7 @@ def finished_state(folder: Path) -> dict[str, Any] | None:
     """`state.json` of a run that has reached its end and evaluated there, else None."""
     from imagenet_cls.checkpoint.select import state_of_newest  # imports torch
 
-    with suppress(CheckpointError):  # no checkpoint
+    with suppress(CheckpointError), explain_content_errors(CheckpointError, folder):
         state = state_of_newest(folder)
         if state is not None:
             progress = state["progress"]
@@ -89,15 +89,6 @@ def best_result(folder: Path) -> tuple[str, float] | None:
     return metric, best[metric]
 
 
-def config_now(arguments: Sequence[str]) -> Config | None:
-    """The config that these arguments of `train` give now; None if that is an error, as without
-    the file.
-    """
-    with suppress(UserError):
-        return load_runs([arguments])[0].config
-    return None
-
-
 def check_comparable(
     folder: Path, runs: Iterable[SweepRun], configs: Iterable[Config] = ()
 ) -> None:
@@ -117,9 +108,10 @@ def check_comparable(
         state = finished_state(path)
         if state is None:
             continue
-        now = config_now(run.arguments)
-        if now is None:
-            print(f"{path}: its config can't be read now, and is not compared")
+        try:
+            now = load_runs([run.arguments])[0].config
+        except UserError as error:  # such as a file that is gone
+            print(f"{path} is not compared with the others: {first_line(error)}")
             continue
         given = set(map(key_of, run.arguments)) - {"checkpoint.best"}
         trained.append((str(path), now, config_from_state(state, path), state, given))

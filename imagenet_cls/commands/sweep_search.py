@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_cls.checkpoint.progress import RESULT_FIELDS, score
-from imagenet_cls.commands.own_data import SHORT_KEYS
 from imagenet_cls.commands.sweep_plan import (
     RANGE,
     REPEATS,
@@ -14,9 +13,10 @@ from imagenet_cls.commands.sweep_plan import (
     load_runs,
     overrides_of,
     split_overrides,
+    type_of,
 )
 from imagenet_cls.commands.sweep_results import best_result
-from imagenet_cls.config.keys import split_optional, value_types
+from imagenet_cls.config.keys import split_optional
 from imagenet_cls.errors import CheckpointError, UsageError, explain_content_errors
 from imagenet_cls.report.jsonl import read_evaluations
 
@@ -76,8 +76,7 @@ class Search:
 
     def _range(self, key: str, log: str | None, low: str, high: str) -> Any:
         """The distribution of `low..high`. Whole numbers if both are, and the key takes them."""
-        (config_key, *_) = SHORT_KEYS.get(key, (key,))
-        hint, _ = split_optional(value_types().get(config_key, int))
+        hint, _ = split_optional(type_of(key))
         distributions = self.optuna.distributions
         try:
             are_whole = WHOLE_NUMBER.fullmatch(low) and WHOLE_NUMBER.fullmatch(high)
