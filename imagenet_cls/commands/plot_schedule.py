@@ -1,7 +1,7 @@
 """`tools/plot_schedule.py`: plot learning rate, momentum and resolution without training.
 
-Needs no data: without --images, the training images are counted if they exist, else ImageNet's
-number is assumed.
+Needs no data: without --images, the training images are counted if they exist or the digits are
+meant, else ImageNet's number is assumed.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
         "--images",
         type=cli.positive,
         metavar="N",
-        help="in the training set; default: counted in data.root, or ImageNet's 1281167 if that "
-        "is missing",
+        help="in the training set; default: counted, or ImageNet's 1281167 if data.root is missing "
+        "or the data may have to be downloaded",
     )
     arguments = cli.parse(parser, argv)
     loaded = cli.load_one_config(arguments, parser)
@@ -70,13 +70,17 @@ def plot_schedule_command(argv: Sequence[str]) -> None:
 
 
 def count_training_images(data: DataConfig) -> tuple[int, str]:
-    """The number of training images, and where it comes from. Downloads nothing. Raises DataError
-    for wrong data.
+    """The number of training images, and where it comes from. Writes the digits where they are
+    missing, as a training does, but downloads nothing. Raises DataError for wrong data.
     """
-    from imagenet_cls.data.datasets import has_files_of_part, open_datasets
+    from imagenet_cls.data.datasets import TORCHVISION, has_files_of_part, open_datasets
+    from imagenet_cls.data.hub import HUB
 
     has_files = data.name in ("folder", "list", "digits")
-    if data.name == "synthetic" or (has_files and has_files_of_part(data, data.train)):
+    is_remote = data.name.startswith((TORCHVISION, HUB))
+    if has_files and data.name != "digits":
+        is_remote = not has_files_of_part(data, data.train)
+    if not is_remote:
         train = open_datasets(data, ("train",)).train
         assert train is not None
         place = data.root if has_files else data.name

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from archive_writers import write_zip
-from helpers import call, succeeds
+from helpers import MULTILABEL, call, succeeds
 from PIL import Image
 
 from imagenet_cls.commands.plot_schedule import plot_schedule_command, schedule_curves
@@ -100,7 +100,9 @@ def test_momentum_of_an_optimizer(
             ["data.name=synthetic", "data.kwargs.train_images=4096"],
             "4,096 training images: counted",
         ),
-        (["data.name=digits", "data.root=none", *HELD_OUT], "1,281,167 training images: assumed"),
+        (["data.name=digits", "data.root=new", *HELD_OUT], "1,438 training images: counted"),
+        ([*MULTILABEL], "2,400 training images: counted"),
+        (["data.name=folder", "data.root=none"], "1,281,167 training images: assumed"),
         (
             ["data.name=torchvision:CIFAR10", "data.root=none", *HELD_OUT],
             "1,281,167 training images: assumed",
