@@ -12,10 +12,11 @@ from typing import Any
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.checkpoint.format import (
     Snapshot,
+    invalid_content_errors,
     read_checkpoint,
     verified_files,
 )
-from imagenet_cls.checkpoint.progress import best_weights
+from imagenet_cls.checkpoint.progress import best_score, best_weights
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.text import first_line
 
@@ -100,9 +101,11 @@ def state_of_newest(path: Path) -> dict[str, Any] | None:
     if not (path.is_dir() or (folder / "manifest.json").is_file()):
         return None
     for checkpoint in _candidates(_link_target(folder)):
-        with suppress(CheckpointError):
+        with suppress(CheckpointError), invalid_content_errors(checkpoint):
             content = verified_files(checkpoint, "state.json")["state.json"]
             state: dict[str, Any] = json.loads(content)
+            for best in state["progress"]["best"].values():
+                float(best["step"] + best_score(best))  # an error for other content
             return state
     return None
 

@@ -49,7 +49,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from imagenet_cls.errors import CheckpointError
+from imagenet_cls.errors import CheckpointError, explain_content_errors
 from imagenet_cls.files import write_file
 
 Record = dict[str, Any]
@@ -70,6 +70,9 @@ _EVAL_NUMBERS = (
     "best_threshold",
     "best_micro_f1_pct",
 )
+# Of each kind of record. What else a figure needs is checked where it is drawn.
+_REQUIRED = {"eval": {"step", "weights"}, "event": {"step", "message"}}
+_MAX_STEP = 1 << 53  # and epoch
 MIN_CLASSES_FOR_TOP5 = 10  # of fewer classes nearly every image has its class among five
 EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "real_pct", "real_images", "left_out")
 
@@ -239,6 +242,20 @@ def missing_steps(path: Path, step: int) -> int:
     return len(set(range(first + 1, step + 1)) - found)
 
 
+def _checked(key: str, value: Any) -> Any:
+    """A value of a record: a text, or a number, which may be written as `"NaN"`. Raises TypeError,
+    ValueError or OverflowError for any other value.
+    """
+    if key in TEXT_KEYS:
+        if not isinstance(value, str):
+            raise TypeError(f"{key} is no text")
+        return value
+    if key in ("step", "epoch") and not (isinstance(value, int) and value in range(_MAX_STEP)):
+        raise ValueError(f"{key} is no whole number")
+    number = float(value)
+    return number if isinstance(value, str) else value
+
+
 def _read_lines(path: Path, containing: bytes = b"") -> Iterator[tuple[bytes, Record]]:
     """Each finished line that contains these bytes, with its record."""
     with path.open("rb") as file:
@@ -247,18 +264,14 @@ def _read_lines(path: Path, containing: bytes = b"") -> Iterator[tuple[bytes, Re
                 return  # the last line of a run that was killed while it wrote
             if containing not in line:
                 continue
-            try:
-                items = json.loads(line).items()
-                record = {
-                    k: float(v) if isinstance(v, str) and k not in TEXT_KEYS else v
-                    for k, v in items
-                }
-            # not JSON, not an object, or nested too deeply
-            except (ValueError, AttributeError, RecursionError):
-                record = {}
-            if not {"kind", "step"} <= record.keys():
-                raise CheckpointError(
-                    f"{path}:{number}: not a record of this file.",
-                    "Remove this line; the others do not depend on it.",
-                )
+            with explain_content_errors(
+                CheckpointError,
+                f"{path}:{number}",
+                "not a record of this file",
+                "Remove this line; the others do not depend on it.",
+            ):
+                record = {key: _checked(key, v) for key, v in json.loads(line).items()}
+                missing = _REQUIRED.get(record["kind"], {"step"}) - record.keys()
+                if missing:
+                    raise KeyError(*missing)
             yield line, record

@@ -109,8 +109,8 @@ def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRec
         with explain_content_errors(CheckpointError, file):
             if file.is_file():
                 state = json.loads(file.read_bytes())
-                total_steps = int(state["plan"]["total_steps"])
-                steps_per_epoch = state["plan"].get("steps_per_epoch")
+                total_steps = int(float(state["plan"]["total_steps"]))  # OverflowError for 10^400
+                steps_per_epoch = int(state["plan"].get("steps_per_epoch", 0)) or None
                 offset = int(state["plan"].get("offset", 0))
                 saved_step = int(state["progress"]["step"])
                 ranks = int(state["world_size"])

@@ -255,7 +255,9 @@ def test_page_of_runs_of_both_kinds_has_dashes(run: Path, digits: Path, tmp_path
 
 def test_table_of_a_sweep(run: Path, tmp_path: Path) -> None:
     values = evaluations(run)
-    write_runs(tmp_path, [SweepRun(f"seed={seed}", {"seed": str(seed)}, ["demo"]) for seed in (0, 1)])
+    write_runs(
+        tmp_path, [SweepRun(f"seed={seed}", {"seed": str(seed)}, ["demo"]) for seed in (0, 1)]
+    )
     shutil.copytree(run, tmp_path / "seed=0")
     printed = succeeds(sweep_command, "--table", "--out", tmp_path)
     assert "mean map_pct" in printed

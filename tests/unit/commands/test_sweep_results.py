@@ -9,10 +9,11 @@ import pytest
 from helpers import arguments, call, edit_state, newest, train_here
 
 from imagenet_cls.commands import sweep_results
+from imagenet_cls.commands.python_api import TrainedRun
 from imagenet_cls.commands.sweep import sweep_command
 from imagenet_cls.commands.sweep_plan import plan_grid, write_runs
 from imagenet_cls.commands.sweep_results import read_table
-from imagenet_cls.errors import UsageError
+from imagenet_cls.errors import CheckpointError, UsageError
 
 
 def test_runs_with_other_arguments_are_of_another_setting(
@@ -135,3 +136,16 @@ def test_changed_config_file_is_an_error_before_another_run_starts(
     for other in (["train.max_steps=2"], []):  # another setting, and the same one
         more = [*other, "seed=1", "--out", tmp_path, "--dry-run"]
         assert call(sweep_command, *words, *more)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "best", [3, {"raw": {}}, {"raw": {"top1_pct": []}}, {"raw": {"top1_pct": 5.0, "step": None}}]
+)
+def test_run_with_invalid_results_is_not_finished(
+    trained: tuple[list[str], Path], tmp_path: Path, best: Any
+) -> None:
+    copy_runs(trained, tmp_path, "0", lambda state, seed: state["progress"].update(best=best))
+    code, out, _ = call(sweep_command, "--table", "--out", tmp_path)
+    assert code == 0 and "the best setting" not in out
+    with pytest.raises(CheckpointError):
+        assert TrainedRun(tmp_path / "seed=0").best

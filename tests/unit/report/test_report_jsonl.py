@@ -128,7 +128,28 @@ def test_truncate_missing_file_creates_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", [b"not json", b"[1, 2]", b"{}", b"\xff\xfe", pytest.param(b"[" * 100_000, id="deep")]
+    "line",
+    [
+        b"not json",
+        b"[1, 2]",
+        b"{}",
+        b"\xff\xfe",
+        pytest.param(b"[" * 100_000, id="deep"),
+        *(
+            b'{"kind": "train", "step": 1, "loss": %s}' % value
+            for value in (b"[]", b"{}", b"null", b'"x"', b"1" + 400 * b"0")
+        ),
+        *(
+            b'{"kind": "train", "step": %s, "loss": 1}' % value
+            for value in (b"null", b"[]", b"-1", b"1.0", b'"1"', b"1" + 30 * b"0")
+        ),
+        b'{"kind": "eval", "step": 1, "weights": "raw", "epoch": "NaN"}',
+        b'{"kind": [], "step": 1}',
+        b'{"kind": "eval", "step": 1}',
+        b'{"kind": "eval", "step": 1, "weights": 3}',
+        b'{"kind": "event", "step": 1}',
+        b'{"kind": "event", "step": 1, "message": null}',
+    ],
 )
 def test_invalid_line_is_an_error_with_its_number(tmp_path, line):
     path = write(tmp_path / "m.jsonl", [train_record(1)])
