@@ -269,7 +269,7 @@ def test_resume_without_the_keys_of_the_run_names_them_and_the_command_that_work
         code, _, err = call(train_command, *words, f"model={model}", "--resume")
         assert code == 4
         assert changed in err and "--allow-change" not in err  # which could not load the state
-    resume = shlex.split(err.partition("imagenet-cls train ")[2])
+    resume = shlex.split(err.partition("imagenet-cls train ")[2].splitlines()[0])
     assert "resumed from" in succeeds(train_command, *resume)
 
 
