@@ -69,7 +69,7 @@ def check_replaced(path: Path, option: str = "--out") -> None:
         head = file.read(4096)
     if head and OUTPUT_MARK.encode() not in head:
         raise UsageError(
-            f"{path} already exists, and this command did not write it.",
+            f"{path} already exists, and is not marked as an output of imagenet-cls.",
             f"Name another file with {option}, or move that one away.",
         )
 

@@ -247,20 +247,18 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     there.
     """
     words = []
+    resumed = ""
     for word, following in zip(argv, [*argv, ""][1:], strict=True):
         words.append(word)
         if word == "--resume" and following != "auto":
             words.append("auto")
+            resumed = following
     arguments, unknown = parser.parse_known_intermixed_args(words)
     following_words = dict(zip(words, [*words, ""][1:], strict=True))
     short_keys = {}
     given = [word for word in vars(arguments).get("arguments", []) if not is_override(word)]
-    resumed = dict(zip(argv, [*argv, ""][1:], strict=True)).get("--resume")
-    if (
-        resumed
-        and resumed in given
-        and (len(given) > 1 or not (is_config(resumed) or is_data(resumed)))
-    ):
+    is_source = len(given) == 1 and (is_config(resumed) or is_data(resumed))
+    if resumed in given and not is_source:
         raise UsageError(
             f"--resume {resumed}: --resume takes no checkpoint.",
             f"To resume from one, give its config or dataset, and --resume-from {resumed}.",

@@ -16,7 +16,7 @@ from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.data.archives import find_archives, is_archive, part_folders
 from imagenet_cls.data.index import list_folder
-from imagenet_cls.errors import ConfigError, DataError, UsageError
+from imagenet_cls.errors import ConfigError, UsageError
 from imagenet_cls.lookup import nearest
 from imagenet_cls.text import count_of, join_names, shorten
 
@@ -69,13 +69,6 @@ def load_config_or_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     loaded = load_config(source, overrides)
     if Path(source).is_dir():
         note = f"{source} is a config here. For the folder of that name, write ./{source}"
-        data = loaded.config.data
-        if data.name in ("folder", "list") and not Path(data.root).expanduser().exists():
-            raise DataError(
-                f"{source} was taken for the config of that name, and its data.root={data.root} "
-                "does not exist.",
-                f"For the folder, write ./{source}",
-            )
         loaded = replace(loaded, notes=[*loaded.notes, note])
     return loaded
 

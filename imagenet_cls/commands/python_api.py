@@ -271,6 +271,7 @@ def run_command(name: str, argv: Sequence[str]) -> None:
                 process.communicate(timeout=_STOP_TIMEOUT_SEC)
         finally:
             process.kill()
+            process.wait()
         errors.seek(0)
         text = errors.read().strip()
     if stopped_by is None and code != 0:

@@ -59,7 +59,7 @@ class SweepRun:
         """The arguments that the seeds or folds of a setting have in common, and the number of
         folds.
         """
-        fold = self.values.get("data.fold", "null")
+        fold = str(self.values.get("data.fold", "null"))
         num_folds = fold.rpartition(",")[2].strip(" ]")
         folds = [] if num_folds == "null" else [f"data.fold=[...,{num_folds}]"]
         return [*self.fixed, *self.of_folds, *folds]
@@ -129,8 +129,9 @@ def parsed(key: str, text: str) -> Any:
     except ConfigError:  # the loader explains what is wrong with it
         return text
     if hint is not None and not is_text(hint):
-        with suppress(ValueError):
-            return float(text)  # also `01`
+        for kind in (int, float):  # also `01`
+            with suppress(ValueError):
+                return kind(text)
     return dump_inline(value)
 
 

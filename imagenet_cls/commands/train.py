@@ -20,7 +20,7 @@ from imagenet_cls.config.keys import sections, value_types
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import Kwargs
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
-from imagenet_cls.errors import CheckpointError, UsageError
+from imagenet_cls.errors import CheckpointError, DataError, UsageError
 from imagenet_cls.files import is_url
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import command_line
@@ -137,7 +137,17 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
                 "Give the config or dataset of its run, too.",
             )
         return load_config(None, overrides)
-    return load_config_or_data(sources[0], overrides)
+    (source,) = sources
+    loaded = load_config_or_data(source, overrides)
+    data = loaded.config.data
+    is_missing = data.name in ("folder", "list") and not Path(data.root).expanduser().exists()
+    if is_missing and Path(source).is_dir():
+        raise DataError(
+            f"{source} was taken for the config of that name, and its data.root={data.root} does "
+            "not exist.",
+            f"For the folder, write ./{source}",
+        )
+    return loaded
 
 
 def only_auto(text: str) -> str:

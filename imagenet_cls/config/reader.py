@@ -110,7 +110,7 @@ class _ArgumentLoader(_Loader):
         is_folded = event.end_mark.line > event.start_mark.line
         if is_block or is_folded or event.anchor:
             raise ConfigError(
-                [f"{place_of(event)}: is neither a word, a list `[a, b]` nor a mapping `{{a: b}}`"]
+                [f"{place_of(event)}: is not a word, a list `[a, b]` or a mapping `{{a: b}}`"]
             )
         return super().compose_node(parent, index)
 
@@ -180,10 +180,12 @@ def parse(text: str, place: Path | str) -> Any:
 def parse_argument(text: str, place: str, hint: Any) -> Any:
     """The value of a command-line argument, as `parse`. hint: the type of its key.
 
-    A text is taken as it is, except for null and what begins with a quotation mark or a bracket.
+    A text is taken as it is, except for null and what begins with a quotation mark, or with a
+    bracket where a list is allowed.
     """
     word = text.strip()
-    if keys.is_text(hint) and word not in _NULLS and word[0] not in "'\"[{":
+    starts = ("'", '"', "[") if list[str] in keys.members(hint) else ("'", '"')
+    if keys.is_text(hint) and word not in _NULLS and not word.startswith(starts):
         text = dump_inline(text)
     return parse(text, place)
 

@@ -104,8 +104,8 @@ class KeyInfo:
     recipe: bool = True
     # Whether the machines of a run may differ in it.
     per_machine: bool = False
-    # Whether the text, or each text of a list, may name code, `my_module:my_factory`: the prefixes
-    # of other names with a colon. None: it never does.
+    # Whether values may name code, `my_module:my_factory`. A tuple: the prefixes with a colon that
+    # don't, such as `timm:`. None: they never do.
     code: tuple[str, ...] | None = None
 
 

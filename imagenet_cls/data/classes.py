@@ -98,47 +98,7 @@ def match_labels(
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """The target of each label that is known, and the names of the classes.
 
-    Whole numbers are equal in any form (`plain_numbers`), unless all labels are names of `classes`.
-    Raises as `_match_plain`, which has the further arguments, and as `plain_numbers`.
-    """
-    text_of = {label: label for label in labels}
-    if classes is None or not text_of.keys() <= set(classes):
-        text_of = plain_numbers(labels, path)
-    targets, names = _match_plain(set(text_of.values()), classes, path, numbers_are_indices)
-    return {label: targets[text] for label, text in text_of.items() if text in targets}, names
-
-
-def plain_numbers(labels: Collection[str], path: Path | str) -> dict[str, str]:
-    """Each label, as `3` for `3.0` and `3e0` if all labels are numbers: numpy writes floats so, and
-    pandas the integers of a column with a missing value. Raises DataError for a fraction or NaN
-    among numbers.
-    """
-    try:
-        values = {label: float(label) for label in labels}
-    except ValueError:
-        return {label: label for label in labels}
-    plain = {}
-    for label, value in values.items():
-        plain[label] = label
-        if label.removeprefix("-").isdecimal():
-            continue
-        if not value.is_integer():
-            raise DataError(
-                f"{path}: the label {format_value(label)} is no whole number, and all labels are "
-                "numbers.",
-                "Correct it.",
-            )
-        plain[label] = str(int(value))
-    return plain
-
-
-def _match_plain(
-    labels: Collection[str],
-    classes: Sequence[str] | None,
-    path: Path | str,
-    numbers_are_indices: bool,
-) -> tuple[dict[str, int], tuple[str, ...]]:
-    """`match_labels` of labels without fractions.
+    Whole numbers are equal in any form (`whole_numbers`), unless all labels are names of `classes`.
 
     Labels are names of `classes` if all of them are. Otherwise, if all are numbers, they are
     indices of `classes`. Otherwise they are names, and unknown ones have no target.
@@ -150,6 +110,12 @@ def _match_plain(
     are names, too. Raises DataError for numbers that leave out a class, and for numbers that may be
     names or indices.
     """
+    if classes is None or not {*labels} <= {*classes}:
+        numbers = whole_numbers(labels, path)
+        if any(label != number for label, number in numbers.items()):
+            targets, names = match_labels({*numbers.values()}, classes, path, numbers_are_indices)
+            known = {label: number for label, number in numbers.items() if number in targets}
+            return {label: targets[number] for label, number in known.items()}, names
     if classes is None:
         return _classes_named_by(labels, path)
     class_to_idx = {name: i for i, name in enumerate(classes)}
@@ -162,6 +128,31 @@ def _match_plain(
         _check_not_names(labels, classes, path)
     targets = {label: int(label) for label in labels if 0 <= int(label) < len(classes)}
     return targets, tuple(classes)
+
+
+def whole_numbers(labels: Collection[str], path: Path | str) -> dict[str, str]:
+    """Maps each label to its whole number (`3.0` and `3e0` to `3`) if all labels are numbers, else
+    to itself: numpy writes floats so, and pandas the integers of a column with a missing value.
+
+    Raises DataError for a fraction or NaN among numbers.
+    """
+    try:
+        values = {label: float(label) for label in labels}
+    except ValueError:
+        return {label: label for label in labels}
+    numbers = {}
+    for label, value in values.items():
+        numbers[label] = label
+        if label.removeprefix("-").isdecimal():
+            continue
+        if not value.is_integer():
+            raise DataError(
+                f"{path}: all labels are numbers, and {format_value(label)} is not a whole one.",
+                "Correct it, or list all classes, one per line, in a classes.txt in the folder of "
+                "the list or of the archives.",
+            )
+        numbers[label] = str(int(value))
+    return numbers
 
 
 def _classes_named_by(

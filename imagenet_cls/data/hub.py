@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.classes import plain_numbers
+from imagenet_cls.data.classes import whole_numbers
 from imagenet_cls.data.sources import EncodedSource
 from imagenet_cls.errors import (
     DataError,
@@ -86,16 +86,21 @@ class HubSource(EncodedSource):
         return f"{self.dataset_name}[{i}]"
 
     def image_ids(self) -> Sequence[Hashable]:
-        """The number of a row; the path and a checksum of the content where several rows have that
-        path. Files of several folders may be stored with the same name.
+        """The number of a row; path, size and a checksum of the content where several rows have
+        that path and size. Files of several folders may be stored with the same name.
         """
-        ids: list[Hashable] = list(range(len(self)))
-        paths = self.paths.to_pylist()
-        counts = Counter(paths)
-        for row, path in enumerate(paths):
-            if counts[path] > 1 and path is not None:
-                ids[row] = path, crc32(self._row(row)[0].as_py() or b"")
-        return ids
+        keys = list(zip(self.paths.to_pylist(), self._sizes().tolist(), strict=True))
+        counts = Counter(keys)
+        return [
+            (key, crc32(self._row(row)[0].as_py() or b"")) if key[0] and counts[key] > 1 else row
+            for row, key in enumerate(keys)
+        ]
+
+    def _sizes(self) -> np.ndarray:
+        """The size of each image that is stored as bytes, else -1: int64 (N,)."""
+        from pyarrow import compute
+
+        return compute.fill_null(compute.binary_length(self.contents), -1).to_numpy().astype("<i8")
 
     def digest(self) -> str:
         return self._digest
@@ -107,10 +112,7 @@ class HubSource(EncodedSource):
         Not over the fingerprint of `datasets`, which depends on where and when local files were
         written.
         """
-        from pyarrow import compute
-
-        sizes = compute.fill_null(compute.binary_length(self.contents), -1).to_numpy()
-        digest = sha256(sizes.astype("<i8").tobytes() + self.targets.astype("<i8").tobytes())
+        digest = sha256(self._sizes().tobytes() + self.targets.astype("<i8").tobytes())
         for texts in (self.paths.to_pylist(), self.classes):
             digest.update("\0".join(text or "" for text in texts).encode("utf-8", "replace"))
         return digest.hexdigest()
@@ -280,7 +282,7 @@ def _targets(values: Any, feature: Any, place: str) -> tuple[np.ndarray, tuple[s
         classes = [str(number) for number in range(highest + 1)]
     elif pyarrow.types.is_string(values.type) or pyarrow.types.is_large_string(values.type):
         labels = values.unique().drop_null()
-        name_of = plain_numbers(labels.to_pylist(), place)
+        name_of = whole_numbers(labels.to_pylist(), place)
         are_numbers = all(map(str.isdecimal, name_of.values()))
         classes = sorted(set(name_of.values()), key=int if are_numbers else None)
         class_to_idx = {name: i for i, name in enumerate(classes)}

@@ -52,6 +52,12 @@ _USE_FEWER = "use fewer data.num_workers or data.prefetch_batches"
 _failed_iterators: list[Any] = []
 # The workers of each iterator that have not been ended.
 _open_workers: list[list[BaseProcess]] = []
+_NOT_AFTER_FORK = (
+    ("h5py", "File"),
+    ("lmdb", "Environment"),
+    ("sqlite3", "Connection"),
+    ("tables", "File"),
+)
 _OUT_OF_MEMORY = (
     "No space left on device",
     "Cannot allocate memory",
@@ -96,7 +102,8 @@ def _is_open_file(value: Any) -> bool:
     """Whether it is a regular file open for reading, or of a library whose files and databases must
     not be used after a fork.
     """
-    if type(value).__module__.partition(".")[0] in ("h5py", "lmdb", "sqlite3", "tables"):
+    library = type(value).__module__.partition(".")[0]
+    if (library, type(value).__name__) in _NOT_AFTER_FORK:
         return bool(value)  # false for a closed file of h5py
     try:
         return value.readable() and stat.S_ISREG(os.fstat(value.fileno()).st_mode)

@@ -46,8 +46,8 @@ def same_images_warning(data: DataConfig, opened: RunData) -> str | None:
             f"the validation part has the {len(train)} images of the training part; name another "
             f"data.val, or hold out some: {HOLD_OUT_ADVICE}"
         )
-    common = _images_in_common(train, val)
-    if common:
+    # a split by the config keeps an image on one side
+    if data.val is not None and (common := _images_in_common(train, val)):
         return f"{common} of the {len(val)} validation images are in the training part, too"
     if not is_user_factory(data.name) or data.val is None:
         return None

@@ -50,7 +50,7 @@ def run_training(loaded: LoadedConfig, options: RunOptions, context: RankContext
         stop_signals = StopSignalHandler(context)
         # `folder` is open already, and is closed at the end of the block.
         with closing(stop_signals), folder, log_error(folder, context):
-            stop_signals.install(spare_children=bool(loaded.config.train.compile))
+            stop_signals.install(block_in_children=bool(loaded.config.train.compile))
             train_in_folder(loaded, options, folder, stop_signals, context)
 
 

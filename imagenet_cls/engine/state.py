@@ -203,7 +203,9 @@ def resume_epoch(parts: TrainingParts, progress: Progress, state: dict[str, Any]
         for place, top1_pct in progress.evaluations
         if place % steps_before == 0
     ]
-    return [f"continues after {epoch} of {plan.epochs} epochs, {done} of {steps} steps of the next"]
+    if step >= total:
+        return []
+    return [f"continues in epoch {epoch + 1} of {plan.epochs}, after {done} of its {steps} steps"]
 
 
 def find_checkpoint(

@@ -56,7 +56,7 @@ def user_modules(config: Config, training: bool = True) -> dict[str, Path]:
 
     Modules that can't be imported are left out: the check of names reports them.
     """
-    code = code_names(config) if training else code_names(config, EVALUATED)
+    code = code_names(config, ("",) if training else EVALUATED)
     factories = [name for name in code if is_factory_name(name)]
     names = {name.partition(":")[0] for name in factories} | set(config.imports)
     found = {}

@@ -137,7 +137,8 @@ class Predictor:
         pixels = math.prod(map(max, self.transform.crop, self.transform.resized))
         if pixels > _MAX_IMAGE_PIXELS:
             raise CheckpointError(
-                f"{self.path}: its images have {pixels:,} pixels, more than {_MAX_IMAGE_PIXELS:,}.",
+                f"{self.path}: eval.crop_px and eval.resize_px ask for images of {pixels:,} "
+                f"pixels, more than {_MAX_IMAGE_PIXELS:,}.",
                 "Use another checkpoint.",
             )
         self.normalize = Normalize(self.mean, self.std, device, self.config.train.channels_last)
@@ -159,10 +160,13 @@ class Predictor:
         return self.model_input(self._crops(images))
 
     def _crops(self, images: Sequence[AnyImage]) -> list[Tensor]:
-        """Raises TypeError for an empty list, and for a path in place of a list."""
-        if isinstance(images, str | Path) or len(images) == 0:
+        """The `crop` of each image. Raises TypeError for an empty list, and for a path in place of
+        a list.
+        """
+        crops = [] if isinstance(images, str | Path) else [self.crop(image) for image in images]
+        if not crops:
             raise TypeError(f"give a list of images, not {images!r}")
-        return [self.crop(image) for image in images]
+        return crops
 
     def model_input(self, crops: list[Tensor]) -> Tensor:
         """Images of `crop` as `prepare` gives them."""

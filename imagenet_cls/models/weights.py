@@ -19,11 +19,10 @@ from imagenet_cls.models.build import new_head_note
 from imagenet_cls.models.head import head_names
 from imagenet_cls.text import join_names
 
-# Where pre-training code puts the encoder among other networks, in order of preference: MoCo
-# evaluates `encoder_q.` and `base_encoder.`, DINOv2 the teacher. "": the encoder alone, or beside
-# tensors that the next pattern matches.
+# "": the encoder alone, or beside tensors that `PRETRAINING_ONLY` matches.
 ENCODER_PREFIXES = ("", "backbone.", "encoder.")
-# These are of pre-training alone, so that a head among them is not a classifier.
+# Where pre-training code alone puts the encoder among other networks, in order of preference: MoCo
+# evaluates `encoder_q.` and `base_encoder.`, DINOv2 the teacher. A head there is no classifier.
 PRETRAINING_PREFIXES = (
     "encoder_q.",
     "base_encoder.",
@@ -144,19 +143,19 @@ def _find_encoder(
                 f"dropped {len(state) - len(loaded)}",
                 f"newly initialized {len(new)} ({', '.join(new)})",
             ]
+            sentence = f"found an encoder ({prefix}*): {', '.join(parts)}"
             of_size = [
                 name
                 for name, value in state.items()
+                if head and value.shape == expected[head[0]].shape
                 if name.removeprefix(prefix) not in loaded
-                and value.shape in [expected[weight].shape for weight in head[:1]]
             ]
-            if not of_size:
-                return loaded, f"found an encoder ({prefix}*): {', '.join(parts)}"
-            return loaded, (
-                f"found an encoder ({prefix}*) without its head: {', '.join(parts)}\n"
-                f"warning: the head is newly initialized, but {join_names(of_size)} in the file "
-                f"has its size; to use it, rename it to {head[0]}"
-            )
+            if of_size:
+                sentence += (
+                    f"\nwarning: the head is newly initialized, but {join_names(of_size)} in the "
+                    f"file has its size; to use it, rename it to {head[0]}"
+                )
+            return loaded, sentence
     return None
 
 

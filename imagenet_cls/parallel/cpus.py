@@ -32,7 +32,7 @@ def cpus_per_rank(rank_info: RankInfo) -> float:
         tasks = tasks_here(step.get("SLURM_STEP_TASKS_PER_NODE", ""), node)
         is_task = rank_info.launcher == "slurm" or tasks > 1  # each rank is a task
         if not per_task.isdigit():
-            gpus = int(step.get("SLURM_GPUS_ON_NODE", ranks))
+            gpus = int(step.get("SLURM_GPUS_ON_NODE") or ranks)
             return min(cpus if is_task else cpus / ranks, int(per_gpu) * gpus / ranks)
         cpus = min(cpus, int(per_task))
         if is_task:

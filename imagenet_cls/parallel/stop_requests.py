@@ -49,12 +49,13 @@ class StopSignalHandler:
         self._previous: dict[int, Any] = {}
         self._closed = threading.Event()
 
-    def install(self, spare_children: bool = False) -> None:
-        """spare_children: block the signals in this thread, and so in the processes that it starts.
-        A signal to the process group would end the compiler that torch.compile runs.
+    def install(self, block_in_children: bool = False) -> None:
+        """Install the handlers. block_in_children: processes that this thread starts later don't
+        receive the signals: one to the process group would end the compiler that torch.compile
+        runs. A second Ctrl-C then has its effect only when the compiler has ended.
         """
         self._previous = handle_stop_signals(self._handle)
-        if spare_children:
+        if block_in_children:
             # A thread that does not block them receives them. Python calls handlers in this one.
             threading.Thread(target=self._closed.wait, name="signals", daemon=True).start()
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

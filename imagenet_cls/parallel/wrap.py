@@ -108,9 +108,9 @@ def check_gradients_reduced(wrapped: nn.Module) -> None:
     raise ConfigError(
         [
             "parallel.find_unused_parameters: the loss does not use "
-            f"{join_names(unused or ['some parameters'])} in every micro-batch, and other ranks "
-            "would wait for these gradients; set it to true, or list parameters that are never "
-            "used in model.freeze"
+            f"{join_names(unused or ['all parameters'])} in every micro-batch, and other ranks "
+            "would wait for these gradients; set this key to true, or list parameters that are "
+            "never used in model.freeze"
         ]
     )
 
