@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
 CEILINGS = {
-    "checkpoint": 4_350,
+    "checkpoint": 4_400,
     "commands": 36_250,
     "config": 12_800,
     "data": 34_500,
@@ -24,7 +24,7 @@ CEILINGS = {
     "models": 9_900,
     "optim": 6_800,
     "parallel": 10_600,
-    "report": 11_700,
+    "report": 11_800,
     "": 4_000,  # modules of the package itself
 }
 NOT_COUNTED = {
