@@ -440,12 +440,11 @@ def state_digest(work_dir: Path) -> str:
     return digest.hexdigest()
 
 
-# For each process of pytest-xdist other ports, below those that systems give to sockets without a
-# chosen port (Linux: from 32768): until the test uses a port of those, another test's process may
-# get it.
-_PORTS = itertools.count(
-    20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-)
+# For each process of pytest-xdist other ports, also beside another run of the tests, and below
+# those that systems give to sockets without a chosen port (Linux: from 32768): until the test uses
+# a port of those, another test's process may get it.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = itertools.count(20_000 + 1_000 * _WORKER + os.getpid() % 800)
 
 
 def free_port() -> str:

@@ -137,6 +137,11 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
             f"Usage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...].",
         )
     folder = Path(paths[0])
+    if "model.checkpoint" in names and (len(paths) > 1 or folder.is_dir()):
+        raise UsageError(
+            f"{paths[-1]} and model.checkpoint both name weights to evaluate.",
+            f"Give one of them: {command_line('test')} CONFIG model.checkpoint=FILE",
+        )
     if not folder.exists() and not is_config(paths[0]):
         beside = [str(path) for path in folder.parent.glob("*")]
         near = did_you_mean(paths[0], [*beside, *shipped_configs()])

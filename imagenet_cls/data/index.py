@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 
@@ -30,8 +30,8 @@ _MAX_SUFFIXES = 5  # in a message
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
 # a word for a part, as in seg_train, TestImages and val2017
 _PART = re.compile(
-    r"(?<![a-z])(train|val|test|dev|eval|holdout)(?:ing|id|idation|uation)?"
-    r"(?:set|data|image|img|split|folder|dir)?s?(?![a-z])"
+    r"(?<![a-z])(train|trn|trainval|val|test|tst|dev|eval|holdout)(?:ing|id|idation|idate|uation)?"
+    r"(?:set|dataset|data|image|img|split|folder|dir)?s?(?![a-z])"
 )
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 PREPARE_COMMAND = f"{command_line('prepare-imagenet')} ARCHIVES OUT"
@@ -75,11 +75,13 @@ class ImageIndex:
         return list(map(os.path.normpath, paths))
 
     def image_ids(self) -> Sequence[Hashable]:
-        """What identifies each image: its full path, or its place in an archive, since shards reuse
-        names.
+        """What identifies each image: its full path, with the links of its folder followed, or its
+        place in an archive, since shards reuse names.
         """
         if self.byte_ranges is None:
-            return self.full_paths()
+            real_folder = cache(os.path.realpath)
+            paths = map(os.path.split, self.full_paths())
+            return [(real_folder(folder), name) for folder, name in paths]
         return list(map(tuple, self.byte_ranges.places.tolist()))
 
     def describe(self, i: int) -> str:
@@ -342,16 +344,18 @@ def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
     single one, and hold the classes; also where their names hold words for parts, and they have
     class folders in common. names: the names of the images.
     """
-    are_splits = len(classes) == 1 or SPLIT_NAMES.issuperset(map(str.lower, classes))
-    if not are_splits and not may_be_parts(classes):
+    are_splits = SPLIT_NAMES.issuperset(map(str.lower, classes))
+    if len(classes) > 1 and not are_splits and not may_be_parts(classes):
         return
-    if not (np.char.count(names, b"/") > 1).all():
-        return
-    if not are_splits:
-        paths = [name.split(b"/") for name in names.tolist()]
-        leaves = [{path[-2] for path in paths if path[0] == os.fsencode(name)} for name in classes]
-        if not set.intersection(*leaves):
+    leaves: dict[bytes, set[bytes]] = {}  # of the folders that hold class folders
+    for path in (name.split(b"/") for name in names.tolist()):
+        if len(path) > 2:
+            leaves.setdefault(path[0], set()).add(path[-2])
+        elif len(classes) == 1:
             return
+    # a folder without class folders may be a test part without labels
+    if not leaves or not (are_splits or set.intersection(*leaves.values())):
+        return
     train = next((name for name in classes if "train" in name.lower()), classes[0])
     others = [name for name in classes if name != train]
     val_keys = HOLD_OUT_ADVICE

@@ -29,7 +29,8 @@ BAD_IMAGES_FILE = "bad_images.txt"
 # `data.exclude` may always leave out 3 images, and 10 where they are at most a tenth of the part.
 _MIN_EXCLUDABLE = 3
 _ALWAYS_EXCLUDABLE = 10
-_FLAGS = ("0", "1", "0.0", "1.0")  # in the column of a class
+_ZERO_OR_ONE = ("0", "1", "0.0", "1.0")  # in the column of a class
+_BINARY = (*_ZERO_OR_ONE, "true", "false")
 LIST_REMEDY = "Set data.root, data.train and data.val to the lists."
 
 _Row = tuple[int, str, tuple[str, ...]]  # line number (from 1), path, labels
@@ -140,7 +141,7 @@ def _csv_rows(
     """As `_read_rows`, of a CSV file; its header is a first line without the name of an image."""
     rows: list[_Row] = []
     columns = _Columns(path=0, label=1, others={})
-    have_flags = True  # all columns
+    is_binary: dict[int, bool] = {}  # of the columns so far: only 0, 1, true and false
     width = 2  # of a row, at most; ignored with one label
     is_first = True
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -156,13 +157,15 @@ def _csv_rows(
                 is_image = os.path.isfile(folder / cells[0])  # noqa: PTH113 (as in `index_list`)
                 if suffixes.isdisjoint(IMAGE_SUFFIXES) and not is_image:
                     columns = _find_columns(cells, multilabel, where)
+                    is_binary = dict.fromkeys(columns.others, True)
                     width = len(cells)
                     continue
             path = cells[columns.path] if columns.path < len(cells) else ""
             label = ""
             if columns.label is not None and columns.label < len(cells):
                 label = cells[columns.label]
-            have_flags &= all(cells[i] in _FLAGS for i in columns.others if i < len(cells))
+            for i in columns.others:
+                is_binary[i] &= i >= len(cells) or cells[i].lower() in _BINARY
             if not path or not (label or multilabel) or (multilabel and any(cells[width:])):
                 raise DataError(
                     f"{where}: {format_value(','.join(cells))} is not `path,label`.",
@@ -181,10 +184,14 @@ def _csv_rows(
         ) from None
     if columns.label is None:
         return rows, tuple(columns.others.values())
-    if len(columns.others) > 1 and have_flags and rows:
+    binary = [i for i in is_binary if is_binary[i]]
+    # a single label may stand beside a binary column that is no class, and other columns
+    least = 2 if multilabel else max(2, len(is_binary))
+    if rows and columns.label in binary and len(binary) >= least:
         name = format_value(columns.others[columns.label])
         raise DataError(
-            f"{file}: all columns have 0 and 1, so {name} may have the labels or be a class.",
+            f"{file}: {len(binary)} columns have 0 and 1, so {name} may have the labels or be a "
+            "class.",
             f"If each column is a class, rename {name} and set data.labels=multi; else delete the "
             "other columns.",
         )
@@ -243,7 +250,7 @@ def _labels_of_columns(
     labels = []
     for column, name in class_columns.items():
         value = cells[column] if column < len(cells) else ""
-        if value not in _FLAGS:
+        if value not in _ZERO_OR_ONE:
             raise DataError(
                 f"{where}: {format_value(value)} in column {format_value(name)} is not 0 or 1.",
                 "Write 1 where the image has the class, else 0; or one column, `labels`, with the "

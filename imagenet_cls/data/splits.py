@@ -142,14 +142,14 @@ def _by_class(hashes: np.ndarray, classes: np.ndarray) -> list[np.ndarray]:
 
 
 def group_names(names: Names, pattern: str) -> list[bytes]:
-    """The group of each image: group 1 of the first match of `pattern` in its name, or the whole
-    match without one.
+    """The group of each image: group 1 of the first match of `pattern` in its name, without `./`
+    and `..`, or the whole match without one.
 
     Raises DataError for a name without a match.
     """
     compiled = re.compile(pattern)
     groups = []
-    for name in map(os.fsdecode, names):
+    for name in map(os.path.normpath, map(os.fsdecode, names)):
         match = compiled.search(name)
         group = None if match is None else match[min(compiled.groups, 1)]
         if group is None:

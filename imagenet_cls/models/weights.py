@@ -153,7 +153,7 @@ def _find_encoder(
             if of_size:
                 sentence += (
                     f"\nwarning: the head is newly initialized, but {join_names(of_size)} in the "
-                    f"file has its size; to use it, rename it to {head[0]}"
+                    f"file has its size; to use it, rename it to {prefix}{head[0]}"
                 )
             return loaded, sentence
     return None

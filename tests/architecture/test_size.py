@@ -17,7 +17,7 @@ CEILINGS = {
     "checkpoint": 4_400,
     "commands": 36_250,
     "config": 12_800,
-    "data": 34_500,
+    "data": 34_600,
     "engine": 23_950,
     "guards": 4_100,
     "inference": 12_500,

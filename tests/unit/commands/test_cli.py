@@ -16,6 +16,7 @@ from imagenet_cls.commands.cli import parse
 from imagenet_cls.commands.configs import configs_command
 from imagenet_cls.commands.export import export_command
 from imagenet_cls.commands.main import COMMANDS
+from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command, train_parser
 from imagenet_cls.text import command_line
 
@@ -163,6 +164,17 @@ def test_checkpoint_without_its_config_is_an_error(call: Callable, overrides: li
     """The default, the config of the demo, is rarely the config of the checkpoint."""
     code, _, err = call(train_command, "--resume-from", "some/checkpoint", *overrides)
     assert code == 2 and "some/checkpoint" in err
+
+
+@pytest.mark.parametrize("words", [["run"], ["a.yaml", "run"]])
+def test_weights_beside_those_of_a_run_are_an_error(
+    call: Callable, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's would be evaluated."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    code, _, err = call(evaluate_command, *words, "model.checkpoint=b.pth")
+    assert code == 2 and "model.checkpoint" in err
 
 
 @pytest.mark.parametrize("name", ["train", "Predictor"])

@@ -128,6 +128,8 @@ def test_with_classes_matches_folders_by_name(tmp_path: Path) -> None:
         ("Training Testing", "cat dog", True),
         ("dev eval", "cat dog", True),
         ("trainset testset", "x/cat y/dog", True),
+        ("trainval test", "cat dog", True),
+        ("traindataset validate", "cat dog", True),
         ("data-train data-validation", "cat dog", True),
         ("strain_1 festival", "young old", False),
         ("cats dogs", "young old", False),
@@ -153,6 +155,14 @@ def test_class_folders_repeated_in_parts_are_an_error(
         for number, path in enumerate(list((tmp_path / name).rglob("1.jpg"))):
             path.parent.rename(path.parent.with_name(f"{name}_{number}"))
     assert len(index_folder(tmp_path).classes) == len(folders.split())
+
+
+@pytest.mark.parametrize("parts", [("train_images", "test_images"), ("train", "test")])
+def test_part_without_class_folders_is_an_error(parts: tuple[str, str], tmp_path: Path) -> None:
+    first, second = parts
+    files = (f"{first}/cat/1.jpg", f"{first}/dog/1.jpg", f"{second}/1.jpg")
+    with pytest.raises(DataError, match=rf"data\.train={first} "):
+        index_folder(touch(tmp_path, *files))
 
 
 @pytest.mark.parametrize(("classes", "named"), [("ab", "c, d, e, ..."), ("abcdefxy", "x, y")])

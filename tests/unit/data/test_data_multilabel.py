@@ -105,7 +105,15 @@ def test_class_named_as_a_column_of_labels_is_an_error(
     with pytest.raises(DataError, match=name):
         index_list(folder / "t.csv", folder, None, multilabel)
     (folder / "t.csv").write_text(f",image,cat,{name},dog\n{rows}2,images/c.jpg,7,1,0\n")
-    assert index_list(folder / "t.csv", folder, None, multilabel).classes == ("0", "1")
+    if multilabel:
+        with pytest.raises(DataError, match=name):
+            index_list(folder / "t.csv", folder, None, multilabel)
+        rows = "images/a 1.jpg,True,False\nimages/b.jpg,False,True\n"
+        (folder / "t.csv").write_text(f"image,{name},dog\n{rows}")
+        with pytest.raises(DataError, match=name):
+            index_list(folder / "t.csv", folder, None, multilabel)
+    else:
+        assert index_list(folder / "t.csv", folder, None, multilabel).classes == ("0", "1")
 
 
 @pytest.mark.parametrize("name", ["binary.csv", "last.csv"])

@@ -90,20 +90,24 @@ def test_each_image_is_held_out_in_one_fold(photos: Path, kind: str, stratify: b
         {"val_fraction": 0.2},
         {"val_fraction": 0.2, "labels": "multi"},
         {"val_fraction": 0.2, "group": r"[^/.]+[.]jpg"},
+        {"val_fraction": 0.2, "group": r"^(?:/.*/)?train/(.*)"},
         {"fold": [0, 3], "val_fraction": None},
         {"fold": [0, 3], "val_fraction": None, "stratify": True},
     ],
 )
 def test_rows_of_one_image_are_on_one_side(photos: Path, split: dict) -> None:
     lines: list[str] = []
+    link = photos / "link"
+    link.symlink_to(photos)
     for number, name in enumerate(map(os.fsdecode, NAMES)):
         path = f"train/{name}"
-        for other in (path, f"./{path}", f"train/../{path}", str(photos / path))[: number % 5]:
+        others = (path, f"./{path}", f"train/../{path}", str(photos / path), str(link / path))
+        for other in others[: number % 6]:
             lines.append(f"{other} {'abcd'[len(lines) % 4]}\n")
     (photos / "all.txt").write_text("".join(lines))
     opened_parts = opened(photos, "list", **split)
     train, val = (
-        [os.path.normpath(photos / name) for name in names(part)]
+        [os.path.realpath(photos / name) for name in names(part)]
         for part in (opened_parts.train, opened_parts.val)
     )
     assert len(train) + len(val) == len(lines) > len(set(train)) + len(set(val))
