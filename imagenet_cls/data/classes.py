@@ -141,7 +141,7 @@ def whole_numbers(labels: Collection[str], path: Path | str) -> dict[str, str]:
     except ValueError:
         return {label: label for label in labels}
     numbers = {}
-    for label, value in values.items():
+    for label, value in sorted(values.items()):
         numbers[label] = label
         if label.removeprefix("-").isdecimal():
             continue

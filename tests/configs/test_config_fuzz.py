@@ -99,7 +99,8 @@ def misspelled(draw: st.DrawFn) -> Mutation:
 def wrong_type(draw: st.DrawFn) -> Mutation:
     """One key, set in a file that inherits from a shipped one or by an override."""
     key = draw(st.sampled_from(list(keys.value_types())))
-    bare, optional = keys.split_optional(keys.value_types()[key])
+    hint = keys.value_types()[key]
+    bare, optional = keys.split_optional(hint)
     never = ["{a: 1}", "[[1], {b: c}]"]
     if bare == Kwargs:
         wrong = ["3", "text", "[1, 2]", "true"]
@@ -118,7 +119,8 @@ def wrong_type(draw: st.DrawFn) -> Mutation:
         wrong += [] if bare == list[str] else ["[x]", "[[1]]", "[null]"]
     value = draw(st.sampled_from([*wrong, *([] if optional else ["null"])]))
     path = draw(st.sampled_from([path for path in SHIPPED if path.parts[0] != "_base_"]))
-    if draw(st.booleans()):
+    # an override of a text is taken as it is
+    if str not in keys.members(hint) and draw(st.booleans()):
         return Mutation(path, f"_base_: {path.name}\n", (f"{key}={value}",), named=f"{key}: ")
     lines = [
         f"_base_: {path.name}",
