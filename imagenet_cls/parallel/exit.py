@@ -37,7 +37,9 @@ def exit_if_blocked(code: int) -> Iterator[None]:
     """
     timer = threading.Timer(_OUTPUT_TIMEOUT_SEC, os._exit, [code])
     timer.daemon = True
-    timer.start()
+    # Python 3.12.0 and 3.12.1 start no thread in exit functions.
+    with contextlib.suppress(RuntimeError):
+        timer.start()
     try:
         with contextlib.suppress(OSError, ValueError):
             yield
