@@ -143,7 +143,7 @@ def _find_encoder(
                 f"dropped {len(state) - len(loaded)}",
                 f"newly initialized {len(new)} ({', '.join(new)})",
             ]
-            sentence = f"found an encoder ({prefix}*): {', '.join(parts)}"
+            encoder, warning = f"an encoder ({prefix}*)", ""
             of_size = [
                 name
                 for name, value in state.items()
@@ -151,11 +151,12 @@ def _find_encoder(
                 if name.removeprefix(prefix) not in loaded
             ]
             if of_size:
-                sentence += (
+                encoder += " without its head"
+                warning = (
                     f"\nwarning: the head is newly initialized, but {join_names(of_size)} in the "
                     f"file has its size; to use it, rename it to {prefix}{head[0]}"
                 )
-            return loaded, sentence
+            return loaded, f"found {encoder}: {', '.join(parts)}{warning}"
     return None
 
 
