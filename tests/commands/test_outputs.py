@@ -406,8 +406,7 @@ def test_missing_weights_of_an_evaluation(digits: Path, tmp_path: Path) -> None:
     assert "model.pretrained=true" in err
     words.append("model.checkpoint=nowhere.pth")
     assert call(evaluate_command, *words)[2].startswith("model.checkpoint: ")
-    err = fails(4, evaluate_command, *words, "lost.pth")
-    assert "lost.pth" in err and "model.checkpoint" not in err
+    assert "lost.pth" in fails(4, evaluate_command, *words[:-1], "lost.pth")
 
 
 # ---- ways to start
