@@ -24,12 +24,7 @@ from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.errors import CheckpointError, UsageError
-from imagenet_cls.files import (
-    check_exists,
-    check_output_path,
-    explain_write_errors,
-    write_output,
-)
+from imagenet_cls.files import check_exists, check_output_path, explain_write_errors, write_output
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import command_line, printable
 
