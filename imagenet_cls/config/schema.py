@@ -614,10 +614,12 @@ class TrainConfig:
     # Volta and Turing (fp32 with train.sam_rho), fp32 on older GPUs. fp16 uses a loss scale. With
     # fp32, convolutions on GPUs since Ampere use TF32, which is torch's default.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    # torch.compile the model, in this mode. true: the mode `default`. Shapes are static, except
-    # with augment.progressive; the last batch of an evaluation is padded. reduce-overhead and
-    # max-autotune use CUDA graphs.
-    compile: bool | Literal["default", "max-autotune", "reduce-overhead"] = key(False, recipe=False)
+    # torch.compile the model and the loss, in this mode. true: the mode `default`. Shapes are
+    # static, except with augment.progressive; the last batch of an evaluation is padded.
+    # reduce-overhead and max-autotune use CUDA graphs.
+    compile: (
+        bool | Literal["default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"]
+    ) = key(False, recipe=False)
     # Store weights and images in the channels-last memory format, the fastest for convolutions.
     channels_last: bool = True
     # Largest global norm of the gradient; larger ones are scaled down. null: no limit.

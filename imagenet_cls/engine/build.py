@@ -27,6 +27,7 @@ from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.engine.evaluate import Evaluation
 from imagenet_cls.engine.evaluation_labels import evaluation_labels
 from imagenet_cls.engine.loaders import build_train_loader, shared_memory_use
+from imagenet_cls.engine.model_with_loss import ModelWithLoss
 from imagenet_cls.engine.plan import Plan, part_sizes, plan_run
 from imagenet_cls.engine.precision import autocast, choose_precision, set_deterministic
 from imagenet_cls.engine.step import Sam, Updater
@@ -53,7 +54,8 @@ from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.wrap import (
     BatchNormStatistics,
     rebuild_ddp_buckets,
-    wrap_for_training,
+    wrap_data_parallel,
+    wrap_ddp,
 )
 
 
@@ -81,14 +83,13 @@ class TrainingParts:
     num_classes: int  # outputs of the model
     messages: list[str]  # lines to print at the start
     model: nn.Module
-    wrapped: nn.Module  # the module to call in training: DDP, DataParallel or the model itself
+    wrapped: nn.Module  # the module to call in training: `ModelWithLoss`, in DDP or by itself
     ema: ModelEma
     mean: list[float]  # the normalization of the images, per channel
     std: list[float]
     prefetch: DevicePrefetch
     preprocess: TrainPreprocess
     autocast_dtype: torch.dtype | None  # None: fp32, no autocast
-    criterion: TrainingLoss
     teacher_digest: str | None  # of the teacher's weights
     optimizer: torch.optim.Optimizer
     lr: float  # the peak learning rate, scaled for the batch
@@ -175,14 +176,13 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     )
     teacher = build_distillation_teacher(config, num_classes, data.classes, context, (mean, std))
     parallel = config.parallel
-    wrapped = wrap_for_training(
-        model, context, parallel.mode, devices, parallel.find_unused_parameters
-    )
+    criterion = build_run_criterion(config, data.train, num_classes, teacher, devices.output)
+    model_with_loss = ModelWithLoss(wrap_data_parallel(model, devices), criterion)
+    wrapped = wrap_ddp(model_with_loss, context, parallel.mode, parallel.find_unused_parameters)
     check_same_weights(model, context)
     ema = build_ema(model, config.ema, train.global_batch_size)
-    compile_model(model, train, augment)
-
-    criterion = build_run_criterion(config, data.train, num_classes, teacher)
+    for module in (model, model_with_loss):  # evaluations call the model alone
+        compile_module(module, train, augment)
     head = head_names(model, num_classes)
     lr, scaling_message = scaled_lr(config.optimizer, train.global_batch_size)
     # Some of timm's optimizers decay by lr ** 2 / max_lr, and take this lr as the highest.
@@ -197,7 +197,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     targets = torch.zeros(micro_batch, dtype=torch.int64, device=device)
     if config.data.labels == "multi" or config.mix.is_on:
         targets = torch.zeros(micro_batch, num_classes, device=device)
-    rebuild_buckets_with_zeros(config, wrapped, criterion, normalize, targets, autocast_dtype)
+    rebuild_buckets_with_zeros(config, wrapped, normalize, targets, autocast_dtype)
     keep_gradients = overwrites_gradients(train) and plan.accumulation > 1
     weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
     messages = [devices.note, data.note, scaling_message]
@@ -229,7 +229,6 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
             config.mix.off_epoch,
         ),
         autocast_dtype=autocast_dtype,
-        criterion=criterion,
         teacher_digest=None if teacher is None else model_digest(teacher.network),
         optimizer=optimizer,
         lr=lr,
@@ -265,14 +264,20 @@ def open_same_data(data: DataConfig, context: RankContext, allow_missing: bool) 
 
 
 def build_run_criterion(
-    config: Config, source: ImageSource, num_classes: int, teacher: Teacher | None
+    config: Config,
+    source: ImageSource,
+    num_classes: int,
+    teacher: Teacher | None,
+    device: torch.device,
 ) -> TrainingLoss:
-    """The loss of the run. source: the training images."""
+    """The loss of the run. source: the training images. device: of the model's outputs."""
     class_samples = None
     if isinstance(config.loss.class_weights, str):  # a rule that needs the sizes of classes
         class_samples = samples_of_classes(source, num_classes, config.data.balance)
     images = len(source) if config.data.labels == "multi" else None
-    label_loss = build_loss(config.loss, num_classes, config.augment.splits, class_samples, images)
+    label_loss = build_loss(
+        config.loss, num_classes, config.augment.splits, class_samples, images, device
+    )
     return build_training_loss(label_loss, config.distill, teacher)
 
 
@@ -297,8 +302,8 @@ def check_compiler(train: TrainConfig, device: torch.device) -> None:
         )
 
 
-def compile_model(model: nn.Module, train: TrainConfig, augment: AugmentConfig) -> None:
-    """Compile `model` as `train.compile` says, in place, so that no name gets a prefix.
+def compile_module(module: nn.Module, train: TrainConfig, augment: AugmentConfig) -> None:
+    """Compile `module` as `train.compile` says, in place, so that no name gets a prefix.
 
     Shapes are static, because torch would otherwise compile kernels for dynamic shapes when it sees
     a second batch size. With progressive resizing there are too many sizes to compile each of them,
@@ -307,13 +312,12 @@ def compile_model(model: nn.Module, train: TrainConfig, augment: AugmentConfig) 
     if train.compile:
         mode = "default" if train.compile is True else train.compile
         is_static = augment.progressive.epochs is None
-        model.compile(mode=mode, dynamic=False if is_static else None)
+        module.compile(mode=mode, dynamic=False if is_static else None)
 
 
 def rebuild_buckets_with_zeros(
     config: Config,
     wrapped: nn.Module,
-    criterion: TrainingLoss,
     normalize: Normalize,
     targets: torch.Tensor,
     autocast_dtype: torch.dtype | None,
@@ -329,7 +333,7 @@ def rebuild_buckets_with_zeros(
     def pass_over_zeros() -> None:
         images = normalize(torch.zeros(shape, dtype=torch.uint8))
         with autocast(normalize.device, autocast_dtype):
-            loss = criterion(wrapped(images), targets, images)
+            loss, _ = wrapped(images, targets)
         loss.backward()
 
     rebuild_ddp_buckets(wrapped, pass_over_zeros)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from imagenet_cls.optim.losses import Outputs
 from imagenet_cls.parallel.collectives import all_reduce_mean
 from imagenet_cls.parallel.memory import peak_memory_bytes
 from imagenet_cls.parallel.process_group import RankContext
@@ -127,20 +126,3 @@ class Meter:
         duration = timedelta(seconds=round(time.perf_counter() - self.created_at))
         speed = self.total_steps * self.global_batch / max(self.total_seconds, 1e-9)
         return f"{count_of(self.total_steps, 'step')} in {duration}, {speed:.0f} img/s"
-
-
-def top1_accuracy(outputs: Outputs, targets: Tensor) -> Tensor:
-    """The share of images (0 to 1) whose highest logit is the target's: a float32 scalar on the
-    device.
-
-    outputs, targets: as the criterion takes them. A mixed target counts as the class with the
-    largest share, as in torchvision's reference scripts; one with several labels as each class with
-    the largest share. With `augment.splits` only the first split of each image counts.
-    """
-    logits = (outputs if isinstance(outputs, Tensor) else outputs[0])[: len(targets)]
-    targets = targets.to(logits.device, non_blocking=True)
-    if not targets.is_floating_point():
-        return (logits.argmax(1) == targets).float().mean()
-    largest = targets.amax(1)
-    predicted = targets.gather(1, logits.argmax(1, keepdim=True)).squeeze(1)
-    return ((predicted == largest) & (largest > 0)).float().mean()

@@ -13,7 +13,7 @@ from torch import Tensor
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts
-from imagenet_cls.engine.meter import StepResult, top1_accuracy
+from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.wrap import check_gradients_reduced, gradient_sync
 from imagenet_cls.seeding import hash_key, seed_generators
@@ -115,10 +115,9 @@ def forward_backward(
         # DDP all-reduces the gradients in the backward pass of the last micro-batch only.
         with gradient_sync(parts.wrapped, micro_step == plan.accumulation - 1):
             with parts.autocast():
-                outputs = parts.wrapped(images)
-                loss = parts.criterion(outputs, targets, images) / divisor
+                # the model and the loss: `engine.model_with_loss`
+                loss, own = parts.wrapped(images, targets, divisor)
             parts.scaler.scale(loss).backward()
-        own = torch.stack([loss.detach(), top1_accuracy(outputs, targets) / divisor])
         # With DataParallel, the loss may be on another device (`parallel.output_device`).
         loss_and_top1 += own.to(context.device, non_blocking=True)
     check_gradients_reduced(parts.wrapped)

@@ -17,7 +17,6 @@ so it does not change the ratio of positive and negative images.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Annotated
 
 import numpy as np
@@ -159,6 +158,7 @@ def build_loss(
     splits: int = 1,
     class_samples: np.ndarray | None = None,
     images: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> Loss:
     """The mean loss over a batch, as a function of logits and targets; a scalar in float32.
 
@@ -166,23 +166,20 @@ def build_loss(
     probabilities. num_classes: the number of the model's outputs. splits: `augment.splits`, for
     `jsd`. class_samples: the number of images of each class in an epoch, int64 (classes,), for
     class weights by size. images: the number of training images, if they have several labels; the
-    targets are then float (N, classes).
+    targets are then float (N, classes). device: of the logits.
 
     A user's factory is called as `factory(**kwargs)`, and what it returns as `loss(logits,
-    targets)`. Raises UserError if it returns no function, ConfigError for a wrong number of class
-    weights.
+    targets)`; a module is moved to `device`. Raises UserError if it returns no function,
+    ConfigError for a wrong number of class weights.
     """
     losses = BUILT_IN if images is None else MULTILABEL
     if loss.name in losses:
         built_in = losses[loss.name]
-        host_weights = _class_weights(loss, num_classes, class_samples, images)
-
-        @cache  # one copy to each device
-        def weights_on(device: torch.device) -> Tensor | None:
-            return None if host_weights is None else host_weights.to(device)
+        weights = _class_weights(loss, num_classes, class_samples, images)
+        if weights is not None:
+            weights = weights.to(device)
 
         def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
-            weights = weights_on(logits.device)
             return built_in(logits, targets, loss.label_smoothing, weights, splits, **loss.kwargs)
 
     else:
@@ -193,10 +190,10 @@ def build_loss(
             f"loss.name: {loss.name!r} returned {type(loss_function).__name__}.",
             "Return a function of logits and targets.",
         )
+    if isinstance(loss_function, nn.Module):
+        loss_function.to(device)
 
     def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-        if isinstance(loss_function, nn.Module):
-            loss_function.to(logits.device)  # does nothing after the first time
         if targets.is_floating_point():
             targets = targets.float()
         mean: Tensor = loss_function(logits.float(), targets)

@@ -19,22 +19,11 @@ from imagenet_cls.private_names import BatchNormBase, has_reduced_gradients
 from imagenet_cls.text import join_names
 
 
-def wrap_for_training(
-    model: nn.Module, context: RankContext, mode: str, devices: Devices, find_unused: bool
-) -> nn.Module:
-    """The module to call in training. mode: `parallel.mode`. devices: the devices of this rank.
-    find_unused: `parallel.find_unused_parameters`. A collective.
-    """
-    if mode == "dp":
-        return wrap_data_parallel(model, devices)
-    return wrap_ddp(model, context, mode, find_unused)
-
-
 def wrap_ddp(
     model: nn.Module, context: RankContext, mode: str, find_unused: bool = False
 ) -> nn.Module:
     """The model in DistributedDataParallel if there are several ranks or `mode` is `ddp`, else the
-    model itself.
+    model itself. find_unused: `parallel.find_unused_parameters`.
 
     Every rank's parameters and buffers become rank 0's. A collective. `BatchNormStatistics`
     averages the running statistics later. DDP's static_graph is not used: under `no_sync`
@@ -101,7 +90,7 @@ def check_gradients_reduced(wrapped: nn.Module) -> None:
     if not isinstance(wrapped, DistributedDataParallel) or has_reduced_gradients(wrapped):
         return
     unused = [
-        name
+        name.removeprefix("model.")  # `ModelWithLoss` adds it
         for name, parameter in wrapped.module.named_parameters()
         if parameter.requires_grad and parameter.grad is None
     ]

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
             35,
         ),
         ("compute_gradients", ["parts.sam.due", "forward_backward"], 20),
-        ("forward_backward", ["parts.preprocess", "parts.wrapped", "parts.criterion"], 35),
+        ("forward_backward", ["parts.preprocess", "parts.wrapped", "parts.scaler.scale"], 35),
     ],
 )
 def test_loop_shows_calls_in_order(name: str, order: list[str], max_lines: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,9 +36,6 @@ class Graphed(nn.Module):
         self.weight = nn.Parameter(weight.view(num_classes, -1))
         self.memory = torch.zeros_like(self.weight)
 
-    def compile(self, **_: Any) -> None:
-        """Do nothing: it is as good as compiled."""
-
     def forward(self, images: Tensor) -> Tensor:
         return GraphLinear.apply(images.flatten(1), self.weight, self.memory)
 
@@ -52,13 +50,27 @@ class Traced(nn.Module):
         self.head = nn.Linear(8 * 4 * 4, num_classes)
         self.is_compiled = False
 
-    def compile(self, **settings: Any) -> None:
-        self.is_compiled = True
-        super().compile(backend="aot_eager", dynamic=settings["dynamic"])
-
     def forward(self, images: Tensor) -> Tensor:
         assert torch.compiler.is_compiling() == self.is_compiled
         return self.head(self.norm(self.conv(images)).relu().flatten(1))
+
+
+def graphed(num_classes: int) -> nn.Module:
+    """`Graphed`, which is as good as compiled: nothing is compiled in this process."""
+    mock.patch.object(nn.Module, "compile", lambda module, **_: None).start()
+    return Graphed(num_classes)
+
+
+def traced(num_classes: int) -> nn.Module:
+    """`Traced`, of which this process compiles what a run does, in one graph."""
+    model, compile_module = Traced(num_classes), nn.Module.compile
+
+    def trace(module: nn.Module, **settings: Any) -> None:
+        model.is_compiled = True
+        compile_module(module, backend="aot_eager", dynamic=settings["dynamic"], fullgraph=True)
+
+    mock.patch.object(nn.Module, "compile", trace).start()
+    return model
 
 
 Run = Callable[..., dict[str, Tensor]]
@@ -92,7 +104,7 @@ def final_weights(rank_server: RankServer, tmp_path: Path, digits: Path) -> Run:
 def test_gradients_in_memory_of_cuda_graphs_are_accumulated(
     final_weights: Run, mode: str, ranks: int, sam_rho: float | str
 ) -> None:
-    model, settings = "test_compiled_runs:Graphed", {"train__sam_rho": sam_rho}
+    model, settings = "test_compiled_runs:graphed", {"train__sam_rho": sam_rho}
     whole = final_weights(ranks, model, mode, "null", **settings)
     accumulated = final_weights(ranks, model, mode, "16", **settings)
     torch.testing.assert_close(accumulated, whole)
@@ -102,7 +114,7 @@ def test_gradients_in_memory_of_cuda_graphs_are_accumulated(
 def test_compiled_run_with_accumulation_ends_with_the_weights_of_an_eager_one(
     final_weights: Run, ranks: int
 ) -> None:
-    model = "test_compiled_runs:Traced"
+    model = "test_compiled_runs:traced"
     eager, compiled = (final_weights(ranks, model, value, "32") for value in ("false", "true"))
     torch.testing.assert_close(compiled, eager)
 

@@ -334,16 +334,16 @@ def no_record_stream() -> Any:
 
 
 def number_read_in_each_step() -> Any:
-    from imagenet_cls.engine import train as loop
+    from imagenet_cls.engine import model_with_loss
 
-    original = loop.top1_accuracy
+    original = model_with_loss.top1_accuracy
 
     def top1_accuracy(outputs: Any, targets: Any) -> Tensor:
         share = original(outputs, targets)
         share.item()
         return share
 
-    return mock.patch.object(loop, "top1_accuracy", top1_accuracy)
+    return mock.patch.object(model_with_loss, "top1_accuracy", top1_accuracy)
 
 
 def cpu_generator_for_erasing() -> Any:

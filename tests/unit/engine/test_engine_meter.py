@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers import single_rank
 
-from imagenet_cls.engine.meter import Meter, StepResult, top1_accuracy
+from imagenet_cls.engine.meter import Meter, StepResult
+from imagenet_cls.engine.model_with_loss import top1_accuracy
 
 ALONE = single_rank()
 NOT_SKIPPED = torch.tensor(False)

@@ -66,7 +66,8 @@ def test_user_loss_gets_float32_logits() -> None:
     "loss", [LossConfig(class_weights=[1.0] * 5), LossConfig(f"{__name__}:OwnModule")]
 )
 def test_buffers_move_to_the_device_of_the_logits(loss: LossConfig) -> None:
-    assert build_loss(loss, 5)(LOGITS.to("meta"), TARGETS.to("meta")).device.type == "meta"
+    mean_loss = build_loss(loss, 5, device="meta")
+    assert mean_loss(LOGITS.to("meta"), TARGETS.to("meta")).device.type == "meta"
 
 
 @pytest.mark.parametrize(("kind", "beta"), [("balanced", None), ("effective", 0.99)])
