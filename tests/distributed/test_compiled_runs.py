@@ -78,7 +78,7 @@ Run = Callable[..., dict[str, Tensor]]
 
 @pytest.fixture
 def final_weights(rank_server: RankServer, tmp_path: Path, digits: Path) -> Run:
-    """Runs train.py for three steps, and returns weights and buffers."""
+    """Runs train.py for three steps, and returns weights, buffers and their averages."""
 
     def train(
         ranks: int, model: str, compiled: str, micro_batch: str, **more: Any
@@ -87,7 +87,13 @@ def final_weights(rank_server: RankServer, tmp_path: Path, digits: Path) -> Run:
         settings = {"model__name": model, "train__compile": compiled, "device": "cpu", **more}
         settings |= {"train__micro_batch_size": micro_batch, "train__max_steps": 3}
         rank_server.train(arguments(digits, folder, **settings), ranks)
-        return load_file(newest(folder) / "model.safetensors")
+        checkpoint = newest(folder)
+        return {
+            f"{path.stem}.{name}": tensor
+            for path in (checkpoint / "model.safetensors", checkpoint / "ema.safetensors")
+            if path.exists()
+            for name, tensor in load_file(path).items()
+        }
 
     return train
 
@@ -110,12 +116,26 @@ def test_gradients_in_memory_of_cuda_graphs_are_accumulated(
     torch.testing.assert_close(accumulated, whole)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
+SAM_MIXUP_EMA = {"train__sam_rho": 0.05, "mix__mixup_alpha": 0.4, "ema__decay": 0.9}
+DISTILLATION = {"distill__kind": "soft", "distill__teacher__name": "helpers:plain"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, SAM_MIXUP_EMA),
+        pytest.param(1, SAM_MIXUP_EMA, marks=pytest.mark.nightly),
+        pytest.param(1, DISTILLATION, marks=pytest.mark.nightly),
+        pytest.param(2, DISTILLATION, marks=pytest.mark.nightly),
+    ],
+)
 def test_compiled_run_with_accumulation_ends_with_the_weights_of_an_eager_one(
-    final_weights: Run, ranks: int
+    final_weights: Run, ranks: int, settings: dict[str, Any]
 ) -> None:
     model = "test_compiled_runs:traced"
-    eager, compiled = (final_weights(ranks, model, value, "32") for value in ("false", "true"))
+    eager, compiled = (
+        final_weights(ranks, model, value, "32", **settings) for value in ("false", "true")
+    )
     torch.testing.assert_close(compiled, eager)
 
 
@@ -125,6 +145,7 @@ def test_run_compiled_by_inductor_ends_with_the_weights_of_an_eager_one(
     final_weights: Run, ranks: int, mode: str
 ) -> None:
     eager, compiled = (
-        final_weights(ranks, "helpers:plain", value, "32") for value in ("false", mode)
+        final_weights(ranks, "helpers:plain", value, "32", **SAM_MIXUP_EMA)
+        for value in ("false", mode)
     )
     torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
