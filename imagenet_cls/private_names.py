@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 # The base class of torch's BatchNorm1d, 2d, 3d and SyncBatchNorm, and of other libraries' layers. A
@@ -30,6 +30,36 @@ def change_class(module: nn.Module, new_class: type[nn.Module]) -> None:
     new module would have to copy them all.
     """
     module.__class__ = new_class
+
+
+def state_entries(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where the parameters and persistent buffers are: dictionaries and keys, as many times and in
+    the order of the state dict, and those that are None.
+
+    A module that assigns another tensor to a name changes the dictionary. Reading the entries again
+    takes a tenth of the time of `state_dict`.
+    """
+    entries = []
+    for _, each in module.named_modules(remove_duplicate=False):
+        entries += [(each._parameters, key) for key in each._parameters]
+        persistent = each._buffers.keys() - each._non_persistent_buffers_set
+        entries += [(each._buffers, key) for key in each._buffers if key in persistent]
+    return entries
+
+
+def lerp_each_(targets: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """`target.lerp_(end, weight)` of each pair in one operator."""
+    torch._foreach_lerp_(targets, ends, weight)
+
+
+def copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """`target.copy_(source)` of each pair in one operator."""
+    torch._foreach_copy_(targets, sources)
+
+
+def norm_of_each(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """The 2-norm of each tensor, a scalar, in one operator."""
+    return torch._foreach_norm(tensors)
 
 
 def is_in_backward() -> bool:

@@ -1,4 +1,4 @@
-"""The exponential moving average of a model's weights, by timm's ModelEmaV3.
+"""The exponential moving average of a model's weights, with the arithmetic of timm's ModelEmaV3.
 
 All floating-point entries of the state dict are averaged, BatchNorm's running statistics too.
 Integer entries (BatchNorm's `num_batches_tracked`) are copied. The decay of an update is a pure
@@ -14,10 +14,14 @@ half-life of 20.8 million images. It updates after the first batch of an epoch a
 there, and copies the weights during warm-up; here the first update copies the weights.
 """
 
+from typing import Any
+
+import torch
 from timm.utils import ModelEmaV3
-from torch import nn
+from torch import Tensor, nn
 
 from imagenet_cls.config.schema import EmaConfig
+from imagenet_cls.private_names import copy_each_, lerp_each_, state_entries
 
 
 class ModelEma:
@@ -28,6 +32,7 @@ class ModelEma:
     def __init__(self, average: ModelEmaV3 | None = None, every_steps: int = 1):
         self.average = average
         self.every_steps = every_steps
+        self.model: nn.Module | None = None
 
     @property
     def module(self) -> nn.Module | None:
@@ -38,16 +43,46 @@ class ModelEma:
         if self.average is not None:
             self.average.set(model)
 
+    @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         """average = d * average + (1 - d) * model, every `every_steps` steps. Does nothing where
         EMA is off.
 
-        model: without its DDP wrapper. step: index of the optimizer step just made, from 0. For
-        update n = 1, 2, ... d is 0 for n = 1, then `ema_decay`, or with warm-up min(ema_decay, 1 -
-        n ** (-2/3)), timm's with warmup_gamma 1 and warmup_power 2/3.
+        model: without its DDP wrapper; it may assign other tensors to its parameters and buffers
+        between two updates. step: index of the optimizer step just made, from 0. For update n = 1,
+        2, ... d is 0 for n = 1, then `ema_decay`, or with warm-up min(ema_decay, 1 - n ** (-2/3)),
+        timm's with warmup_gamma 1 and warmup_power 2/3.
         """
-        if self.average is not None and (step + 1) % self.every_steps == 0:
-            self.average.update(model, step=(step + 1) // self.every_steps)
+        if self.average is None or (step + 1) % self.every_steps:
+            return
+        update = (step + 1) // self.every_steps
+        if model is not self.model:
+            self.model = model
+            self.floats: list[Pair] = []
+            self.others: list[Pair] = []
+            for (average, key), (current, _) in zip(
+                state_entries(self.average.module), state_entries(model), strict=True
+            ):
+                if average[key] is not None:
+                    is_float = average[key].is_floating_point()
+                    (self.floats if is_float else self.others).append((average, current, key))
+            self.dtypes = [average[key].dtype for average, _, key in self.floats]
+        averages, values = tensors_of_pairs(self.floats)
+        if [value.dtype for value in values] != self.dtypes:
+            self.average.update(model, step=update)  # with operators that convert
+            return
+        lerp_each_(averages, values, 1.0 - self.average.get_decay(update))
+        if self.others:
+            copy_each_(*tensors_of_pairs(self.others))
+
+
+# The dictionaries with a tensor of the average and of the model, and its key in both.
+Pair = tuple[dict[str, Any], dict[str, Any], str]
+
+
+def tensors_of_pairs(pairs: list[Pair]) -> tuple[list[Tensor], list[Tensor]]:
+    averages = [average[key] for average, _, key in pairs]
+    return averages, [model[key] for _, model, key in pairs]
 
 
 def build_ema(model: nn.Module, config: EmaConfig, global_batch_size: int) -> ModelEma:

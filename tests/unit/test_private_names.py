@@ -38,6 +38,28 @@ def test_change_class_keeps_parameters_and_changes_the_forward() -> None:
     assert all(a is b for a, b in zip(parameters, layer.parameters(), strict=True))
 
 
+def test_state_entries_are_those_of_the_state_dict_also_after_an_assignment() -> None:
+    norm = nn.BatchNorm1d(2)
+    norm.register_buffer("empty", None)
+    norm.register_buffer("temporary", torch.ones(1), persistent=False)
+    model = nn.Sequential(norm, nn.Linear(2, 2, bias=False), norm)
+    entries = private_names.state_entries(model)
+    norm.running_mean = torch.ones(2)
+    tensors = [owner[key] for owner, key in entries if owner[key] is not None]
+    expected = model.state_dict(keep_vars=True).values()
+    assert all(a is b for a, b in zip(tensors, expected, strict=True))
+    assert len(entries) == len(tensors) + 3  # two of `empty`, and the bias
+
+
+def test_operators_for_each_tensor_are_those_of_a_loop() -> None:
+    zeros = [torch.zeros(2), torch.zeros((), dtype=torch.int64)]
+    private_names.copy_each_(zeros, [torch.tensor([3.0, 4.0]), torch.tensor(7)])
+    assert zeros[0].tolist() == [3, 4] and zeros[1].item() == 7
+    private_names.lerp_each_(zeros[:1], [torch.ones(2)], 0.5)
+    assert zeros[0].tolist() == [2, 2.5]
+    assert [norm.item() for norm in private_names.norm_of_each([torch.tensor([3.0, 4.0])])] == [5]
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_is_in_backward_only_while_activations_are_recomputed(use_reentrant: bool) -> None:
     seen = []

@@ -3,6 +3,8 @@ the weights are its whole state.
 """
 
 import math
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -63,6 +65,89 @@ def test_update_after_resume_equals_timms_uninterrupted(every_steps: int, warmup
         if (step + 1) % every_steps == 0:
             timms.update(model, step=(step + 1) // every_steps)
     torch.testing.assert_close(copy_of(ema.module), copy_of(timms.module), rtol=0, atol=0)
+
+
+class Rebinding(nn.Module):
+    """Assigns other tensors to buffers in each forward. Has a frozen layer, a tied weight, no bias
+    in a layer, a buffer that is None until the forward, and one that no state dict has.
+    """
+
+    center: Tensor
+    images: Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.body[2].requires_grad_(False)
+        self.body.append(nn.Linear(4, 4))
+        self.body[3].weight = self.body[0].weight
+        self.to(dtype)
+        self.register_buffer("center", torch.zeros(4, dtype=torch.float32))
+        self.register_buffer("images", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("late", None)
+        self.register_buffer("temporary", torch.zeros(2), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.body(input)
+        self.center = 0.9 * self.center + output.detach().float().mean(0)
+        self.images = self.images + len(input)
+        self.temporary = self.late = output.detach()
+        return output
+
+
+def load(module: nn.Module, assign: bool) -> None:
+    loaded = {key: value + 1 for key, value in module.state_dict().items() if key != "late"}
+    module.load_state_dict(loaded, strict=False, assign=assign)
+
+
+def replace_parameter(model: Any, _: nn.Module) -> None:
+    model.body[1].weight = nn.Parameter(model.body[1].weight.detach() + 1)
+
+
+def replace_data(model: Any, _: nn.Module) -> None:
+    model.body[1].weight.data = model.body[1].weight.data + 1
+
+
+CHANGES: dict[str, Callable[[Any, nn.Module], None]] = {
+    "none": lambda model, average: None,
+    "parameter": replace_parameter,
+    "data": replace_data,
+    "another dtype": lambda model, average: model.double(),
+    "model loaded": lambda model, average: load(model, assign=False),
+    "model assigned": lambda model, average: load(model, assign=True),
+    "average loaded": lambda model, average: load(average, assign=False),
+    "average assigned": lambda model, average: load(average, assign=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_average_of_a_model_that_assigns_other_tensors_equals_timms(
+    dtype: torch.dtype, change: str
+) -> None:
+    """timm makes state dicts in each update. The first update copies."""
+    model = Rebinding(dtype)
+    ema = build_ema(model, EmaConfig(decay=0.7, warmup=True), 64)
+    timms = ModelEmaV3(model, decay=0.7, use_warmup=True, stochastic_rounding=False)
+    for step in range(6):
+        if step == 3:
+            CHANGES[change](model, ema.module)
+            CHANGES[change](deepcopy(model), timms.module)
+        generator = torch.Generator().manual_seed(step)
+        parameter = next(model.parameters())
+        model(torch.randn(8, 4, generator=generator).to(parameter.dtype))
+        with torch.no_grad():
+            parameter.add_(0.25)
+        expected = {key: value for key, value in copy_of(model).items() if key != "late"}
+        late, model.late = model.late, None  # timm pairs the two state dicts by their order
+        timms.update(model, step=step + 1)
+        model.late = None if change == "another dtype" else late
+        ema.update(model, step)
+        torch.testing.assert_close(
+            copy_of(ema.module), expected if step == 0 else copy_of(timms.module), rtol=0, atol=0
+        )
+    assert ema.module.center.abs().max() > 0 and ema.module.images > 0
 
 
 @pytest.mark.parametrize(("batch", "every_steps", "epochs"), [(32, 1, 10), (128, 4, 5)])
