@@ -141,6 +141,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
       the launching process or on rank 0;
     * DDP gives all ranks the weights of rank 0, and then the EMA copies them;
     * the EMA copies the model before it is compiled;
+    * BatchNorm's buffers get their final addresses before the compiled model runs;
     * the passes that rebuild DDP's buckets clear the gradients, which `Updater` may then allocate.
     """
     device = context.device
@@ -181,6 +182,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     wrapped = wrap_ddp(model_with_loss, context, parallel.mode, parallel.find_unused_parameters)
     check_same_weights(model, context)
     ema = build_ema(model, config.ema, train.global_batch_size)
+    statistics = BatchNormStatistics(model, context)
     for module in (model, model_with_loss):  # evaluations call the model alone
         compile_module(module, train, augment)
     head = head_names(model, num_classes)
@@ -236,7 +238,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
         sam=Sam(model, optimizer, train.sam_rho, train.sam_every_steps, keep_gradients),
         scaler=scaler,
         updater=Updater(model, optimizer, train, scaler, head, keep_gradients),
-        batch_norm_statistics=BatchNormStatistics(model, context),
+        batch_norm_statistics=statistics,
         train_loader=train_loader,
         evaluation=evaluation,
         metrics=build_metrics(

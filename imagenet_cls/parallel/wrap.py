@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_cls.errors import ConfigError
@@ -15,7 +16,7 @@ from imagenet_cls.parallel.collectives import all_reduce_mean, broadcast_as_byte
 from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import is_synchronized
-from imagenet_cls.private_names import BatchNormBase, has_reduced_gradients
+from imagenet_cls.private_names import BatchNormBase, has_reduced_gradients, state_entries
 from imagenet_cls.text import join_names
 
 
@@ -168,30 +169,53 @@ class BatchNormStatistics:
             for module in model.modules()
             if isinstance(module, BatchNormBase) and module.training
         ]
-        buffers = [
-            b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None
+        self.entries = [
+            (owner, key)
+            for norm in norms
+            for owner, key in state_entries(norm)
+            if key in ("running_mean", "running_var") and owner[key] is not None
         ]
-        self.buffers: list[Tensor] = buffers
-        self.sizes = [buffer.numel() for buffer in buffers]
         self.are_equal = context.world_size == 1 or all(is_synchronized(norm) for norm in norms)
         self.context = context
+        self.flatten()
         self.store_current()
+
+    def flatten(self) -> None:
+        """Make the buffers of each dtype views of one tensor."""
+        self.buffers: list[Tensor] = [owner[key] for owner, key in self.entries]
+        self.flat = []
+        for dtype in dict.fromkeys(buffer.dtype for buffer in self.buffers):
+            buffers = [buffer for buffer in self.buffers if buffer.dtype is dtype]
+            # Kernels of GPUs may expect addresses that are multiples of 16 bytes.
+            multiple = 1 if self.context.device.type == "cpu" else 16
+            padded = [functional.pad(buffer, (0, -len(buffer) % multiple)) for buffer in buffers]
+            flat = torch.cat(padded)
+            views = flat.split([len(each) for each in padded])
+            for buffer, view in zip(buffers, views, strict=True):
+                buffer.data = view[: len(buffer)]
+            self.flat.append(flat)
+
+    def flatten_if_assigned(self) -> None:
+        """Call `flatten` if the model has assigned other tensors to its buffers."""
+        pairs = zip(self.entries, self.buffers, strict=True)
+        if any(owner[key] is not buffer for (owner, key), buffer in pairs):
+            self.flatten()
 
     def store_current(self) -> None:
         """Store the current values, to which `sync` returns after a skipped step. Call it after
         loading state.
         """
-        self.last = torch.cat(self.buffers) if self.buffers else None
+        self.flatten_if_assigned()
+        self.last = [flat.clone() for flat in self.flat]
 
     @torch.no_grad()
     def sync(self, skipped: Tensor) -> None:
         """skipped: bool scalar on the device, equal on all ranks; restores the values from before
         the step.
         """
-        if self.last is None:
-            return
-        flat = torch.cat(self.buffers)
-        if not self.are_equal:
-            all_reduce_mean(flat, self.context)
-        torch.where(skipped, self.last, flat, out=self.last)
-        torch.split_with_sizes_copy(self.last, self.sizes, out=self.buffers)
+        self.flatten_if_assigned()
+        for flat, last in zip(self.flat, self.last, strict=True):
+            if not self.are_equal:
+                all_reduce_mean(flat, self.context)
+            torch.where(skipped, last, flat, out=last)
+            flat.copy_(last)

@@ -1,10 +1,14 @@
 """Devices, backends and wrapping with a single rank. Several ranks: tests/distributed."""
 
+import math
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from imagenet_cls.commands import check_dist
@@ -220,12 +224,45 @@ def test_batch_norm_statistics_after_a_skipped_step_are_restored() -> None:
     assert not torch.equal(statistics.buffers[0], after_good[0])
 
 
-def test_batch_norm_statistics_of_a_loaded_state_are_restored() -> None:
+def fill(norm: nn.Module, value: float) -> None:
+    norm.running_mean.fill_(value)
+
+
+def assign(norm: nn.Module, value: float) -> None:
+    norm.running_mean = torch.full((2,), value)
+
+
+@pytest.mark.parametrize("change", [fill, assign])
+def test_batch_norm_statistics_of_a_loaded_state_are_restored(
+    change: Callable[[nn.Module, float], None],
+) -> None:
     norm = nn.BatchNorm1d(2)
     statistics = BatchNormStatistics(norm, SINGLE)
-    for value in (5.0, float("nan")):
-        norm.running_mean.fill_(value)
-        if value == 5.0:
-            statistics.store_current()
-    statistics.sync(torch.tensor(True))
-    assert norm.running_mean.tolist() == [5.0, 5.0]
+    change(norm, 5.0)
+    statistics.store_current()
+    for skipped, expected in ((True, 5.0), (False, 7.0), (True, 7.0)):
+        change(norm, math.nan if skipped else 7.0)
+        statistics.sync(torch.tensor(skipped))
+        assert norm.running_mean.tolist() == [expected, expected]
+    fill(norm, 8.0)  # the buffer that the norm has now is a view again
+    statistics.sync(torch.tensor(False))
+    assert statistics.flat[0].tolist() == [8.0, 8.0, 1.0, 1.0]
+
+
+def test_batch_norm_statistics_leave_copies_and_files_of_the_model_as_they_are(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(3), nn.BatchNorm1d(3).double())
+    model[1].running_mean.fill_(4.0)
+    expected = {name: buffer.clone() for name, buffer in model.state_dict().items()}
+    statistics = BatchNormStatistics(model, SINGLE)
+    statistics.sync(torch.tensor(False))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for found in (
+        model.state_dict(),
+        deepcopy(model).state_dict(),
+        load_file(tmp_path / "model.safetensors"),
+    ):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert all(found[name].dtype is value.dtype for name, value in expected.items())
