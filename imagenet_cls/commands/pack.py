@@ -72,10 +72,10 @@ def pack_command(argv: Sequence[str]) -> None:
     parser = cli.build_parser(
         "pack",
         "Pack a dataset into WebDataset shards OUT/train/train-00000.tar, ... and OUT/val/..., for "
-        "data.root=OUT. Files are copied as they are, unless --max-px shrinks them. The same "
-        "command continues an interrupted one.",
-        "SOURCE OUT [key=value ...] [--max-px N] [--quality Q] [--images-per-shard N] "
-        "[--multilabel] [--threads N]",
+        "data.root=OUT. Files are copied as they are, unless --max-px or --reencode encodes them. "
+        "The same command continues an interrupted one.",
+        "SOURCE OUT [key=value ...] [--max-px N] [--quality Q | --reencode Q] "
+        "[--images-per-shard N] [--multilabel] [--threads N]",
     )
     parser.add_argument(
         "source",
@@ -90,12 +90,19 @@ def pack_command(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--max-px", type=cli.positive, metavar="N", help="shrink images whose longer side exceeds N"
     )
-    parser.add_argument(
+    quality = parser.add_mutually_exclusive_group()
+    quality.add_argument(
         "--quality",
         type=cli.jpeg_quality,
         default=90,
         metavar="Q",
         help="of shrunk images (default: 90)",
+    )
+    quality.add_argument(
+        "--reencode",
+        type=cli.jpeg_quality,
+        metavar="Q",
+        help="encode every JPEG with quality Q and 4:2:0, which decode faster; lossy",
     )
     parser.add_argument(
         "--images-per-shard", type=cli.positive, default=1000, metavar="N", help="default: 1000"
@@ -118,6 +125,8 @@ def pack_command(argv: Sequence[str]) -> None:
     )
     for part in parts.values():
         check_class_names(part.classes, arguments.source)
+    if arguments.reencode is not None:
+        print(f"lossy: every JPEG is encoded again with quality {arguments.reencode} and 4:2:0")
     with explain_write_errors(out, "Repair the cause; the same command then continues."):
         out.mkdir(parents=True, exist_ok=True)
         with take_lock(out, "Wait for that process, or stop it; then the same command continues."):
@@ -369,9 +378,11 @@ def write_part(name: str, part: Part, arguments: argparse.Namespace) -> None:
     folder = out / name
     partial_folder = out / f".{name}.partial"
     max_px = arguments.max_px
-    quality = arguments.quality
+    reencode = arguments.reencode is not None
+    quality = arguments.reencode if reencode else arguments.quality
     made_of = [part.fingerprint, list(part.classes), max_px, quality, arguments.images_per_shard]
-    plan = json.dumps([*made_of, SHARD_FORMAT])
+    made_of += [SHARD_FORMAT, *(["reencode"] if reencode else [])]
+    plan = json.dumps(made_of)
     for path in (folder, partial_folder):
         plan_file = path / PLAN_FILE
         if path.exists() and not (plan_file.exists() and plan_file.read_text() == plan):
@@ -386,7 +397,8 @@ def write_part(name: str, part: Part, arguments: argparse.Namespace) -> None:
         labels = "".join(f"{label}\n" for label in part.classes)
         write_file(partial_folder / "classes.txt", labels.encode("utf-8", "surrogateescape"))
         paths = [partial_folder / f"{name}-{number:05d}.tar" for number in range(len(part.shards))]
-        pack = partial(pack_sample, classes=part.classes, max_px=max_px, quality=quality)
+        options = {"max_px": max_px, "quality": quality, "reencode": reencode}
+        pack = partial(pack_sample, classes=part.classes, **options)
         shards = list(zip(paths, part.shards, strict=True))
         with ThreadPoolExecutor(arguments.threads) as pool:
             for path, shard in cli.track(shards, f"packing {name}"):
@@ -430,12 +442,14 @@ def write_shard(path: Path, files: Iterator[Sample]) -> None:
     fsync(path)
 
 
-def pack_sample(sample: Sample, classes: Sequence[str], max_px: int | None, quality: int) -> Sample:
-    """The sample as a shard has it: CLASS/NAME.SUFFIX, with no dot but the last; an image whose
-    longer side exceeds `max_px` shrunk.
+def pack_sample(
+    sample: Sample, classes: Sequence[str], max_px: int | None, quality: int, reencode: bool
+) -> Sample:
+    """The sample as a shard has it: CLASS/NAME.SUFFIX, with no dot but the last. An image whose
+    longer side exceeds `max_px`, and with `reencode` every JPEG, is encoded by `encode_jpeg`.
 
     The suffix is in lower case, and `jpg` for JPEG files. Raises DataError where an image that has
-    to be shrunk, or whose format its name does not tell, can't be read.
+    to be encoded, or whose format its name does not tell, can't be read.
     """
     name, data, own, description = sample
     # normpath keeps two slashes at the start, as POSIX says.
@@ -444,16 +458,17 @@ def pack_sample(sample: Sample, classes: Sequence[str], max_px: int | None, qual
     suffix = ""
     if suffix_of(os.fsencode(base)) in IMAGE_SUFFIXES:
         stem, _, suffix = base.rpartition(".")
-    if max_px is not None or not suffix:
+    if max_px is not None or reencode or not suffix:
         from imagenet_cls.data.decode import open_image  # imports torch
 
         try:
             with open_image(data) as image:
                 suffix = suffix or str(image.format)
-                longer_px = max(image.size)
-            if max_px is not None and longer_px > max_px:
-                data = downscale_jpeg(data, max_px, quality)
-                suffix = "jpg"
+                is_large = max_px is not None and max(image.size) > max_px
+                # an MPO file is a JPEG with further images
+                if is_large or (reencode and image.format in ("JPEG", "MPO")):
+                    data = encode_jpeg(data, max_px, quality, is_gray=image.mode == "L")
+                    suffix = "jpg"
         except Exception as error:  # damaged files make decoders raise anything
             reason = f"{printable(description)}: {first_line(error)}."
             raise DataError(reason, "Replace the file.") from None
@@ -468,16 +483,24 @@ def pack_sample(sample: Sample, classes: Sequence[str], max_px: int | None, qual
     return f"{folder}/{stem.replace('.', '_')}.{suffix}", data, own, description
 
 
-def downscale_jpeg(data: bytes, max_px: int, quality: int) -> bytes:
-    """A JPEG of the pixels that training would decode, which keeps the EXIF orientation."""
+def encode_jpeg(data: bytes, max_px: int | None, quality: int, *, is_gray: bool) -> bytes:
+    """A JPEG with 4:2:0 of the pixels that training would decode, which keeps the EXIF orientation.
+
+    max_px: the limit of the longer side. is_gray: whether to store gray only.
+    """
     from imagenet_cls.data.decode import ORIENTATION, decode_rgb, exif_orientation  # imports torch
 
     image = Image.fromarray(decode_rgb(data).permute(1, 2, 0).numpy())
-    image.thumbnail((max_px, max_px), Image.Resampling.LANCZOS)
+    if max_px is not None:
+        image.thumbnail((max_px, max_px), Image.Resampling.LANCZOS)
+    if is_gray:
+        image = image.convert("L")
     exif = Image.Exif()
     orientation = exif_orientation(data)
     if orientation != 1:
         exif[ORIENTATION] = orientation
     file = io.BytesIO()
-    image.save(file, "JPEG", quality=quality, exif=exif.tobytes() if exif else b"")
+    image.save(
+        file, "JPEG", quality=quality, subsampling="4:2:0", exif=exif.tobytes() if exif else b""
+    )
     return file.getvalue()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import REPOSITORY, datasets_in, environment, wait_for
-from PIL import Image
+from PIL import Image, JpegImagePlugin
 
 from imagenet_cls.commands import pack
 from imagenet_cls.commands.pack import pack_command
@@ -154,6 +154,74 @@ def test_shrunk_images_keep_gray_of_16_bits_and_orientation(tmp_path: Path, pack
     assert pixels.shape == (64, 64) and np.abs(pixels - np.linspace(1.5, 253.5, 64)).max() < 4
     turned = source.read(1)
     assert exif_orientation(turned) == 6 and decode_upright(turned).shape == (3, 64, 32)
+
+
+@pytest.fixture
+def files_of_all_kinds(tmp_path: Path, photographs: list[Image.Image]) -> Path:
+    """A folder with a file of each kind of JPEG, and with a PNG of the name of one."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    options: dict[str, Any] = {"quality": 95, "subsampling": 0}
+    image = photographs[0].resize((200, 101))
+    for part in ("train", "val"):
+        folder = tmp_path / "data" / part / "0"
+        folder.mkdir(parents=True)
+        image.convert("CMYK").save(folder / "cmyk.jpg", **options)
+        image.convert("L").save(folder / "gray.jpeg", quality=95)
+        image.save(folder / "mpo.jpg", format="MPO", save_all=True, append_images=[image])
+        image.save(folder / "png.JPEG", format="PNG")
+        image.save(folder / "turned.jpg", exif=exif, progressive=True, **options)
+        image.save(folder / "unlike.png", format="JPEG", **options)
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("max_px", [None, 150])
+def test_reencode_encodes_every_jpeg(
+    max_px: int | None, files_of_all_kinds: Path, tmp_path: Path, call: Call
+) -> None:
+    words = [files_of_all_kinds, tmp_path / "out", "--reencode", 90]
+    words += [] if max_px is None else ["--max-px", max_px]
+    code, text, _ = call(pack_command, *words)
+    assert code == 0 and "lossy" in text
+    before, packed = (
+        datasets_in(root, exif="apply").train for root in (files_of_all_kinds, words[1])
+    )
+    for i in range(len(before)):
+        name, data = Path(before.name(i)).stem, packed.read(i)
+        with Image.open(io.BytesIO(data)) as image:
+            is_encoded = name != "png" or max_px is not None
+            assert (
+                image.format == ("JPEG" if is_encoded else "PNG") and packed.name(i)[-4:] == ".jpg"
+            )
+            assert (data != before.read(i)) == is_encoded, name
+            assert image.mode == ("L" if name == "gray" else "RGB")
+            assert max(image.size) == (max_px or 200)
+            if is_encoded and image.mode == "RGB":
+                assert JpegImagePlugin.get_sampling(image) == 2, "4:2:0"
+        if max_px is None:
+            difference = packed.load(i)[0].float() - before.load(i)[0].float()
+            assert difference.abs().mean() < 4, name
+    assert call(pack_command, *words)[0] == 0
+    assert call(pack_command, *words[:2])[0] == 2  # other options
+
+
+@pytest.mark.parametrize(
+    "options", [["0"], ["101"], ["90.5"], ["best"], [], ["90", "--quality", "80"]]
+)
+def test_bad_quality_of_reencode_is_a_usage_error(
+    options: list[str], image_folder: Path, tmp_path: Path, call: Call
+) -> None:
+    assert call(pack_command, image_folder, tmp_path / "out", "--reencode", *options)[0] == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_jpeg_to_be_encoded_is_an_error(
+    files_of_all_kinds: Path, tmp_path: Path, call: Call
+) -> None:
+    path = files_of_all_kinds / "train" / "0" / "mpo.jpg"
+    path.write_bytes(path.read_bytes()[:1000])
+    code, _, error = call(pack_command, files_of_all_kinds, tmp_path / "out", "--reencode", 90)
+    assert code == 3 and "mpo.jpg" in error and not (tmp_path / "out" / "train").exists()
 
 
 @pytest.mark.parametrize("name", [" b", "b\nc", "", "a"])
