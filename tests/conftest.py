@@ -46,7 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from tests that do not need one: `device=auto` would choose them, and most tests
     assume a CPU.
     """
-    if helpers.runs_on_gpus(config.option.markexpr):
+    folder = config.invocation_params.dir
+    if helpers.runs_on_gpus(config.option.markexpr, [folder / path for path in config.args]):
         # cuBLAS reads it once in each process. Runs with train.deterministic=true need it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     else:
@@ -80,6 +81,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in gpu_items:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device and -m gpu"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    """In CI, a module that is skipped as a whole is an error."""
+    report = yield
+    if in_ci() and report.skipped:
+        report.outcome = "failed"
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

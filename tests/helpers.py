@@ -247,9 +247,11 @@ def write_report_and_rows(evaluation: Any, folder: Path) -> None:
     (folder / "rows.json").write_text(json.dumps(rows))
 
 
-def runs_on_gpus(markers: str) -> bool:
-    """Whether pytest's `-m MARKERS` selects tests that need a GPU."""
-    return "gpu" in markers and "not gpu" not in markers
+def runs_on_gpus(markers: str, paths: Sequence[str | Path] = ()) -> bool:
+    """Whether pytest's `-m MARKERS` selects tests that need a GPU, or all `paths` are tests/gpu."""
+    folder = REPOSITORY / "tests" / "gpu"
+    in_folder = [Path(path).resolve().is_relative_to(folder) for path in paths]
+    return "not gpu" not in markers and ("gpu" in markers or (in_folder != [] and all(in_folder)))
 
 
 def python_path(*folders: Path) -> str:

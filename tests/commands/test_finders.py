@@ -54,11 +54,7 @@ def sizes(out: str) -> dict[int, bool]:
     return {int(size.replace(",", "")): speed != "-" for size, speed in rows}
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_search_continues_below_a_size_that_is_out_of_memory(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def search_with_a_limit(digits: Path, device: str) -> None:
     changes = {"model.kwargs": "{most: 40}", "device": device}
     out = succeeds(find_batch_command, *limited_words(digits, **changes), "--gpus", 2)
     small = {2: True, 4: True} if device == "cpu" else {}
@@ -69,6 +65,13 @@ def test_search_continues_below_a_size_that_is_out_of_memory(
         "micro-batches of 32 images"
     )
     assert out.splitlines()[-1] == line
+
+
+def test_search_continues_below_a_size_that_is_out_of_memory(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    search_with_a_limit(digits, "cpu")
     assert list(tmp_path.iterdir()) == []
 
 

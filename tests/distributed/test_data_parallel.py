@@ -1,9 +1,5 @@
-"""DataParallel in one process. On one GPU (marked gpu), naming it twice takes DataParallel's own
-path.
-"""
+"""DataParallel in one process: its devices, and a run on a CPU. See also tests/gpu."""
 
-import json
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,26 +7,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers import (
-    TRAIN,
-    arguments,
-    evaluations,
-    losses,
-    newest,
-    noisy,
-    run,
-    state_digest,
-    train_here,
-)
+from helpers import arguments, newest, noisy, train_here
 from torch import nn
 
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.check import rank_problems
 from imagenet_cls.errors import UsageError
-from imagenet_cls.parallel.devices import Devices, choose_devices
+from imagenet_cls.parallel.devices import choose_devices
 from imagenet_cls.parallel.wrap import with_callers_autocast, wrap_data_parallel
-from imagenet_cls.seeding import seed_generators
 
 CPU = torch.device("cpu")
 
@@ -148,84 +133,3 @@ def test_dp_on_a_cpu_gives_the_bits_of_mode_none(digits: Path, tmp_path: Path, c
         ).read_bytes()
     state = safetensors.torch.load_file(newest(tmp_path / "dp") / "model.safetensors")
     assert set(state) == set(noisy(10).state_dict())  # no name carries `module.`
-
-
-# ---- on real GPUs
-
-GPU = torch.device("cuda", 0)
-TWICE = Devices((GPU, GPU), GPU)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_dp_gives_the_gradients_of_the_whole_batch(dtype: torch.dtype | None) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5)).to(GPU)
-    images, targets = torch.randn(6, 3, 8, 8, device=GPU), torch.arange(6, device=GPU) % 5
-    gradients = []
-    for forward in (model, wrap_data_parallel(model, TWICE)):
-        model.zero_grad()
-        with torch.autocast("cuda", dtype, enabled=dtype is not None):
-            logits = forward(images)
-        assert logits.dtype is (dtype or torch.float32), "autocast's dtype reached the replicas"
-        nn.functional.cross_entropy(logits.float(), targets).backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    tolerance = 1e-5 if dtype is None else 2e-2
-    for whole, split in zip(*gradients, strict=True):
-        torch.testing.assert_close(split, whole, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.gpu
-def test_seed_generators_seeds_each_gpu_differently() -> None:
-    torch.cuda.init()  # before it there are no default generators
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    rounds = []
-    for _ in range(2):
-        seed_generators(7, *gpus)
-        rounds.append([torch.rand(4, device=gpu).tolist() for gpu in gpus])
-    assert rounds[0] == rounds[1] and len({tuple(draws) for draws in rounds[0]}) == len(gpus)
-    torch.cuda.default_generators[0].manual_seed(7)
-    assert torch.rand(4, device=gpus[0]).tolist() == rounds[0][0]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["dp", "ddp"])
-def test_run_on_one_gpu_has_the_losses_of_mode_none(
-    digits: Path, tmp_path: Path, mode: str
-) -> None:
-    """`dp` over what is visible, and `ddp` over nccl with one rank, in a process of its own."""
-    # Deterministic: other algorithms of cuDNN, which may round to TF32, would give other losses.
-    common = {
-        "device": "cuda",
-        "train.precision": "fp32",
-        "train.max_steps": 6,
-        "train.deterministic": "true",
-    }
-    done = run(
-        [
-            sys.executable,
-            TRAIN,
-            *arguments(digits, tmp_path / "plain", **common, parallel__mode="none"),
-        ]
-    )
-    assert done.returncode == 0, done.stderr
-    done = run(
-        [sys.executable, TRAIN, *arguments(digits, tmp_path / mode, **common, parallel__mode=mode)]
-    )
-    assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / mode) == pytest.approx(losses(tmp_path / "plain"), rel=1e-3)
-    assert [e["images"] for e in evaluations(tmp_path / mode)] == [359]
-    assert "module." not in json.dumps(
-        list(safetensors.torch.load_file(newest(tmp_path / mode) / "model.safetensors"))
-    )
-
-
-@pytest.mark.gpu
-def test_deterministic_dp_run_repeats_its_bits(digits: Path, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        words = arguments(
-            digits, tmp_path / name, "noisy", parallel__mode="dp", train__deterministic="true"
-        )
-        done = run([sys.executable, TRAIN, *words, "train.max_steps=5"])
-        assert done.returncode == 0, done.stderr
-    assert state_digest(tmp_path / "one") == state_digest(tmp_path / "two")

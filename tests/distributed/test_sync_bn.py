@@ -181,7 +181,7 @@ def test_two_ranks_with_sync_bn_have_the_losses_of_one(
         train_here([*words, "--resume"])
 
 
-# ---- on real GPUs
+# ---- for tests/gpu
 
 
 def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
@@ -209,8 +209,3 @@ def ours_on_a_gpu(rank: int, world_size: int, folder: Path) -> None:
     assert (ours, torchs) == (CpuSyncBatchNorm, nn.SyncBatchNorm)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     destroy_process_groups(context)
-
-
-@pytest.mark.gpu
-def test_sync_bn_equals_torchs_on_a_gpu(rank_server: RankServer, tmp_path: Path) -> None:
-    rank_server.call(ours_on_a_gpu, 2, tmp_path)

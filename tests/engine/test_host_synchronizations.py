@@ -112,10 +112,3 @@ def test_batches_that_end_early_are_an_error() -> None:
         compute_gradients(parts, batches, epoch=0, step=0)
     with pytest.raises(StopIteration):
         compute_gradients(parts, batches, epoch=0, step=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("words", [[], ["train.clip_norm=1.0"], ["mix.mixup_alpha=0.2"]])
-def test_steps_on_a_gpu_do_not_synchronize(words: list[str]) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    reads_after_first_step(device, "model.name=helpers:noisy", *words)

@@ -5,7 +5,6 @@ folders, on one rank and on two, also after a kill and a resume.
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from forked_ranks import KillPoint, RankServer
 from helpers import (
@@ -28,6 +27,7 @@ from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.commands.verify_data import verify_command
 
+datasets = pytest.importorskip("datasets")
 SETTINGS = {"data__val": "train", "data__val_fraction": "null", "train__epochs": 1}
 
 

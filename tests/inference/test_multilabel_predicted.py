@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import timm
 import torch
@@ -207,6 +206,7 @@ def test_onnx_metadata_without_or_with_a_wrong_threshold(
     onnx_file: Path, images: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "model.onnx"
+    onnx = pytest.importorskip("onnx")
     model = onnx.load(onnx_file)
     values = {entry.key: entry.value for entry in model.metadata_props}
     for wrong in ("7", "null", '"high"'):

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from helpers import call
-from onnx import TensorProto, helper
 
 from imagenet_cls.commands.predict import predict_command
+
+pytest.importorskip("onnx")
+from onnx import TensorProto, helper
 
 # Means of each channel: three logits.
 MEANS = [helper.make_node("ReduceMean", ["images", "sides"], ["logits"], keepdims=0)]

@@ -11,7 +11,6 @@ from sklearn.metrics import average_precision_score, f1_score
 from timm.loss import AsymmetricLossMultiLabel
 from torch import Tensor
 from torch.nn import functional
-from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score
 
 from imagenet_cls.config.schema import LossConfig, MixConfig
 from imagenet_cls.data.device import build_mixing, mix_batch
@@ -145,6 +144,7 @@ def scores_of(logits: Tensor, targets: Tensor, threshold: float) -> dict[str, fl
 def test_results_are_those_of_torchmetrics_and_scikit_learn(
     decimals: int, threshold: float
 ) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics.classification")
     logits = (LOGITS + 0.05).round(decimals=decimals)
     result = scores_of(logits, TARGETS, threshold)
     labels = TARGETS.long()
@@ -156,10 +156,10 @@ def test_results_are_those_of_torchmetrics_and_scikit_learn(
     for average in ("micro", "macro"):
         field = f"{average}_f1_pct"
         close(result[field], 100 * f1_score(labels, predicted, average=average))
-        metric = MultilabelF1Score(CLASSES, threshold=threshold, average=average)
+        metric = torchmetrics.MultilabelF1Score(CLASSES, threshold=threshold, average=average)
         close(result[field], 100 * metric(predicted, labels))
     scores = logits.double() / 100 + 0.5  # between 0 and 1; a sigmoid could make some equal
-    close(result["map_pct"], 100 * MultilabelAveragePrecision(CLASSES)(scores, labels))
+    close(result["map_pct"], 100 * torchmetrics.MultilabelAveragePrecision(CLASSES)(scores, labels))
     close(result["loss"], functional.binary_cross_entropy_with_logits(logits, TARGETS))
     assert result["images"] == N
     found = {

@@ -13,10 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from helpers import digits_as_rows
 from PIL import Image as PillowImage
 
@@ -29,6 +27,10 @@ from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.sources import FolderSource, ImageSource
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.errors import DataError, ResourceError, UsageError, UserError
+
+pytest.importorskip("datasets")
+import datasets
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 
 NAMES = [str(digit) for digit in range(10)]
 FEATURES = {"image": Image(), "label": ClassLabel(names=NAMES)}

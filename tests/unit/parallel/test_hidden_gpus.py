@@ -20,17 +20,22 @@ assert torch.cuda.is_available()
 
 
 @pytest.mark.parametrize(
-    ("markers", "expected"),
+    ("markers", "paths", "expected"),
     [
-        ("", False),
-        ("nightly", False),
-        ("not gpu", False),
-        ("gpu", True),
-        ("gpu and not nightly", True),
+        ("", [], False),
+        ("nightly", [], False),
+        ("not gpu", ["tests/gpu"], False),
+        ("gpu", [], True),
+        ("gpu and not nightly", ["tests"], True),
+        ("", ["tests/gpu"], True),
+        ("nightly", ["tests/gpu/test_gpu_data.py::test_erase"], True),
+        ("", ["tests/gpu", "tests/unit"], False),
     ],
 )
-def test_only_m_gpu_shows_gpus(markers: str, expected: bool) -> None:
-    assert runs_on_gpus(markers) is expected
+def test_m_gpu_and_the_folder_of_gpu_tests_show_gpus(
+    markers: str, paths: list[str], expected: bool
+) -> None:
+    assert runs_on_gpus(markers, [REPOSITORY / path for path in paths]) is expected
 
 
 def test_device_auto_is_the_cpu() -> None:

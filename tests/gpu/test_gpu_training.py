@@ -1,4 +1,4 @@
-"""What only a GPU does: overflow in half precision, and real out-of-memory errors."""
+"""Training on a GPU: no waits, overflow in half precision, and real out-of-memory errors."""
 
 import re
 from collections.abc import Callable
@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import arguments, assert_resumes, records, train_here
+from test_host_synchronizations import reads_after_first_step
 from torch import Tensor, nn
 from torch.nn import functional
 
 from imagenet_cls.errors import ResourceError
+
+pytestmark = pytest.mark.gpu
 
 TINY = {
     "data__name": "synthetic",
@@ -36,7 +39,12 @@ def greedy(num_classes: int) -> nn.Module:
     return Greedy(768, num_classes)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("words", [[], ["train.clip_norm=1.0"], ["mix.mixup_alpha=0.2"]])
+def test_steps_on_a_gpu_do_not_synchronize(words: list[str]) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    reads_after_first_step(device, "model.name=helpers:noisy", *words)
+
+
 def test_fp16_overflow_resumes_to_the_same_bits(tmp_path: Path) -> None:
     changes = TINY | {
         "train__precision": "fp16",
@@ -55,7 +63,6 @@ def test_fp16_overflow_resumes_to_the_same_bits(tmp_path: Path) -> None:
         assert not any("NaN" in event["message"] for event in records(folder, "event"))
 
 
-@pytest.mark.gpu
 def test_out_of_memory_error_states_batch_size_and_memory(tmp_path: Path) -> None:
     with pytest.raises(ResourceError) as error:
         train_here(
