@@ -3,7 +3,7 @@
 docs/architecture.md lists where a training step waits for the device.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from imagenet_cls.config.schema import TrainConfig
 from imagenet_cls.parallel.wrap import preserve_values
-from imagenet_cls.private_names import skips_on_device
+from imagenet_cls.private_names import norm_of_each, skips_on_device
 
 
 class Updater:
@@ -59,15 +59,16 @@ class Updater:
         (bool): scalars on the device.
         """
         self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        skipped = ~torch.isfinite(norm)
+        norm = gradient_norm(self.parameters)
+        skipped = (norm - norm) != 0  # NaN - NaN and infinity - infinity are NaN
         self.clip(self.parameters, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-            if momentum is not None and "betas" in group and "momentum" not in group:
+            if momentum is None:
+                continue
+            if "betas" in group and "momentum" not in group:
                 group["betas"] = (momentum, *group["betas"][1:])  # as torch's OneCycleLR does
-            elif momentum is not None:  # Muon has betas, too, for the weights that AdamW updates
+            else:  # Muon has betas, too, for the weights that AdamW updates
                 group["momentum"] = momentum
         # The first update of a fused SGD allocates uninitialized momentum, which a skip on the
         # device would keep.
@@ -81,6 +82,16 @@ class Updater:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         return norm, skipped
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of all gradients together, with the operators of `nn.utils.get_total_norm`, which
+    also converts each norm.
+    """
+    gradients = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    if len({gradient.dtype for gradient in gradients}) != 1:
+        return nn.utils.get_total_norm(gradients)
+    return torch.linalg.vector_norm(torch.stack(norm_of_each(gradients)))
 
 
 def build_clipper(
@@ -155,7 +166,7 @@ class Sam:
         with preserve_values([*perturbed, *self.model.buffers()]):
             # No variable refers to the gradients, so that `zero_grad` frees them: the second pass
             # allocates gradients of the same size.
-            norm = nn.utils.get_total_norm([p.grad for p in perturbed])
+            norm = gradient_norm(perturbed)
             has_direction = torch.isfinite(norm) & (norm > 0)
             with torch.no_grad():
                 for parameter in perturbed:

@@ -10,7 +10,7 @@ from torch import nn
 
 from imagenet_cls.config.schema import OptimizerConfig, TrainConfig
 from imagenet_cls.engine.precision import autocast, choose_precision
-from imagenet_cls.engine.step import Updater, build_clipper
+from imagenet_cls.engine.step import Updater, build_clipper, gradient_norm
 from imagenet_cls.errors import UsageError
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
@@ -111,6 +111,25 @@ def test_finite_gradients_whose_norm_overflows_skip_the_update(
     before = model[0].weight.detach().clone()
     norm, skipped = updater.update(0.1)
     assert bool(skipped) and torch.equal(model[0].weight, before) and torch.isinf(norm)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [[torch.float32], [torch.bfloat16], [torch.float32, torch.bfloat16], []]
+)
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_gradient_norm_has_the_bits_of_torchs(dtypes: list[torch.dtype], bad: float | None) -> None:
+    """Of many sizes, with parameters that have no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(3))]
+    for size in (1, 7, 64, 1000, 4097):
+        for dtype in dtypes:
+            parameters.append(nn.Parameter(torch.zeros(size, dtype=dtype)))
+            parameters[-1].grad = torch.randn(size, generator=generator).to(dtype)
+    if bad is not None and dtypes:
+        parameters[-1].grad[3] = bad
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    found, expected = gradient_norm(parameters), nn.utils.get_total_norm(gradients)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_update_with_a_loss_scale_skips_what_the_scaler_found_and_lowers_the_scale() -> None:
