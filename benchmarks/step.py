@@ -17,6 +17,7 @@ import json
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -29,6 +30,7 @@ import torch
 from torch import multiprocessing, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.compare import Row, measured, progress, rounded
 from imagenet_cls.checkpoint.progress import Progress
@@ -100,7 +102,7 @@ class TrainingLoop:
         self.parts, self.progress = build(config, context), Progress()
         if config.data.name == "synthetic":
             batches = list(islice(self.parts.train_loader.epoch(0), BATCHES))
-            self.parts.train_loader.epoch = lambda *_: cycle(batches)  # type: ignore[method-assign,assignment]
+            self.parts.train_loader.epoch = lambda *_: cycle(batches)  # type: ignore[method-assign]
         plan = self.parts.plan
         with contextlib.redirect_stdout(io.StringIO()):
             self.reporter = Reporter(
@@ -144,6 +146,9 @@ class ReferenceLoop:
         self.average = (
             None if config.ema.decay is None else [tensor.clone() for tensor in self.averaged]
         )
+        self.scaler = torch.amp.GradScaler(
+            parts.context.device.type, enabled=parts.scaler.is_enabled()
+        )
         self.normalize = parts.preprocess.normalize
         self.device = parts.context.device
         self.dtype = parts.autocast_dtype
@@ -159,22 +164,54 @@ class ReferenceLoop:
             with autocast(self.device, self.dtype):
                 logits = self.wrapped(images)
                 loss = functional.cross_entropy(logits, targets)
-            loss.backward()
+            self.scaler.scale(loss).backward()
             values.append(loss.detach())
             if self.same_arithmetic:
                 values.append((logits.argmax(1) == targets).float().mean())
             if self.clip_norm is not None:
+                self.scaler.unscale_(self.optimizer)
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
             elif self.same_arithmetic:
                 gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
                 values.append(nn.utils.get_total_norm(gradients))
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.001
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
             if self.average is not None:
                 torch._foreach_lerp_(self.average, self.averaged, 0.001)
         torch.stack(values).tolist()
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts calls of operators by name, without those that return a view. On a GPU each of the
+    others is about one launch, or several.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        aliases = [each.alias_info for each in function._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        self.counts[function._opname] += not is_view
+        return function(*args, **kwargs or {})
+
+
+def operators_of_steps(loop: Callable[[int], None]) -> Counter[str]:
+    """The operators of `BATCHES` steps, without those of reports after them. They repeat
+    exactly.
+    """
+    totals = []
+    for steps in (2 * BATCHES, BATCHES):
+        with CountOperators() as mode:
+            loop(steps)
+        totals.append(mode.counts)
+    return totals[0] - totals[1]
 
 
 def seconds_in_turn(
