@@ -14,15 +14,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from imagenet_cls import __version__
@@ -62,28 +63,8 @@ log:
   tensorboard: false
   plots: false
 """
-RESNET50_CONFIG = """\
-model:
-  name: resnet50
-data:
-  name: synthetic
-  kwargs: {train_images: 1281167, val_images: 64, num_classes: 1000, size_px: 224}
-optimizer:
-  name: sgd
-  lr: 0.1
-train:
-  epochs: 1
-  max_steps: 60
-  precision: auto
-log:
-  every_steps: 10
-  tensorboard: false
-  plots: false
-"""
-DISTINCT_IMAGES = 64  # the other files are links to these
 # of losses and gradient norms: a lost or repeated micro-batch changes the norm by more
 TOLERANCE = 0.02
-SPEED_BATCH = 128
 LIMIT_SEC = 600  # of a check
 REPRODUCIBLE_STEPS = 100  # enough to kill a run before it ends
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Errors)\b.*")
@@ -113,13 +94,14 @@ class Task:
     """A check in progress, which starts processes.
 
     folder: for the files of this check; it is removed at the end. log: receives the output of the
-    processes. gpus: the names of the GPUs, filled by `describe_machine`. end: time limit on the
-    clock `time.monotonic`.
+    processes. gpus: the names of the GPUs, filled by `describe_machine`. stopped: once it is set,
+    the processes are killed. end: time limit on the clock `time.monotonic`.
     """
 
     folder: Path
     log: Path
     gpus: list[str]
+    stopped: threading.Event
     end: float
 
     def run(
@@ -154,7 +136,7 @@ class Task:
             )
             try:
                 while process.poll() is None and not kill_when():
-                    if time.monotonic() > self.end:
+                    if time.monotonic() > self.end or self.stopped.is_set():
                         raise CheckFailed("a process was killed at the time limit of this check")
                     time.sleep(_POLL_SEC)
                 code = process.poll()  # None if it is to be killed
@@ -168,14 +150,10 @@ class Task:
             raise CheckFailed(error_line(output) or f"exit code {code}, without a message")
         return output
 
-    def command(self, name: str, *argv: str | Path) -> str:
-        return self.run([*child_command(name), *argv])
-
     def train(
         self,
         name: str,
-        *overrides: str | Path,
-        config: str = "small.yaml",
+        *overrides: str,
         **options: Any,
     ) -> Path:
         """Train and return the run folder.
@@ -184,9 +162,14 @@ class Task:
         """
         run_folder = self.folder / "runs" / name
         device = f"device={'cuda' if self.gpus else 'cpu'}"
-        argv = [self.folder / config, device, *overrides, "--work-dir", run_folder]
+        argv = [self.folder / "small.yaml", device, *overrides, "--work-dir", run_folder]
         self.run([*child_command("train"), *argv], **options)
         return run_folder
+
+    def steps(self, *words: str, **options: Any) -> list[dict[str, Any]]:
+        """Train; return the records of the steps. The arguments are those of `train`."""
+        records = read_metrics(self.train(*words, **options))
+        return [record for record in records if record["kind"] == "train"]
 
 
 @dataclass(frozen=True)
@@ -214,7 +197,7 @@ def check_gpu_command(argv: Sequence[str]) -> int:
     # Both signals become exceptions, so that `Task.run` kills its process.
     handle_interrupts(signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    results = run_checks(checks, arguments.out)
+    results = run_checks(checks, arguments.out, arguments.parallel)
     return ResourceError.exit_code if any(result.result == "fail" for result in results) else 0
 
 
@@ -222,15 +205,22 @@ def check_gpu_parser() -> argparse.ArgumentParser:
     parser = cli.build_parser(
         "check-gpu",
         "Check training on the GPUs of this machine by short runs: races, precisions, "
-        "torch.compile, DP, DDP, determinism, resume, memory, speed. Needs no data and no "
-        "network. Without a GPU, checks what a CPU can run. Exit code 0 if no check fails, else 5.",
-        "[--quick] [--only NAME ...] [--out DIR]",
+        "torch.compile, DP, DDP, determinism, resume. Needs no data and no network. Without a GPU, "
+        "checks what a CPU can run. Exit code 0 if no check fails, else 5.",
+        "[--quick] [--only NAME ...] [--parallel N] [--out DIR]",
         f"Checks: {', '.join(CHECKS)}.",
     )
     parser.add_argument(
         "--only", nargs="+", choices=tuple(CHECKS), metavar="NAME", help="run only these checks"
     )
     parser.add_argument("--quick", action="store_true", help="fewer checks")
+    parser.add_argument(
+        "--parallel",
+        type=cli.positive,
+        default=1,
+        metavar="N",
+        help="checks that run at the same time (default: %(default)s)",
+    )
     parser.add_argument(
         "--out",
         type=cli.path,
@@ -242,10 +232,12 @@ def check_gpu_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_checks(checks: Mapping[str, Check], out: Path) -> list[Result]:
-    """Run the checks one after the other; after each print its result and write all results so far.
+def run_checks(checks: Mapping[str, Check], out: Path, parallel: int = 1) -> list[Result]:
+    """Run the checks, `parallel` of them at the same time; after each print its result and write
+    all results so far.
 
-    Raises ResourceError if `out` can't be written.
+    Raises ResourceError if `out` can't be written, or if the check `machine`, which runs first,
+    fails.
     """
     logs = out / "check_gpu_logs"  # not `logs`, which a run folder has
     with explain_write_errors(out, "Name another folder with --out."):
@@ -255,21 +247,46 @@ def run_checks(checks: Mapping[str, Check], out: Path) -> list[Result]:
     commit = (code_version() or {}).get("commit", "")[:7]
     title = " ".join(["imagenet-cls", __version__, commit, f"{datetime.now(UTC):%Y-%m-%d}"])
     gpus: list[str] = []
-    results: list[Result] = []
-    for name, check in {"machine": Check(describe_machine), **checks}.items():
-        result = run_check(name, check, gpus, logs.resolve() / f"{name}.txt")
-        results.append(result)
+    stopped = threading.Event()
+    results: dict[str, Result] = {}
+
+    def run_one(name: str, check: Check) -> Result:
+        return run_check(name, check, gpus, stopped, logs.resolve() / f"{name}.txt")
+
+    def write(result: Result) -> None:
+        name = result.check
+        results[name] = result
         print(f"{name:<25} {result.result:<7} {result.seconds:6.1f} s  {result.line}", flush=True)
         rest = len(checks) + 1 - len(results)
         head = title + (f", {rest} more checks to run" if rest else "")
-        write_output(out / "check_gpu.md", markdown_table(head, results))
-    outcomes = [result.result for result in results]
+        rows = [results[name] for name in ("machine", *checks) if name in results]
+        write_output(out / "check_gpu.md", markdown_table(head, rows))
+
+    write(run_one("machine", Check(describe_machine)))
+    if results["machine"].result == "fail":
+        raise ResourceError(f"The GPUs can't be used: {results['machine'].line}", f"See {logs}.")
+    with ThreadPoolExecutor(parallel) as pool:
+        try:
+            running = {pool.submit(run_one, *item) for item in checks.items()}
+            while running:
+                # A signal just before a wait is handled after it, so no wait is long.
+                finished, running = wait(running, _POLL_SEC, FIRST_COMPLETED)
+                for future in finished:
+                    write(future.result())
+        except BaseException:
+            handle_interrupts(signal.SIG_IGN)
+            stopped.set()  # the threads kill their processes
+            pool.shutdown(cancel_futures=True)
+            raise
+    outcomes = [result.result for result in results.values()]
     counts = [f"{outcomes.count(kind)} {kind}" for kind in ("pass", "fail", "skipped")]
     print(f"{', '.join(counts)}; written to {out / 'check_gpu.md'}")
-    return results
+    return list(results.values())
 
 
-def run_check(name: str, check: Check, gpus: list[str], log: Path) -> Result:
+def run_check(
+    name: str, check: Check, gpus: list[str], stopped: threading.Event, log: Path
+) -> Result:
     """Run a check in a temporary folder. Any exception is a failure of this check only."""
     begin = time.monotonic()
     outcome = "fail"
@@ -281,8 +298,7 @@ def run_check(name: str, check: Check, gpus: list[str], log: Path) -> Result:
         ) as path:
             folder = Path(path)
             (folder / "small.yaml").write_text(SMALL_CONFIG)
-            (folder / "resnet50.yaml").write_text(RESNET50_CONFIG)
-            line = check.run(Task(folder, log, gpus, begin + LIMIT_SEC))
+            line = check.run(Task(folder, log, gpus, stopped, begin + LIMIT_SEC))
         outcome = "pass"
     except CheckSkipped as skipped:
         line = str(skipped)
@@ -323,7 +339,10 @@ def describe_machine(task: Task) -> str:
     output = task.run([*python, "-c", program])
     found = json.loads(next(line for line in output.splitlines() if line.startswith('{"gpus"')))
     task.gpus += found["gpus"]
-    drivers = nvidia_drivers()
+    drivers: list[str] = []
+    with suppress(OSError, CheckFailed):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        drivers = task.run(query).splitlines()
     if drivers and not task.gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:
         raise CheckFailed(f"nvidia-smi lists {len(drivers)} GPUs, and torch sees none")
     versions = found["versions"] | {"driver": ", ".join(set(drivers))}
@@ -352,46 +371,21 @@ def print_machine() -> None:
     print(json.dumps({"gpus": gpus, "versions": versions}))
 
 
-def nvidia_drivers() -> list[str]:
-    """The version of the driver, once for each GPU; empty without nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        return done.stdout.splitlines()
-    return []
-
-
-def write_images(folder: Path, count: int, width: int, height: int) -> list[str]:
-    """Write `count` JPEG files, and an eighth of that for validation; return the overrides for
+def small_images(task: Task) -> list[str]:
+    """Write 640 JPEG files of 80 x 64 pixels, and 80 for validation; return the overrides for
     them.
-
-    Their colors change smoothly, with noise. Files of 500 x 375 pixels are about as large as
-    ImageNet's.
     """
-    import numpy as np
     from PIL import Image
 
-    generator = np.random.default_rng(0)
-    distinct = folder / "distinct"
-    distinct.mkdir(parents=True)
-    for number in range(DISTINCT_IMAGES):
-        colors = Image.fromarray(generator.integers(0, 256, (6, 8, 3), dtype=np.uint8))
-        smooth = np.asarray(colors.resize((width, height), Image.Resampling.BICUBIC), np.float64)
-        pixels = smooth + generator.normal(0, 6, (height, width, 1))
-        image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
-        image.save(distinct / f"{number}.jpg", quality=95)
-    for part, images in (("train", count), ("val", count // 8)):
-        for number in range(images):
-            link = folder / part / str(number % 10) / f"{number}.jpg"
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(distinct / f"{number % DISTINCT_IMAGES}.jpg")
-    return ["data.name=folder", "data.kwargs={}", f"data.root={folder}"]
-
-
-def small_images(task: Task) -> list[str]:
-    """Write 640 JPEG files of 80 x 64 pixels; return the overrides for them."""
-    overrides = write_images(task.folder / "small", 640, 80, 64)
-    return [*overrides, "data.num_workers=2", "train.epochs=100"]
+    folder = task.folder / "images"
+    gradient = Image.linear_gradient("L")
+    for part, count in (("train", 640), ("val", 80)):
+        for number in range(count):
+            path = folder / part / str(number % 10) / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            gradient.rotate(number).resize((80, 64)).convert("RGB").save(path)
+    options = ["data.num_workers=2", "train.epochs=100"]
+    return ["data.name=folder", "data.kwargs={}", f"data.root={folder}", *options]
 
 
 def sanitizer(task: Task) -> str:
@@ -416,10 +410,10 @@ def precision(task: Task, name: str) -> str:
     """Fail unless losses and gradient norms of 10 steps are close to those in fp32 without TF32; in
     fp16 only losses.
     """
-    exact = read_steps(task.train("eager-1", NVIDIA_TF32_OVERRIDE="0"))
+    exact = task.steps("eager-1", NVIDIA_TF32_OVERRIDE="0")
     if name == "fp32":
         return f"10 steps, loss {exact[0]['loss']:.4f} to {exact[-1]['loss']:.4f}"
-    steps = read_steps(task.train(name, f"train.precision={name}"))
+    steps = task.steps(name, f"train.precision={name}")
     if name == "bf16":
         return compare_steps(steps, exact, 0.1)
     skipped = sum(step.get("skipped", False) for step in steps)  # the loss scale starts too high
@@ -431,9 +425,11 @@ def compiled(task: Task, mode: str) -> str:
     without `train.compile`.
     """
     micro_batch = "train.micro_batch_size=16"
-    eager = task.train("eager-2", micro_batch, NVIDIA_TF32_OVERRIDE="0")
-    run = task.train(mode, micro_batch, f"train.compile={mode}", NVIDIA_TF32_OVERRIDE="0")
-    return compare_steps(read_steps(run), read_steps(eager), TOLERANCE)
+    eager, run = (
+        task.steps(name, micro_batch, f"train.compile={name}", NVIDIA_TF32_OVERRIDE="0")
+        for name in ("false", mode)
+    )
+    return compare_steps(run, eager)
 
 
 def data_parallel(task: Task) -> str:
@@ -441,9 +437,9 @@ def data_parallel(task: Task) -> str:
     device with two micro-batches, whose forward passes have the same images.
     """
     images = small_images(task)
-    one = task.train("one-device-2", *images, "train.micro_batch_size=16")
-    run = task.train("dp", *images, "parallel.mode=dp", "parallel.device_ids=[0, 1]")
-    return compare_steps(read_steps(run), read_steps(one), TOLERANCE)
+    one = task.steps("one-device-2", *images, "train.micro_batch_size=16")
+    run = task.steps("dp", *images, "parallel.mode=dp", "parallel.device_ids=[0, 1]")
+    return compare_steps(run, one)
 
 
 def ddp(task: Task) -> str:
@@ -452,11 +448,12 @@ def ddp(task: Task) -> str:
     """
     if len(task.gpus) == 1:
         raise CheckSkipped("needs 2 GPUs")
-    task.command("check-dist", "--gpus", "2", *([] if task.gpus else ["device=cpu"]))
+    device = [] if task.gpus else ["device=cpu"]
+    task.run([*child_command("check-dist"), "--gpus", "2", *device])
     images = small_images(task)
-    one = task.train("one-device-1", *images)
-    run = task.train("ddp", *images, "parallel.sync_bn=true", "--gpus", "2")
-    return compare_steps(read_steps(run), read_steps(one), TOLERANCE)
+    one = task.steps("one-device-1", *images)
+    run = task.steps("ddp", *images, "parallel.sync_bn=true", "--gpus", "2")
+    return compare_steps(run, one)
 
 
 def reproducible_run(task: Task) -> list[str]:
@@ -501,39 +498,10 @@ def resume(task: Task) -> str:
     return f"killed, resumed from step {saved}, ends with {found[:12]}"
 
 
-def find_batch(task: Task) -> str:
-    """Find the largest micro-batch of ResNet-50."""
-    output = task.command("find-batch", task.folder / "resnet50.yaml", "device=cuda")
-    return next(line for line in output.splitlines() if line.startswith("largest that fits"))
-
-
-def speed(task: Task, from_files: bool) -> str:
-    """Measure the training of ResNet-50 at 224 px, on synthetic images or JPEG files."""
-    overrides = [f"train.global_batch_size={SPEED_BATCH}", f"eval.batch_size={SPEED_BATCH}"]
-    if from_files:
-        images = write_images(task.folder / "photos", 60 * SPEED_BATCH, 500, 375)
-        overrides += [*images, "model.num_classes=1000"]
-    run = task.train(f"speed-{from_files}", *overrides, config="resnet50.yaml")
-    # the first interval includes the start of the workers
-    intervals = [step for step in read_steps(run) if "images_per_sec" in step][1:]
-    rate = median(interval["images_per_sec"] for interval in intervals)
-    waiting = median(interval["data_wait_pct"] for interval in intervals)
-    gib = intervals[-1]["memory_mib"] / 2**10
-    return (
-        f"{rate:,.0f} img/s, {waiting:.0f} % waiting for data, {gib:.1f} GiB: ResNet-50, 224 px, "
-        f"train.precision=auto, batch {SPEED_BATCH}"
-    )
-
-
-def read_steps(run: Path) -> list[dict[str, Any]]:
-    """The records of a run's steps."""
-    return [record for record in read_metrics(run) if record["kind"] == "train"]
-
-
 def compare_steps(
     found: Sequence[dict[str, Any]],
     expected: Sequence[dict[str, Any]],
-    tolerance: float,
+    tolerance: float = TOLERANCE,
     names: Sequence[str] = ("loss", "grad_norm"),
 ) -> str:
     """The largest relative difference of losses and gradient norms. Raises CheckFailed above the
@@ -580,7 +548,4 @@ CHECKS = {
     "resume": Check(resume, quick=True),
     "dp": Check(data_parallel, min_gpus=2),
     "ddp": Check(ddp),
-    "find-batch": Check(find_batch, min_gpus=1),
-    "speed-synthetic": Check(partial(speed, from_files=False), min_gpus=1, quick=True),
-    "speed-jpeg": Check(partial(speed, from_files=True), min_gpus=1),
 }

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -70,7 +71,9 @@ def test_precision_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         train_here([str(word) for word in argv[argv.index("train") + 1 :]])
 
     monkeypatch.setattr(Task, "run", run_here)
-    result = run_check("bf16", CHECKS["precision-bf16"], [], tmp_path / "log.txt")
+    result = run_check(
+        "bf16", CHECKS["precision-bf16"], [], threading.Event(), tmp_path / "log.txt"
+    )
     assert result.result == "pass" and "10 steps" in result.line, result
 
 
@@ -82,8 +85,24 @@ def test_unknown_check_exits_with_2(call, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_check_that_fails_first_ends_the_tool(
+    tmp_path: Path, call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_driver(task: Task) -> str:
+        raise CheckFailed("no driver")
+
+    monkeypatch.setattr(check_gpu, "describe_machine", no_driver)
+    code, out, error = call(check_gpu_command, "--only", "precision-fp32", "--out", tmp_path)
+    assert code == 5 and "no driver" in error and "precision" not in out
+    assert results(tmp_path) == {"machine": "fail"}
+
+
+@pytest.mark.parametrize("parallel", ["1", "4"])
 def test_failing_and_hanging_checks_do_not_stop_the_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    parallel: str,
 ) -> None:
     """A hanging process is killed with its child. The exit code is 5."""
     out = tmp_path / "out"
@@ -114,7 +133,7 @@ def test_failing_and_hanging_checks_do_not_stop_the_others(
         "passes": run_code("print('done')"),
     }
     monkeypatch.setattr(check_gpu, "CHECKS", checks)
-    assert check_gpu_command(["--out", str(out)]) == 5
+    assert check_gpu_command(["--out", str(out), "--parallel", parallel]) == 5
     table = (out / "check_gpu.md").read_text()
     expected = {
         "machine": "pass",
@@ -134,35 +153,52 @@ def test_failing_and_hanging_checks_do_not_stop_the_others(
     assert len(capsys.readouterr().out.splitlines()) == len(expected) + 1
 
 
+def test_checks_run_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = threading.Barrier(2, timeout=60)
+
+    def waits_for_the_other(task: Task) -> str:
+        return task.run(python(f"print({barrier.wait()})"))
+
+    checks = dict.fromkeys(["one", "two"], Check(waits_for_the_other))
+    monkeypatch.setattr(check_gpu, "CHECKS", checks)
+    assert check_gpu_command(["--out", str(tmp_path), "--parallel", "2"]) == 0
+    assert results(tmp_path) == dict.fromkeys(["machine", "one", "two"], "pass")
+
+
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)],
+    [
+        signal.SIGTERM,
+        *(
+            pytest.param(number, marks=pytest.mark.nightly)
+            for number in (signal.SIGINT, signal.SIGKILL)
+        ),
+    ],
 )
 def test_killed_run_keeps_its_table(tmp_path: Path, number: signal.Signals) -> None:
+    names = ["sanitizer", "deterministic", "resume"]
     out, temporary = tmp_path / "out", tmp_path / "temporary"
     temporary.mkdir()
     with subprocess.Popen(
-        [*TOOL, "--only", "sanitizer", "deterministic", "--out", out],
+        [*TOOL, "--only", *names, "--parallel", "2", "--out", out],
         env=environment(TMPDIR=str(temporary)),
         stdout=subprocess.PIPE,
         cwd=tmp_path,
         start_new_session=True,
     ) as process:
-        log = out / "check_gpu_logs" / "deterministic.txt"
-        wait_for(
-            lambda: log.exists() and log.stat().st_size > 0 and len(results(out)) == 2,
-            "a check",
-        )
+        logs = [out / "check_gpu_logs" / f"{name}.txt" for name in names[1:]]
+        wait_for(lambda: all(log.exists() and log.stat().st_size > 0 for log in logs), "two checks")
         process.send_signal(number)
         code = process.wait(240)
     assert code == -number if number == signal.SIGKILL else code == 128 + number
     assert results(out) == {"machine": "pass", "sanitizer": "skipped"}
-    assert "1 more checks" in (out / "check_gpu.md").read_text()
+    assert "2 more checks" in (out / "check_gpu.md").read_text()
     if number == signal.SIGKILL:
         for line in running_with(str(temporary)):
             assert "train" in line  # a short run, which ends by itself
     else:
-        assert running_with(str(temporary)) == [] and list(temporary.iterdir()) == []
+        assert running_with(str(temporary)) == []
+        assert list(temporary.glob("imagenet-cls-*")) == []
 
 
 def test_steps_that_differ_fail() -> None:
