@@ -213,6 +213,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     ),
     "cpu_ms": ("CPU ms/img", lambda row: _number(row.get("cpu_ms", ""))),
     "cpu_ratio": ("by CPU time", lambda row: _number(row.get("cpu_ratio", ""))),
+    "host_ms": ("host ms", lambda row: _number(row.get("host_ms", ""))),
+    "gpu_busy_pct": ("GPU busy %", lambda row: _number(row.get("gpu_busy_pct", ""))),
     "note": ("note", lambda row: row.get("note", "")),
 }
 

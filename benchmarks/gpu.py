@@ -1,301 +1,487 @@
 """Training on one GPU: `python tools/benchmark.py gpu`.
 
-ResNet-50, 224 px, bfloat16, channels-last. Each case runs in a process of its own, and one that
-fails or takes too long has no figures. Without a GPU, `--tiny` runs all cases on the CPU with small
-sizes.
+Three loops train the same model, in turn in one process: `train()` with all that a run does after a
+step, but without evaluations and saves, a plain loop, and timm's task. Their synthetic batches are
+made once. The case `files` trains ResNet-50 from JPEG files.
+
+Each case runs in a process of its own, which writes its rows again and again: a case that is
+stopped at its time limit has those of the rounds before. Without a GPU, `--tiny` trains a small
+model on the CPU.
 """
 
+import fnmatch
+import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from hashlib import sha256
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
+from unittest import mock
 
-from benchmarks.compare import ROOT, Row, check, measured, progress
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from timm.task import ClassificationTask
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
-BATCHES = (256, 512)
-GOALS = {False: ">= 5500", True: ">= 6500"}  # img/s, eager and compiled
-CASE_SEC, ALL_SEC = 170, 570
-FILES = 4096
+import imagenet_cls.models.cifar  # noqa: F401 (registers resnet20_cifar)
+from benchmarks import step
+from benchmarks.compare import ROOT, Row, measured, progress
+from benchmarks.images import prepare_images
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import init_process_groups
 
-
-class Sizes:
-    """Of the model and the blocks of steps."""
-
-    def __init__(self, tiny: bool):
-        import torch
-
-        self.tiny = tiny
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        assert tiny or self.device == "cuda", "no GPU: use --tiny"
-        self.steps = 2 if tiny else 20
-        size_px, classes = (32, 10) if tiny else (224, 1000)
-        self.overrides = [
-            f"augment.size_px={size_px}",
-            f"eval.crop_px={size_px}",
-            f"device={self.device}",
-        ]
-        self.overrides += ["train.precision=bf16", "train.channels_last=true"]
-        self.name = "a model of three layers" if tiny else "ResNet-50"
-        if tiny:
-            self.overrides += [
-                "model.name=benchmarks.step:tiny",
-                "model.kwargs={}",
-                "eval.resize_px=36",
-            ]
-        images = (
-            f"train_images: 1281167, val_images: 64, num_classes: {classes}, size_px: {size_px}"
-        )
-        self.synthetic = [*self.overrides, "data.name=synthetic", f"data.kwargs={{{images}}}"]
-
-    def batch(self, size: int) -> int:
-        return 4 if self.tiny else size
+CASE_SEC = 180
+EMA_DECAY = 0.9999
+JPEGS = 256  # distinct ones of each part; the other files are links to these
 
 
-def group_of(sizes: Sizes, mode: str = "auto") -> Any:
-    import torch
-
-    from imagenet_cls.parallel.environment import RankInfo
-    from imagenet_cls.parallel.process_group import init_process_groups
-
-    device = torch.device("cuda", 0) if sizes.device == "cuda" else torch.device("cpu")
-    return init_process_groups(RankInfo(), device, mode, "auto", "env://", 60.0)
-
-
-def training(
-    sizes: Sizes, rounds: int, batch: int, compiled: bool = False, mode: str = "auto"
-) -> list[Row]:
-    """Synthetic images: images per second, ratio to the reference loop, peak memory."""
-    from benchmarks.step import throughput_rows
-
-    how = {"auto": "", "dp": ", DP on one device", "ddp": ", DDP on one device"}[mode]
-    name = f"{sizes.name}, batch {sizes.batch(batch)}, {'compiled' if compiled else 'eager'}{how}"
-    overrides = [
-        *sizes.synthetic,
-        f"train.compile={str(compiled).lower()}",
-        f"parallel.mode={mode}",
-    ]
-    goal = GOALS[compiled] if mode == "auto" else ""
-    return throughput_rows(
-        name, overrides, group_of(sizes, mode), sizes.batch(batch), sizes.steps, rounds, goal
-    )
-
-
-def files(sizes: Sizes, rounds: int, batch: int) -> list[Row]:
-    """From JPEG files: loader and step alone, and both together."""
-    from benchmarks.images import prepare_images
-    from benchmarks.step import TrainingLoop, seconds_in_turn
-
-    count, workers = (32, 2) if sizes.tiny else (FILES, len(os.sched_getaffinity(0)))
-    batch, steps = sizes.batch(batch), 2 * sizes.steps
-    options = [f"train.global_batch_size={batch}", f"data.num_workers={workers}"]
-    with tempfile.TemporaryDirectory() as folder:
-        prepare_images(Path(folder, "images"), count)
-        from_files = [
-            "data.name=folder",
-            f"data.root={folder}/images",
-            "data.kwargs={}",
-            "model.num_classes=1000",
-        ]
-        context = group_of(sizes)
-        together = TrainingLoop(
-            [*sizes.overrides, *options, *from_files], context, Path(folder, "files")
-        )
-        step = TrainingLoop([*sizes.synthetic, *options], context, Path(folder, "synthetic"))
-        epochs = iter(range(10**6, 10**7))
-
-        def load(wanted: int) -> None:
-            while wanted > 0:
-                wanted -= sum(
-                    1 for _ in islice(together.parts.train_loader.epoch(next(epochs)), wanted)
-                )
-
-        loops: Sequence[Callable[[int], None]] = (together, load, step)
-        for loop in loops:
-            loop(steps)
-        rates = [
-            [batch * steps / wall for wall, _ in found]
-            for found in seconds_in_turn(loops, steps, rounds)
-        ]
-        together.close()
-        step.close()
-    name = f"{sizes.name}, batch {batch}, JPEG files, {workers} workers"
-    whats = ("together", "loader", "step")
-    ratios = [both / min(alone) for both, *alone in zip(*rates, strict=True)]
-    rows = [
-        measured(f"{name}: {what}", values, "img/s")
-        for what, values in zip(whats, rates, strict=True)
-    ]
-    return [
-        *rows,
-        measured(f"{name}: together / the slower of loader and step", ratios, "x", ">= 0.95"),
-    ]
-
-
-def sync_bn(sizes: Sizes, rounds: int) -> list[Row]:
-    """torch's SyncBatchNorm against this project's for CPUs, on two ranks that share the device, by
-    gloo.
-
-    On a CPU, where torch's does not run, against BatchNorm over the images of both ranks.
+@dataclass(frozen=True)
+class Case:
+    """A training. compile: `false` or a mode. h200: images per second of `train()` on an H200, see
+    docs/gpu.md; a goal there. ratio: the goal of `train()` / plain loop.
     """
-    from torch import multiprocessing
 
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_sync_bn_rank, (folder, sizes.device, sizes.tiny, rounds), nprocs=2)
-        found = json.loads(Path(folder, "rows.json").read_text())
-    return [measured(f"SyncBN, 2 ranks: {name}", values, unit) for name, values, unit in found]
-
-
-def _sync_bn_rank(rank: int, folder: str, device: str, tiny: bool, rounds: int) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    from imagenet_cls.parallel.sync_bn import CpuSyncBatchNorm
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    shape = (8, 16, 8, 8) if tiny else (256, 256, 56, 56)
-    whole = torch.randn(2 * shape[0], *shape[1:], device=device) * 2 + 1
-    own, weights = (
-        whole.chunk(2)[rank].clone(),
-        torch.linspace(-1, 1, shape[1], device=device).view(1, -1, 1, 1),
-    )
-    on_gpu = device == "cuda"
-    theirs = (nn.SyncBatchNorm if on_gpu else nn.BatchNorm2d)(shape[1], device=device)
-    seconds: dict[str, list[float]] = {"ours": [], "torch's": []}
-    results = {}
-    for _ in range(rounds + 1):
-        for name, layer, images in (
-            ("ours", CpuSyncBatchNorm(shape[1], device=device), own),
-            ("torch's", theirs, own if on_gpu else whole),
-        ):
-            images = images.clone().requires_grad_()
-            begin = time.perf_counter()
-            output = layer(images)
-            (output.square() * weights).sum().backward()
-            if on_gpu:
-                torch.cuda.synchronize()
-            seconds[name].append(1e3 * (time.perf_counter() - begin))
-            assert images.grad is not None
-            pair = [output.detach(), images.grad]
-            results[name] = [each.chunk(2)[rank] if len(each) > len(own) else each for each in pair]
-    if rank == 0:
-        rows: list[tuple[str, list[float], str]] = []
-        for what, mine, other in zip(
-            ("output", "gradient"), results["ours"], results["torch's"], strict=True
-        ):
-            rows.append(
-                (f"largest difference of the {what}", [(mine - other).abs().max().item()], "")
-            )
-        rows += [
-            (f"{name}, forward and backward", values[1:], "ms")
-            for name, values in seconds.items()
-            if on_gpu
-        ]
-        Path(folder, "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
-    os._exit(0)
+    model: str
+    batch: int
+    compile: str = "false"
+    h200: int | None = None
+    ratio: float | None = 0.98
+    precision: str = "bf16"
+    optimizer: str = "sgd"
+    ema: bool = False
+    parallel: str = "auto"
+    size_px: int = 224
+    channels: int = 3
+    classes: int = 1000
 
 
-def resume(sizes: Sizes, rounds: int) -> list[Row]:
-    """Whether a resumed run ends with the same weights as an uninterrupted one, with
-    `train.deterministic`.
-    """
-    steps = 6 if sizes.tiny else 40
-    options = [*sizes.synthetic, f"train.global_batch_size={sizes.batch(64)}", "optimizer.lr=0.01"]
-    options += [
-        "train.deterministic=true",
-        f"train.max_steps={steps}",
-        f"checkpoint.every_steps={steps // 2}",
-    ]
-    options += ["log.tensorboard=false", "log.plots=false", "checkpoint.keep_last=2"]
-    digests = []
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            str(ROOT / "tools" / "train.py"),
-            "resnet50",
-            *options,
-            "--work-dir",
-            folder,
-        ]
-        last = Path(folder, "checkpoints", f"step-{steps:07d}")
-        for _ in range(2):
-            done = subprocess.run([*command, "--resume"], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            digests.append(sha256((last / "model.safetensors").read_bytes()).hexdigest())
-            shutil.rmtree(last)  # the second run resumes from the checkpoint before
-    return [
-        check(
-            f"same weights after {steps} steps, resumed after {steps // 2}",
-            digests[0] == digests[1],
-        )
-    ]
-
-
-CASES: dict[str, Callable[[Sizes, int], list[Row]]] = {
-    **{
-        f"{'compiled' if compiled else 'eager'}-{batch}": (
-            lambda sizes, rounds, batch=batch, compiled=compiled: training(
-                sizes, rounds, batch, compiled
-            )
-        )
-        for compiled in (False, True)
-        for batch in BATCHES
-    },
-    "files": lambda sizes, rounds: files(sizes, rounds, BATCHES[0]),
-    "dp": lambda sizes, rounds: training(sizes, rounds, BATCHES[0], mode="dp"),
-    "ddp": lambda sizes, rounds: training(sizes, rounds, BATCHES[0], mode="ddp"),
-    "sync_bn": sync_bn,
-    "resume": resume,
+RESNET20 = Case(
+    "resnet20_cifar", 128, precision="fp32", size_px=28, channels=1, classes=10, ratio=None
+)
+CASES = {
+    "resnet50-256": Case("resnet50", 256, h200=4600),
+    "resnet50-32": Case("resnet50", 32, h200=1550, ratio=0.95),
+    "resnet50-32-reduce-overhead": Case("resnet50", 32, "reduce-overhead", 4400, 0.95),
+    "files": Case("resnet50", 256),
+    "resnet20-128": replace(RESNET20, h200=14_400),
+    "resnet20-128-ema": replace(RESNET20, h200=10_100, ema=True),
+    "resnet20-128-reduce-overhead": replace(RESNET20, h200=29_800, compile="reduce-overhead"),
+    "vit-s-256-ema": Case("vit_small_patch16_224", 256, h200=5600, optimizer="adamw", ema=True),
+    "vit-b-128": Case("vit_base_patch16_224", 128, h200=2600, optimizer="adamw"),
+    "resnet50-256-default": Case("resnet50", 256, "default", 6700),
+    "resnet50-256-reduce-overhead": Case("resnet50", 256, "reduce-overhead"),
+    "resnet50-256-dp": Case("resnet50", 256, parallel="dp"),
+    "resnet50-256-ddp": Case("resnet50", 256, parallel="ddp"),
 }
 
 
-def run(rounds: int = 5, tiny: bool = False, cases: Sequence[str] = tuple(CASES)) -> list[Row]:
-    """The rows of all cases. tiny: each batch has four images, so one of the two sizes is
-    enough.
-    """
-    rows, end = [], time.perf_counter() + ALL_SEC
-    for case in cases:
-        if tiny and case.endswith(str(BATCHES[1])):
-            continue
+def find_device(tiny: bool) -> torch.device:
+    assert tiny or torch.cuda.is_available(), "no GPU: use --tiny"
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def shrink(case: Case) -> Case:
+    """The case with a model of three layers and four small images."""
+    return replace(
+        case, model="benchmarks.step:tiny", batch=4, size_px=32, channels=3, classes=10, h200=None
+    )
+
+
+def overrides_of(case: Case, device: torch.device) -> list[str]:
+    """For `train()`, but the data."""
+    mean = [0.5] * case.channels
+    words = [
+        f"device={device.type}",
+        f"data.channels={case.channels}",
+        f"data.mean={mean}",
+        f"data.std={mean}",
+        f"model.name={case.model}",
+        "model.kwargs={}",
+        f"augment.size_px={case.size_px}",
+        f"eval.crop_px={case.size_px}",
+        "eval.resize_px=null",
+        "eval.crop_pct=1",
+        f"train.global_batch_size={case.batch}",
+        f"train.precision={case.precision}",
+        f"train.compile={case.compile}",
+        f"parallel.mode={case.parallel}",
+        "log.every_steps=100000",
+        "checkpoint.every_epochs=null",
+    ]
+    if case.optimizer != "sgd":
+        words += [f"optimizer.name={case.optimizer}", "optimizer.kwargs={}"]
+    return words + ([f"ema.decay={EMA_DECAY}"] if case.ema else [])
+
+
+def synthetic(case: Case) -> list[str]:
+    images = f"train_images: 1281167, val_images: 64, num_classes: {case.classes}"
+    return ["data.name=synthetic", f"data.kwargs={{{images}, size_px: {case.size_px}}}"]
+
+
+def training_loop(
+    case: Case, device: torch.device, folder: Path, data: Sequence[str]
+) -> step.TrainingLoop:
+    """`train()`: called with a number of steps."""
+    context = init_process_groups(RankInfo(), device, case.parallel, "auto", "env://", 60.0)
+    return step.TrainingLoop([*overrides_of(case, device), *data], context, folder)
+
+
+class OurLoop:
+    """`train()`."""
+
+    def __init__(self, case: Case, device: torch.device):
+        self.device = device
+        self.folder = tempfile.TemporaryDirectory()
+        self.loop = training_loop(case, device, Path(self.folder.name), synthetic(case))
+
+    def __call__(self, steps: int) -> None:
+        self.loop(steps)
+
+    def host_seconds(self) -> float:
+        """From the batch of a step to the end of `after_step`."""
+        times, run = [], self.loop.run
+        epoch_batches, after_step = run.epoch_batches, run.after_step
+
+        def timed_batches(*place: int) -> Iterator[Any]:
+            for batch in epoch_batches(*place):
+                times.append(time.perf_counter())
+                yield batch
+
+        def timed_after_step(result: Any) -> None:
+            after_step(result)
+            times.append(time.perf_counter())
+
+        patches = {"epoch_batches": timed_batches, "after_step": timed_after_step}
+        with mock.patch.multiple(run, **patches):
+            self.loop(1)
+        return times[-1] - times[0]
+
+
+class PlainLoop:
+    """What a script does: channels-last, autocast, a fused optimizer, a moving average."""
+
+    def __init__(self, case: Case, device: torch.device):
+        self.case, self.device = case, device
+        self.model = self.build_model().to(device, memory_format=torch.channels_last).train()
+        self.mode = None if case.compile == "false" else case.compile
+        draws = torch.Generator(device).manual_seed(0)
+        self.batches = itertools.cycle([self.make_batch(draws) for _ in range(step.BATCHES)])
+        self.prepare()
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(0)
+        case = self.case
+        if case.model.endswith(":tiny"):
+            return step.tiny(case.classes)
+        return timm.create_model(case.model, num_classes=case.classes, in_chans=case.channels)
+
+    def make_batch(self, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+        shape = (self.case.batch, self.case.channels, self.case.size_px, self.case.size_px)
+        options: dict[str, Any] = {"device": self.device, "generator": draws}
+        images = torch.randint(256, shape, dtype=torch.uint8, **options)
+        targets = torch.randint(self.case.classes, shape[:1], **options)
+        return images.contiguous(memory_format=torch.channels_last), targets
+
+    def prepare(self) -> None:
+        self.called = self.model
+        if self.mode:
+            self.called = torch.compile(self.model, mode=self.mode, dynamic=False)
+        parameters = self.model.parameters()
+        self.optimizer: Any = (
+            torch.optim.SGD(parameters, 0.001, momentum=0.9, weight_decay=1e-4, fused=True)
+            if self.case.optimizer == "sgd"
+            else torch.optim.AdamW(parameters, 1e-4, weight_decay=0.05, fused=True)
+        )
+        self.values = [v for v in self.model.state_dict().values() if v.is_floating_point()]
+        self.average = [value.clone() for value in self.values] if self.case.ema else []
+
+    def loss_of(self, images: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(self.called(images), targets)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.average:
+            torch._foreach_lerp_(self.average, self.values, 1 - EMA_DECAY)
+
+    def step(self) -> Tensor:
+        images, targets = next(self.batches)
+        images = images.float().sub_(127.5).mul_(1 / 127.5)
+        is_bf16 = self.case.precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=is_bf16):
+            loss = self.loss_of(images, targets)
+        loss.backward()
+        self.update()
+        return loss.detach()
+
+    def __call__(self, steps: int) -> None:
+        torch.stack([self.step() for _ in range(steps)]).tolist()
+
+    def host_seconds(self) -> float:
         begin = time.perf_counter()
-        limit = CASE_SEC if tiny else min(CASE_SEC, max(end - begin, 1))
-        with tempfile.NamedTemporaryFile() as file:
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.gpu",
-                case,
-                str(rounds),
-                str(int(tiny)),
-                file.name,
+        self.step()
+        return time.perf_counter() - begin
+
+
+class TimmLoop(PlainLoop):
+    """timm's task, optimizer and moving average, as its train.py uses them."""
+
+    def prepare(self) -> None:
+        name = {"sgd": "momentum", "adamw": "adamw"}[self.case.optimizer]
+        self.optimizer = create_optimizer_v2(self.model, opt=name, lr=0.001, weight_decay=1e-4)
+        self.task: Any = ClassificationTask(
+            self.model, criterion_kwargs={"smoothing": 0.0}, device=self.device, verbose=False
+        )
+        if self.mode:
+            self.task.compile(mode=self.mode)
+        self.ema = ModelEmaV3(self.model, decay=EMA_DECAY) if self.case.ema else None
+
+    def loss_of(self, images: Tensor, targets: Tensor) -> Tensor:
+        return self.task(images, targets)["loss"]
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.ema is not None:
+            self.ema.update(self.model)
+
+
+LOOPS: dict[str, Callable[[Case, torch.device], Any]] = {
+    "train()": OurLoop,
+    "plain loop": PlainLoop,
+    "timm": TimmLoop,
+}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def cost_of_an_add(device: torch.device) -> float:
+    """Microseconds in which the host issues `x.add(x)` on four numbers: the median of 15."""
+    found, x = [], torch.ones(4, device=device)
+    for _ in range(15):
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(500):
+            x.add(x)
+        found.append((time.perf_counter() - begin) / 500)
+    return 1e6 * median(found)
+
+
+def host_ms(loop: Any, count: int) -> float:
+    """Milliseconds in which the host issues a step while the device is idle."""
+    found = []
+    for _ in range(count):
+        synchronize(loop.device)
+        found.append(loop.host_seconds())
+    synchronize(loop.device)
+    return 1000 * median(found)
+
+
+def kernel_table(loop: Any, file: Path) -> float:
+    """Write the kernels of two steps, or on a CPU its operators; return the milliseconds in which
+    kernels run in a step.
+    """
+    activities = supported_activities()
+    with profile(activities=activities) as found:
+        loop(2)
+        synchronize(loop.device)
+    averages = found.key_averages()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    order = "cuda" if ProfilerActivity.CUDA in activities else "cpu"
+    table = averages.table(f"self_{order}_time_total", row_limit=40, max_name_column_width=90)
+    file.write_text(table)
+    # the time of a kernel is in the row of its operator, too
+    kernels = [row for row in averages if str(row.device_type).endswith("CUDA")]
+    return sum(row.self_device_time_total for row in kernels if not row.is_user_annotation) / 2000
+
+
+def images_per_sec(
+    loop: Callable[[int], None], steps: int, case: Case, device: torch.device
+) -> float:
+    synchronize(device)
+    begin = time.perf_counter()
+    loop(steps)
+    synchronize(device)
+    return case.batch * steps / (time.perf_counter() - begin)
+
+
+def ratio_row(row: str, ours: Sequence[float], theirs: Sequence[float], goal: float | None) -> Row:
+    """The ratio of images per second in each round."""
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=False)]
+    return measured(row, ratios, "x", "" if goal is None else f">= {goal}")
+
+
+def speed(name: str, case: Case, folder: Path, rounds: int, tiny: bool) -> Iterator[list[Row]]:
+    """The rows of a case: after the warm-up, after each round, and with the times of kernels, whose
+    tables are written into `folder`.
+    """
+    device, case = find_device(tiny), shrink(case) if tiny else case
+    steps, on_gpu = 2 if tiny else 20, device.type == "cuda"
+    torch.backends.cudnn.benchmark = True  # as `train()` sets it
+    adds = [cost_of_an_add(each) for each in dict.fromkeys([torch.device("cpu"), device])]
+    note = "x.add(x) " + ", ".join(f"{add:.1f} us" for add in adds)
+    loops: dict[str, Any] = {}
+    rates: dict[str, list[float]] = {}
+    more: dict[str, dict[str, Any]] = {"train()": {"note": note}}
+    memory: list[float] = []
+
+    def rows() -> list[Row]:
+        is_h200 = on_gpu and "H200" in torch.cuda.get_device_name() and case.h200 is not None
+        goals = {"train()": f">= {case.h200}"} if is_h200 else {}
+        found = [
+            measured(
+                f"{name}: {label}",
+                rates.get(label, []),
+                "img/s",
+                goals.get(label, ""),
+                **more.get(label, {}),
+            )
+            for label in LOOPS
+        ]
+        ours = rates.get("train()", [])
+        for label, goal in (("plain loop", case.ratio), ("timm", 1.0)):
+            found.append(ratio_row(f"{name}: train() / {label}", ours, rates.get(label, []), goal))
+        peak = measured(f"{name}: peak memory of train()", memory, "GiB")
+        return [*found, peak] if on_gpu else found
+
+    for label, build in LOOPS.items():
+        try:
+            loop = build(case, device)
+            loop(steps)  # compiles, and cuDNN chooses
+            more.setdefault(label, {})["host_ms"] = round(host_ms(loop, 3 if tiny else 15), 2)
+            loops[label], rates[label] = loop, []
+        except Exception as error:  # the other loops go on
+            more[label] = {"note": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        if on_gpu and label == "train()":
+            memory.append(torch.cuda.max_memory_allocated() / 2**30)
+    yield rows()
+    for _ in range(rounds):
+        for label, loop in loops.items():
+            rates[label].append(images_per_sec(loop, steps, case, device))
+        yield rows()
+    for label, loop in loops.items():
+        busy = kernel_table(loop, folder / f"{name}-{label.strip('()').replace(' ', '-')}.txt")
+        step_ms = 1000 * case.batch / median(rates[label])
+        more[label]["gpu_busy_pct"] = round(100 * busy / step_ms) if on_gpu else None
+    yield rows()
+    if "train()" in loops:
+        loops["train()"].loop.close()
+
+
+def link_images(folder: Path, count: int, distinct: int) -> None:
+    """Write `distinct` JPEG files of each part, and `count` links to each part in class folders."""
+    prepare_images(folder / "distinct", distinct)
+    for part in ("train", "val"):
+        paths = sorted((folder / "distinct" / part).rglob("*.JPEG"))
+        for number, path in zip(range(count), itertools.cycle(paths), strict=False):
+            link = folder / "images" / part / path.parent.name / f"{number}.JPEG"
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path)
+
+
+def endless(batches_of_epoch: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
+    """The batches of one epoch after the other, from the same workers."""
+    return itertools.chain.from_iterable(map(batches_of_epoch, itertools.count()))
+
+
+def files(name: str, case: Case, _: Path, rounds: int, tiny: bool) -> Iterator[list[Row]]:
+    """From JPEG files: the loader alone, the step alone, and both together, after each round.
+
+    The workers live through all rounds. What they have ready at the start of a round does not
+    count.
+    """
+    device, case = find_device(tiny), shrink(case) if tiny else case
+    workers = 2 if tiny else len(os.sched_getaffinity(0))
+    ready, steps = 2 * workers, 2 if tiny else 40
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        link_images(folder, 16 * case.batch, 8 if tiny else JPEGS)
+        words = [
+            "data.name=folder",
+            "data.kwargs={}",
+            f"data.root={folder}/images",
+            f"data.num_workers={workers}",
+            "data.prefetch_batches=2",
+            f"model.num_classes={case.classes}",
+            "train.epochs=10000",
+        ]
+        together = training_loop(case, device, folder / "together", words)
+        alone = training_loop(case, device, folder / "step", synthetic(case))
+        loader: Any = together.parts.train_loader
+        batches = endless(loader.epoch)
+        loader.epoch = lambda *_: batches
+
+        def load(count: int) -> None:
+            for _ in range(count):
+                next(batches)
+
+        loops = {"together": together, "step": alone, "loader": load}
+        rates: dict[str, list[float]] = {label: [] for label in loops}
+        for _ in range(rounds):
+            for label, loop in loops.items():
+                loop(ready)
+                rates[label].append(images_per_sec(loop, steps, case, device))
+            slower = list(map(min, rates["step"], rates["loader"]))
+            whole = rates["together"]
+            what = f"{name}, {workers} workers"
+            yield [
+                *(measured(f"{what}: {label}", rates[label], "img/s") for label in loops),
+                ratio_row(f"{what}: together / step", whole, rates["step"], 0.95),
+                ratio_row(f"{what}: together / the slower of both", whole, slower, 0.95),
             ]
-            note = f"not finished in {limit:.0f} s"
+        together.close()
+        alone.close()
+
+
+def run(rounds: int, tiny: bool, only: Sequence[str], folder: Path) -> Iterator[list[Row]]:
+    """The rows of each case that a pattern of `only` matches, or of all. folder: for the tables of
+    kernels.
+    """
+    patterns = only or ["*"]
+    names = [name for name in CASES if any(fnmatch.fnmatch(name, one) for one in patterns)]
+    assert names, f"--only: no case is named {' or '.join(only)}; cases: {', '.join(CASES)}"
+    for name in names:
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as temporary:
+            path = Path(temporary, "rows.json")
+            words = [name, str(folder / "kernels"), str(rounds), str(int(tiny)), str(path)]
+            command = [sys.executable, "-m", "benchmarks.gpu", *words]
+            note = f"not finished in {CASE_SEC} s"
             with suppress(subprocess.TimeoutExpired):
                 done = subprocess.run(
-                    command, cwd=ROOT, capture_output=True, text=True, timeout=limit
+                    command, cwd=ROOT, capture_output=True, text=True, timeout=CASE_SEC
                 )
                 note = (done.stderr.strip().splitlines() or ["failed"])[-1][:200]
-            text = Path(file.name).read_text()
-        rows += json.loads(text) if text else [measured(case, [], note=note)]
-        progress(f"{case}: {time.perf_counter() - begin:.0f} s")
-    return rows
+                note = note if done.returncode else ""
+            rows = json.loads(path.read_text()) if path.exists() else []
+        progress(f"{name}: {time.perf_counter() - begin:.0f} s")
+        yield rows + ([measured(f"{name}: to its end", [], note=note)] if note else [])
 
 
 def main() -> None:
-    """Run one case: name, rounds, tiny (0 or 1), file for the rows."""
-    case, rounds, tiny, path = sys.argv[1:]
-    Path(path).write_text(json.dumps(CASES[case](Sizes(tiny == "1"), int(rounds))))
+    """Run one case: name, folder of the tables of kernels, rounds, tiny (0 or 1), file for the
+    rows.
+    """
+    name, folder, rounds, tiny, file = sys.argv[1:]
+    measure = files if name == "files" else speed
+    for rows in measure(name, CASES[name], Path(folder), int(rounds), tiny == "1"):
+        partial = Path(f"{file}.partial")
+        partial.write_text(json.dumps(rows))
+        partial.replace(file)
     sys.stderr.flush()
     os._exit(0)  # without waiting for threads of process groups
 

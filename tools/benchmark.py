@@ -4,7 +4,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from benchmarks.compare import (  # noqa: E402
     page_section,
     page_with_results,
     read_results,
+    table,
     write_result,
 )
 
@@ -50,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
         "--folder",
         type=Path,
         default="work_dirs/benchmark",
-        help="for images; empty, new or made by this tool (default: %(default)s)",
+        help="for images; empty, new or made by this tool (default: %(default)s); gpu writes "
+        "tables of kernels into kernels/",
     )
     images.add_argument(
         "--root",
@@ -67,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help='rows of "Each implementation" to run; `*` matches any text',
+        help='rows of "Each implementation", or cases of gpu, to run; `*` matches any text',
     )
     images.add_argument(
         "--baseline", type=Path, metavar="DIR", help="also run the package of this checkout"
@@ -83,18 +85,29 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(command: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The result of a command."""
+def measure(command: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The result of a command; of gpu after each case."""
+    if command == "gpu":
+        from benchmarks import gpu
+
+        result, rows = new_result(command), []
+        cases = gpu.run(arguments.rounds, arguments.tiny, arguments.only, arguments.folder)
+        for of_case in cases:
+            print(f"{table(of_case)}\n", flush=True)
+            rows += of_case
+            yield {**result, "tables": {"": rows}}
+        return
     if command not in WITH_IMAGES:
         module = importlib.import_module(f"benchmarks.{command}")
-        return {**new_result(command), "tables": {"": module.run(arguments.rounds, arguments.tiny)}}
+        yield {**new_result(command), "tables": {"": module.run(arguments.rounds, arguments.tiny)}}
+        return
     from benchmarks import loader
 
     pythons = dict(word.split("=", 1) for word in arguments.peer)
     names = ("folder", "root", "images", "rounds", "workers", "batch_size", "baseline", "only")
     values = {name: getattr(arguments, name) for name in names}
     options = loader.Options(pythons=pythons, loss_steps=3 if arguments.tiny else 50, **values)
-    return loader.run_loader(options) if command == "loader" else loader.run_decode(options)
+    yield loader.run_loader(options) if command == "loader" else loader.run_decode(options)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -108,9 +121,10 @@ def main(words: Sequence[str] | None = None) -> int:
         arguments.rounds, arguments.images = 1, min(arguments.images, 64)
     failed = False
     for command in COMMANDS if arguments.command == "all" else (arguments.command,):
-        result = measure(command, arguments)
+        for result in measure(command, arguments):
+            path = write_result(result, arguments.out)
         print(page_section(result))
-        print(f"written to {write_result(result, arguments.out)}\n", flush=True)
+        print(f"written to {path}\n", flush=True)
         rows = [row for rows in result["tables"].values() for row in rows]
         failed |= any(row.get("check") and not row["met"] for row in rows)
     return int(failed)

@@ -4,9 +4,11 @@ fast anything is.
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -142,8 +144,36 @@ def test_docs_have_the_results():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("command", ["step", "arrays", "memory", "gpu"])
-def test_rows_are_measured(tool, folder, command):
-    code, result = benchmark(tool, folder, command)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["step"],
+        ["arrays"],
+        ["memory"],
+        ["gpu", "--only", "files", "vit-*-ema", "resnet50-256-default"],
+    ],
+)
+def test_rows_are_measured(tool, folder, words):
+    code, result = benchmark(tool, folder, *words)
     (rows,) = result["tables"].values()
     assert code == 0 and [row for row in rows if row["value"] is None] == []
+
+
+def test_gpu_case_that_is_not_finished_keeps_its_rounds(tool, folder, monkeypatch):
+    """The table of each case is printed, and the JSON written, when the case ends."""
+    from benchmarks import gpu
+
+    def stopped(command: list[str], **options: Any) -> None:
+        rows = [gpu.measured(f"{command[3]}: train()", [1.0], "img/s")]
+        Path(command[-1]).write_text(json.dumps(rows))
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", stopped)
+    monkeypatch.setattr(tool, "new_result", lambda command: {"command": command, "tables": {}})
+    monkeypatch.setattr(tool, "page_section", str)
+    written = []
+    monkeypatch.setattr(
+        tool, "write_result", lambda result, out: written.append(len(result["tables"][""]))
+    )
+    assert tool.main(["gpu", "--only", "resnet50-32*", "--out", str(folder)]) == 0
+    assert written == [2, 4]

@@ -260,6 +260,14 @@ def run_evaluation(folder: Path) -> None:
     assert row["top"]
 
 
+def run_benchmark(folder: Path) -> None:
+    """A case of tools/benchmark.py gpu."""
+    from benchmarks.gpu import CASES, speed
+
+    *_, rows = speed("case", CASES["resnet20-128-ema"], folder, rounds=1, tiny=True)
+    assert all(row["value"] for row in rows), rows
+
+
 def on_two_ranks(command: Callable, words: list[str]) -> None:
     """Run a command on two forked ranks with a GPU each. Raises AssertionError with the exit
     codes.
@@ -306,6 +314,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], int]] = {
     "recipes": (run_recipes, 1),
     "finders": (run_finders, 1),
     "evaluation": (run_evaluation, 1),
+    "benchmark": (run_benchmark, 1),
 }
 
 
