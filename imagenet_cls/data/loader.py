@@ -16,14 +16,14 @@ import stat
 import sys
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,8 @@ _USE_FEWER = "use fewer data.num_workers or data.prefetch_batches"
 # Iterators of DataLoaders whose workers were killed. torch's clean-up, which runs when an iterator
 # is deleted, could wait forever for a lock that a killed worker held.
 _failed_iterators: list[Any] = []
+# By process id of a worker and number: memory that was received, see `_BatchDataset`.
+_received: defaultdict[int, dict[int, torch.Tensor]] = defaultdict(dict)
 # The workers of each iterator that have not been ended.
 _open_workers: list[list[BaseProcess]] = []
 _NOT_AFTER_FORK = (
@@ -73,28 +75,13 @@ def open_file_warning(data: DataConfig, source: ImageSource) -> str | None:
     source = without_subsets(source)
     if START_METHOD != "fork" or data.num_workers == 0 or not isinstance(source, MapSource):
         return None
-    name = _find_open_file(source.dataset)
-    if name is None:
-        return None
-    return (
-        f"warning: the dataset holds an open file, its attribute {name}; data workers share its "
-        "position, and may read wrong images: open it in __getitem__, or set data.num_workers=0"
-    )
-
-
-def _find_open_file(holder: Any, depth: int = 3) -> str | None:
-    """The name of the attribute that is an open file, or holds one at most `depth` levels below, as
-    `reader.file`; None without one. Of each level the first 100 are looked at.
-    """
-    attributes = {} if isinstance(holder, ModuleType) else getattr(holder, "__dict__", {})
-    if type(holder) in (list, tuple, dict):
-        attributes = holder if isinstance(holder, dict) else dict(enumerate(holder))
-    for name, value in itertools.islice(attributes.items(), 100):
+    for name, value in getattr(source.dataset, "__dict__", {}).items():
         if _is_open_file(value):
-            return str(name)
-        found = _find_open_file(value, depth - 1) if depth else None
-        if found is not None:
-            return f"{name}.{found}"
+            return (
+                f"warning: the dataset holds an open file, its attribute {name}; data workers "
+                "share its position, and may read wrong images: open it in __getitem__, or set "
+                "data.num_workers=0"
+            )
     return None
 
 
@@ -106,6 +93,7 @@ def _is_open_file(value: Any) -> bool:
     if (library, type(value).__name__) in _NOT_AFTER_FORK:
         return bool(value)  # false for a closed file of h5py
     try:
+        value = getattr(value, "fp", value)  # of a zipfile
         return value.readable() and stat.S_ISREG(os.fstat(value.fileno()).st_mode)
     except Exception:  # no file, or a closed one; a user's class may raise anything
         return False
@@ -220,9 +208,9 @@ def eval_batches(
 
 def _train_batch(
     source: ImageSource, transform: TrainTransform, seed: int, samples: list[SampleKey]
-) -> TrainBatch:
-    """A micro-batch. Split s of S of sample (epoch, index, repeat) has the random key (seed, epoch,
-    index, repeat * S + s).
+) -> tuple[torch.Tensor, ...]:
+    """The tensors of a micro-batch. Split s of S of sample (epoch, index, repeat) has the random
+    key (seed, epoch, index, repeat * S + s).
     """
     augment = transform.augment
     num_images = len(samples) * transform.splits
@@ -246,8 +234,8 @@ def _train_batch(
             if erase_boxes:
                 boxes[row, : len(erase_boxes)] = torch.tensor(erase_boxes)
     if augment.erasing.prob == 0:
-        return TrainBatch(images, stack_targets(targets))
-    return TrainBatch(images, stack_targets(targets), boxes, torch.tensor(keys))
+        return images, stack_targets(targets)
+    return images, stack_targets(targets), boxes, torch.tensor(keys)
 
 
 def _eval_batch(
@@ -264,23 +252,55 @@ def _eval_batch(
 
 
 def _empty_images(num_images: int, size_px: Size, channels: int) -> torch.Tensor:
-    """uint8 (num_images, channels, height, width), channels-last; in a worker in shared memory.
+    """uint8 (num_images, channels, height, width), channels-last; in a worker in shared memory."""
+    shape = num_images, *height_width(size_px), channels
+    worker: Any = get_worker_info()
+    allocate = _empty_bytes if worker is None else worker.dataset.allocate
+    return allocate(math.prod(shape))[: math.prod(shape)].view(shape).permute(0, 3, 1, 2)
 
-    Otherwise a thread of the worker would copy the batch there when it sends it, where an error is
-    only printed and the batch is lost.
-    """
-    height, width = height_width(size_px)
-    images = torch.empty(num_images, height, width, channels, dtype=torch.uint8)
-    if get_worker_info() is not None:
-        images.share_memory_()
-    return images.permute(0, 3, 1, 2)
+
+def _empty_bytes(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _tensors_in(memory: torch.Tensor, layouts: list[Any]) -> list[torch.Tensor]:
+    """Views of `memory`. layouts: dtype, offset in elements, shape and strides of each."""
+    storage = memory.untyped_storage()
+    return [torch.empty(0, dtype=dtype).set_(storage, *layout) for dtype, *layout in layouts]
+
+
+@dataclass
+class _SentBatch:
+    """A batch of worker `pid`. memory: see `_BatchDataset`; None if it was sent before."""
+
+    pid: int
+    number: int
+    memory: torch.Tensor | None
+    layouts: list[Any]
+
+    def copy(self, copy_memory: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        if self.memory is not None:
+            _received[self.pid][self.number] = self.memory
+        return _tensors_in(copy_memory(_received[self.pid][self.number]), self.layouts)
+
+    def pin_memory(self) -> list[torch.Tensor]:
+        """A copy in page-locked memory. torch's DataLoader calls this."""
+        return self.copy(torch.Tensor.pin_memory)
 
 
 @dataclass
 class _BatchDataset(Dataset[Any]):
-    """The dataset of a DataLoader, whose items are whole batches."""
+    """The dataset of a DataLoader, whose items are whole batches.
 
-    make_batch: Callable[[list[Any]], tuple[Any, ...]]
+    A worker puts the tensors of a batch into one, since torch makes a connection for each tensor
+    that is sent. It uses `num_memories` of them in turn, one more than it prepares batches ahead,
+    so that a batch stays until the next one is fetched. Each is sent once.
+    """
+
+    make_batch: Callable[[list[Any]], tuple[torch.Tensor, ...]]
+    num_memories: int
+    memories: dict[int, torch.Tensor] = field(default_factory=dict)
+    number: int = 0  # of the memory that is used
 
     def __getitem__(self, keys: list[Any]) -> Any:
         """The batch for these keys. A worker returns an error, since torch would wrap one that is
@@ -290,12 +310,39 @@ class _BatchDataset(Dataset[Any]):
         if worker is None:
             with preserve_rng_state():
                 return self.make_batch(keys)
+        self.number = (self.number + 1) % self.num_memories
+        last = self.memories.get(self.number)
         try:
-            return self.make_batch(keys)
+            layouts = self._pack(self.make_batch(keys))
         except UserError as error:
             return error
         except Exception as error:
             return worker_exception_error(error, worker.id)
+        memory = self.memories[self.number]
+        return _SentBatch(os.getpid(), self.number, None if memory is last else memory, layouts)
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Memory for the current batch: uint8, of at least `size` bytes, in shared memory.
+
+        Otherwise a thread of the worker would copy the batch there when it sends it, where an error
+        is only printed and the batch is lost.
+        """
+        if len(self.memories.get(self.number, ())) < size:
+            self.memories[self.number] = _empty_bytes(size).share_memory_()
+        return self.memories[self.number]
+
+    def _pack(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+        """Copy tensors into the memory unless they are there. Returns their layouts."""
+        layouts = []
+        end = 0
+        for tensor in tensors:
+            layouts.append((tensor.dtype, end // tensor.itemsize, tensor.shape, tensor.stride()))
+            end += tensor.nbytes + -tensor.nbytes % 8  # the size of the largest elements
+        places = _tensors_in(self.allocate(end), layouts)
+        for tensor, place in zip(tensors, places, strict=True):
+            if place.data_ptr() != tensor.data_ptr():
+                place.copy_(tensor)
+        return layouts
 
 
 def _data_loader(
@@ -305,7 +352,7 @@ def _data_loader(
 ) -> DataLoader[Any]:
     has_workers = options.num_workers > 0
     return DataLoader(
-        _BatchDataset(make_batch),
+        _BatchDataset(make_batch, options.prefetch_batches + 1),
         batch_size=None,  # an item of the dataset is a batch
         sampler=batches,
         num_workers=options.num_workers,
@@ -353,7 +400,7 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
                 return
             if isinstance(batch, UserError):
                 raise batch
-            yield batch
+            yield batch.copy(torch.clone) if isinstance(batch, _SentBatch) else batch
     finally:
         # `_kill_workers` has removed the workers if Python exits, and its modules may be gone.
         if workers:
@@ -369,6 +416,7 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
                 worker.kill()
             for worker in workers:
                 worker.join(_JOIN_SEC)
+                _received.pop(worker.pid or 0, None)
             _open_workers.remove(workers)
 
 
@@ -432,6 +480,7 @@ def init_worker(worker_id: int) -> None:
         os._exit(1)  # the parent died before the kernel was asked
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    _received.clear()  # otherwise the memory would be kept by this process, too
 
 
 # Exit handlers run in reverse order: this one runs before the handlers of torch and

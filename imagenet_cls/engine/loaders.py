@@ -97,12 +97,15 @@ def shared_memory_use(
     options = train_worker_options(config.data, plan, context)
     batch = plan.device_micro_batch * plan.devices_per_rank * config.augment.splits
     batches_of_run = plan.epochs * plan.steps_per_epoch * plan.accumulation
-    train_images = min(options.num_workers * options.prefetch_batches, batches_of_run) * batch
+    # each worker has one batch more than it prepares ahead
+    train_batches = options.num_workers * (options.prefetch_batches + 1)
+    train_images = min(train_batches, batches_of_run) * batch
     val_shard = ceil_div(num_val_images, context.world_size)
     val_batch = config.eval.batch_size * plan.devices_per_rank
     num_batches = ceil_div(val_shard, val_batch)
     val_options = worker_options(config.data, context, num_batches, plan.devices_per_rank)
-    val_images = min(val_options.num_workers * val_options.prefetch_batches * val_batch, val_shard)
+    val_batches = val_options.num_workers * (val_options.prefetch_batches + 1)
+    val_images = min(val_batches * val_batch, val_shard)
     train_bytes = config.data.channels * prod(height_width(config.augment.size_px))
     val_bytes = config.data.channels * prod(height_width(config.eval.crop_px))
     return [(train_images, train_bytes), (val_images, val_bytes)]

@@ -2,6 +2,7 @@
 process.
 """
 
+import functools
 import io
 import multiprocessing
 import os
@@ -16,14 +17,18 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from helpers import environment, wait_for
+from test_data_loader import same
+from torch.multiprocessing import reductions
 
-from imagenet_cls.config.schema import AugmentConfig, DataConfig, EvalConfig
+from imagenet_cls.config.schema import AugmentConfig, DataConfig, ErasingConfig, EvalConfig
 from imagenet_cls.data.loader import (
+    TrainBatch,
     TrainLoader,
     WorkerOptions,
     _kill_workers,
@@ -135,9 +140,7 @@ def _holders(file: IO[bytes], archive: zipfile.ZipFile) -> dict[str, Holds]:
     h5py_file = type("File", (), {"__module__": "h5py._hl.files"})()
     return {
         "file": Holds(size=1, file=file),
-        "archive.fp": Holds(archive=archive),
-        "data.readers.0.fp": Holds(data=Holds(readers=[archive])),
-        "files.train": Holds(files={"train": file}),
+        "archive": Holds(archive=archive),
         "h5": Holds(h5=h5py_file),
     }
 
@@ -298,6 +301,61 @@ def test_exit_kills_workers_and_no_other_process() -> None:
         loader.close()
         other.kill()
         other.join()
+
+
+def test_memory_of_batches_is_received_once_and_batches_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two workers with two batches ahead have three buffers each. The batches are copies."""
+    received = Mock(wraps=reductions.rebuild_storage_fd)
+    counted = functools.wraps(reductions.rebuild_storage_fd)(lambda *args: received(*args))
+    monkeypatch.setattr(reductions, "rebuild_storage_fd", counted)
+    augment = AugmentConfig(size_px=8, erasing=ErasingConfig(prob=0.5))
+
+    def batches(num_workers: int) -> list[TrainBatch]:
+        sampler = EpochSampler(16, 4, 0, 1, seed=1)
+        options = WorkerOptions(num_workers)
+        loader = TrainLoader(Images(), TrainTransform(augment), sampler, 1, options, num_epochs=8)
+        found = [batch for epoch in range(8) for batch in loader.epoch(epoch)]
+        loader.close()
+        return found
+
+    ours = batches(2)
+    assert received.call_count == 6
+    assert same(ours, batches(0)) and len(ours) == 32
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("labels", ["single", "multi"])
+def test_tensors_of_a_batch_of_workers_are_views_of_one(num_workers: int, labels: str) -> None:
+    class Dataset:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, i: int) -> tuple[torch.Tensor, Any]:
+            image = torch.full((1, 9, 9), i, dtype=torch.uint8)
+            return image, (np.float64(i % 2) if labels == "single" else [0.0, i / 8, 1])
+
+    source = MapSource(Dataset(), "own", ("a", "b", "c"), labels)
+    options = WorkerOptions(num_workers)
+    erasing = ErasingConfig(prob=0.5, max_count=2)
+    transform = TrainTransform(AugmentConfig(size_px=9, erasing=erasing), [0.5])
+    loader = TrainLoader(source, transform, EpochSampler(6, 3, 0, 1, seed=1), 1, options)
+    evaluated = EvalTransform(EvalConfig(crop_px=9, resize_px=9), [0.5])
+    own = list(eval_batches(source, evaluated, range(6), 4, options))
+    for tensors in (*loader.epoch(0), *own):
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        assert len(storages) == 1 or num_workers == 0
+        images, targets, *_ = tensors
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        values = images[:, 0, 4, 4].tolist()
+        expected = [i % 2 for i in values]
+        if labels == "multi":
+            expected = [[0, i / 8, 1] for i in values]
+        assert targets.tolist() == expected
+        assert targets.dtype == (torch.int64 if labels == "single" else torch.float32)
+    loader.close()
+    assert [indices.tolist() for _, _, indices in own] == [[0, 1, 2, 3], [4, 5]]
 
 
 @pytest.mark.nightly
