@@ -101,24 +101,29 @@ def erase(
     (`rand`) or for each pixel (`pixel`).
     """
     assert boxes.device.type == keys.device.type == "cpu" and len(images) == len(boxes) == len(keys)
+    if mode == "const":
+        return images.masked_fill_(_box_mask(boxes, images), 0)
     generator = torch.Generator(images.device)
-    for image, image_boxes, key in zip(images, boxes.tolist(), keys.tolist(), strict=True):
-        boxes_to_fill = [box for box in image_boxes if box[2] and box[3]]
-        if boxes_to_fill and mode != "const":
-            # hashed again: the worker drew from the key itself
-            generator.manual_seed(hash_key("erase", key))
-        for top, left, height, width in boxes_to_fill:
-            region = image[:, top : top + height, left : left + width]
-            if mode == "const":
-                region.zero_()
-            else:
-                shape = (len(image), 1, 1) if mode == "rand" else region.shape
-                region.copy_(
-                    torch.empty(shape, dtype=images.dtype, device=images.device).normal_(
-                        generator=generator
-                    )
-                )
+    for row in boxes.any(2).any(1).nonzero().flatten().tolist():
+        # hashed again: the worker drew from the key itself
+        generator.manual_seed(hash_key("erase", int(keys[row])))
+        for top, left, height, width in boxes[row].tolist():
+            region = images[row, :, top : top + height, left : left + width]
+            if region.numel():
+                shape = region.shape if mode == "pixel" else (len(region), 1, 1)
+                noise = torch.empty(shape, dtype=images.dtype, device=images.device)
+                region.copy_(noise.normal_(generator=generator))
     return images
+
+
+def _box_mask(boxes: Tensor, images: Tensor) -> Tensor:
+    """bool (N, 1, H, W): whether a pixel is in a box. Operators do not depend on the boxes."""
+    height, width = images.shape[2:]
+    # of rows and of columns: (N, n, 2, 1)
+    starts, sizes = boxes.to(images.device, non_blocking=True)[..., None].split(2, dim=2)
+    positions = torch.arange(max(height, width), dtype=boxes.dtype, device=images.device)
+    rows, columns = ((positions >= starts) & (positions < starts + sizes)).unbind(2)
+    return (rows[:, :, :height, None] & columns[:, :, None, :width]).any(1, keepdim=True)
 
 
 def build_mixing(config: MixConfig, num_classes: int, multilabel: bool = False) -> Mixup | None:

@@ -2,18 +2,21 @@
 image.
 """
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from imagenet_cls.config.schema import ErasingConfig
+from imagenet_cls.config.schema import ErasingConfig, Size
 from imagenet_cls.data.device import erase
 from imagenet_cls.data.transforms import draw_boxes
-from imagenet_cls.seeding import seed_generators
+from imagenet_cls.seeding import hash_key, seed_generators
 
 MODES = ("const", "rand", "pixel")
 
 
-def boxes_for(keys: list[int], erasing: ErasingConfig, size_px: int) -> torch.Tensor:
+def boxes_for(keys: list[int], erasing: ErasingConfig, size_px: Size) -> torch.Tensor:
     boxes = torch.zeros(len(keys), erasing.max_count, 4, dtype=torch.int32)
     for row, key in enumerate(keys):
         seed_generators(key)
@@ -53,6 +56,47 @@ def test_erase_fills_exactly_the_boxes_in_place(mode: str, channels_last: bool) 
         elif where.any():
             assert not torch.equal(fill[0], fill[1])
             assert colors <= int(rows.any(-1).sum()) if mode == "rand" else colors == fill.shape[1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_erase_has_the_bits_of_boxes_one_after_another(mode: str, channels_last: bool) -> None:
+    """Also for pixels that are NaN, boxes that overlap, and images that are not square."""
+    keys = list(range(8))
+    boxes = boxes_for(keys, ErasingConfig(prob=0.7, max_count=3, scale=[0.2, 0.9]), [20, 31])
+    images = torch.full((8, 3, 20, 31), torch.nan)
+    if channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    expected = images.clone()
+    for image, image_boxes, key in zip(expected, boxes.tolist(), keys, strict=True):
+        draws = torch.Generator().manual_seed(hash_key("erase", key))
+        for top, left, height, width in image_boxes:
+            region = image[:, top : top + height, left : left + width]
+            if mode == "const":
+                region.zero_()
+            elif height and width:
+                size = (1, 1) if mode == "rand" else (height, width)
+                region.copy_(torch.empty(3, *size).normal_(generator=draws))
+    erased = erase(images, boxes, torch.tensor(keys), mode)
+    assert torch.equal(erased.isnan(), expected.isnan())
+    assert torch.equal(erased.nan_to_num(), expected.nan_to_num())
+
+
+def test_erase_with_zeros_needs_as_many_operators_for_any_boxes() -> None:
+    class Count(TorchDispatchMode):
+        operators = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.operators += 1
+            return function(*args, **(kwargs or {}))
+
+    counts = []
+    for box in (0, 2):
+        boxes = torch.full((50, 1, 4), box, dtype=torch.int32)
+        with Count() as count:
+            erase(torch.ones(50, 3, 8, 8), boxes, torch.arange(50), "const")
+        counts.append(count.operators)
+    assert counts[0] == counts[1] <= 30  # views included
 
 
 @pytest.mark.parametrize("mode", ["rand", "pixel"])
