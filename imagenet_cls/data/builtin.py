@@ -7,7 +7,7 @@ and `eval_batches`.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -213,7 +213,7 @@ def synthetic_eval_batches(
     seed: int,
     device: torch.device,
     channels: int = 3,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Generator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """As `eval_batches`: (images, targets, indices), every index once, always the same images."""
     shape = batch_size, channels, *height_width(size_px)
     images, targets = _random_batch((seed, "eval", 0), shape, num_classes, device)

@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 
 from imagenet_cls.config.schema import DataConfig, Size, height_width
 from imagenet_cls.data.samplers import EpochSampler, MicroBatchSampler, SampleKey
@@ -193,15 +193,17 @@ def eval_batches(
     indices: Sequence[int],
     batch_size: int,
     options: WorkerOptions,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    endless: bool = False,
+) -> Generator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Batches for evaluation: images uint8 (B, C, H, W), channels-last, targets (see
     `data.targets`), indices int64 (B,).
 
-    Every image of `indices` once, in order; the last batch may be smaller. The workers end with the
-    iterator. Errors as in `TrainLoader.epoch`.
+    Every image of `indices` once, in order; the last batch may be smaller. endless: again and
+    again. The workers end with the iterator. Errors as in `TrainLoader.epoch`.
     """
     batches = BatchSampler(indices, batch_size, drop_last=False)
-    loader = _data_loader(partial(_eval_batch, source, transform), batches, options)
+    repeated = itertools.cycle(batches) if endless else batches
+    loader = _data_loader(partial(_eval_batch, source, transform), repeated, options)
     for batch in _iterate_batches(loader, options.timeout_sec):
         yield tuple(batch)  # pinning makes a list of it
 
@@ -347,7 +349,7 @@ class _BatchDataset(Dataset[Any]):
 
 def _data_loader(
     make_batch: Callable[[list[Any]], tuple[Any, ...]],
-    batches: Sampler[list[Any]],
+    batches: Iterable[list[Any]],
     options: WorkerOptions,
 ) -> DataLoader[Any]:
     has_workers = options.num_workers > 0

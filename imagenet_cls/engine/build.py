@@ -173,7 +173,15 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     mean, std = choose_mean_std(config.data, model)
     labels = evaluation_labels(config, data.val, data.classes)
     evaluation = Evaluation(
-        config, data.val, context, devices, mean, std, labels, is_compiled=bool(train.compile)
+        config,
+        data.val,
+        context,
+        devices,
+        mean,
+        std,
+        labels,
+        is_compiled=bool(train.compile),
+        keep_workers=True,
     )
     teacher = build_distillation_teacher(config, num_classes, data.classes, context, (mean, std))
     parallel = config.parallel

@@ -5,8 +5,9 @@ one all-reduce; multi-label outputs are gathered on rank 0.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import fmean
 from typing import Any, Self
 
@@ -16,10 +17,12 @@ from torch.nn import functional
 
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.device import Normalize
+from imagenet_cls.data.samplers import shard_for_eval
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.engine.evaluation_labels import EvaluationLabels
 from imagenet_cls.engine.label_scores import LabelOutputs
 from imagenet_cls.engine.loaders import EvalBatch, build_val_batches
+from imagenet_cls.engine.plan import ceil_div
 from imagenet_cls.engine.precision import autocast, choose_precision
 from imagenet_cls.engine.user_metrics import UserMetrics, compute_metrics, update_metrics
 from imagenet_cls.parallel.collectives import all_reduce_sum
@@ -36,7 +39,8 @@ class Evaluation:
 
     devices: the devices of this rank. mean, std: the normalization, per channel. labels: what the
     results count. is_compiled: whether a model is compiled. Then all batches have one size, so that
-    it is compiled once.
+    it is compiled once. keep_workers: whether data workers live until `close`, for more evaluations
+    of the same images. Else they end with the batches.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Evaluation:
         std: list[float],
         labels: EvaluationLabels,
         is_compiled: bool = False,
+        keep_workers: bool = False,
     ):
         self.config = config
         self.source = source
@@ -59,12 +64,25 @@ class Evaluation:
         self.autocast_dtype = choose_precision(config.train, context.device)
         self.devices = devices
         self.pad_to = config.eval.batch_size if is_compiled else None
+        # synthetic batches need no workers
+        self.keep_workers = keep_workers and config.data.name != "synthetic"
+        self.kept: Generator[EvalBatch] | None = None
 
     def batches(self) -> Iterable[EvalBatch]:
         """The batches of this rank's shard."""
-        return build_val_batches(
-            self.config, self.source, self.context, len(self.devices.all), self.mean
+        context, devices = self.context, len(self.devices.all)
+        batches = self.kept or build_val_batches(
+            self.config, self.source, context, devices, self.mean, self.keep_workers
         )
+        if self.keep_workers:
+            self.kept = batches
+        shard = shard_for_eval(len(self.source), context.rank, context.world_size)
+        return islice(batches, ceil_div(len(shard), self.config.eval.batch_size * devices))
+
+    def close(self) -> None:
+        """End the workers that `keep_workers` has kept."""
+        if self.kept is not None:
+            self.kept.close()
 
     def outputs(
         self, models: Mapping[str, nn.Module], batches: Iterable[EvalBatch] | None = None

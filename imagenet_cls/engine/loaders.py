@@ -1,6 +1,6 @@
 """This rank's loaders for training and evaluation, and a warning if the loop waits for them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Sequence
 from math import prod
 from statistics import fmean
 from typing import Any
@@ -64,9 +64,10 @@ def build_val_batches(
     context: RankContext,
     devices_per_rank: int,
     mean: Sequence[float],
-) -> Iterable[EvalBatch]:
+    endless: bool = False,
+) -> Generator[EvalBatch]:
     """This rank's shard, unpadded, in batches for all of its devices together. mean: fill color of
-    `eval.mode: pad`.
+    `eval.mode: pad`. endless: see `eval_batches`.
     """
     data, evaluation = config.data, config.eval
     shard = shard_for_eval(len(source), context.rank, context.world_size)
@@ -83,7 +84,8 @@ def build_val_batches(
         )
     num_batches = ceil_div(len(shard), batch_size)
     options = worker_options(data, context, num_batches, devices_per_rank)
-    return eval_batches(source, EvalTransform(evaluation, mean), shard, batch_size, options)
+    transform = EvalTransform(evaluation, mean)
+    return eval_batches(source, transform, shard, batch_size, options, endless)
 
 
 def shared_memory_use(

@@ -75,6 +75,7 @@ def train_in_folder(
     launchers = gather_to_main(list(options.launchers), context)
     with (
         closing(parts.train_loader),
+        closing(parts.evaluation),
         open_reporter(loaded, parts, work_dir, progress) as reporter,
         open_saver(parts, progress, folder, reporter) as saver,
     ):

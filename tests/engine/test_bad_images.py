@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -215,6 +216,22 @@ def test_killed_worker_ends_the_program_with_5(tmp_path: Path) -> None:
         and "was killed" in ended.stderr
         and "data.num_workers" in ended.stderr
     )
+
+
+def test_workers_of_training_and_of_evaluations_start_once_in_a_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad_image(folder).unlink()
+    starts = Mock(wraps=loader._start_workers)
+    monkeypatch.setattr(loader, "_start_workers", starts)
+    results = {}
+    for workers in (1, 0):
+        argv = of_folder(folder, tmp_path / str(workers), data__num_workers=workers)
+        assert train_command(argv) == 0
+        results[workers] = [r["loss"] for r in evaluations(tmp_path / str(workers))]
+        assert not multiprocessing.active_children()
+    assert starts.call_count == 2
+    assert results[0] == results[1] and len(results[0]) > 1
 
 
 def test_too_little_shared_memory_exits_with_5_before_the_first_step(
