@@ -229,9 +229,12 @@ def _train_batch(
         seed_generators(split_keys[0])
         image, crop, target = source.load_region(index, transform.draw_crop)
         targets.append(target)
-        for split, (pixels, erase_boxes) in enumerate(transform(image, epoch, split_keys, crop)):
+        out = images[number]
+        splits = transform(image, epoch, split_keys, crop, out)
+        for split, (pixels, erase_boxes) in enumerate(splits):
             row = split * len(samples) + number
-            images[row] = pixels
+            if pixels is not out:
+                images[row] = pixels
             keys[row] = split_keys[split]
             if erase_boxes:
                 boxes[row, : len(erase_boxes)] = torch.tensor(erase_boxes)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
-from torch.nn.functional import interpolate, pad
+from torch.nn.functional import pad
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
@@ -30,6 +30,7 @@ from imagenet_cls.data.decode import MAX_PIXELS
 from imagenet_cls.data.policies import OnPillow, build_policy, to_pil_image
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.errors import DataError
+from imagenet_cls.private_names import interpolate_antialiased
 from imagenet_cls.seeding import seed_generators
 
 # "nearest" is Pillow's, which torch calls nearest-exact (ties aside); torch's own `nearest` is off
@@ -103,14 +104,19 @@ class TrainTransform:
         self.jitter = v2.ColorJitter(*amounts) if any(amounts) and jitter.prob > 0 else None
 
     def __call__(
-        self, image: torch.Tensor, epoch: int, keys: Sequence[int], crop: Box | None = None
+        self,
+        image: torch.Tensor,
+        epoch: int,
+        keys: Sequence[int],
+        crop: Box | None = None,
+        out: torch.Tensor | None = None,
     ) -> list[tuple[torch.Tensor, list[Box]]]:
-        """The splits, each with the boxes to erase. crop: None to draw it.
+        """The splits, each with the boxes to erase. crop: None to draw it. out: as of `resize`.
 
         keys: one for each split. The caller has seeded the default generators with the first one.
         """
         assert len(keys) == self.splits, (keys, self.splits)
-        base = self.crop_and_flip(image, epoch, crop)
+        base = self.crop_and_flip(image, epoch, crop, out)
         if self.splits == 1:
             return [self.color_and_boxes(base)]
         splits: list[tuple[torch.Tensor, list[Box]]] = [(base, [])]
@@ -126,7 +132,11 @@ class TrainTransform:
         return image, draw_boxes(erasing, list(image.shape[1:])) if erasing.prob > 0 else []
 
     def crop_and_flip(
-        self, image: torch.Tensor, epoch: int, crop: Box | None = None
+        self,
+        image: torch.Tensor,
+        epoch: int,
+        crop: Box | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """uint8 (3, H, W) -> uint8 (C, *size)"""
         augment = self.augment
@@ -136,9 +146,9 @@ class TrainTransform:
         if interpolation == "random":
             interpolation = RANDOM_INTERPOLATIONS[int(torch.randint(2, ()))]
         if (height, width) != image.shape[1:]:
-            image = image[:, top : top + height, left : left + width]
+            image = image.narrow(1, top, height).narrow(2, left, width)
         image = to_channels(image, self.channels)
-        image = resize(image, list(size), interpolation)
+        image = resize(image, list(size), interpolation, out=out)
         if augment.crop == "pad_crop":
             image = self.pad_and_crop(image)
         if draw_bernoulli(augment.hflip_prob):
@@ -170,14 +180,16 @@ class TrainTransform:
         """
         if self.augment.crop != "random_resized":
             return Box(0, 0, height, width)
+        real = torch.empty(())
+        whole = torch.empty((), dtype=torch.int64)
         for _ in range(10):
-            area = height * width * torch.empty(()).uniform_(*self.augment.scale).item()
-            ratio = torch.empty(()).uniform_(*self.log_ratio).exp_().item()
+            area = height * width * real.uniform_(*self.augment.scale).item()
+            ratio = real.uniform_(*self.log_ratio).exp_().item()
             crop_width = round(math.sqrt(area * ratio))
             crop_height = round(math.sqrt(area / ratio))
             if 0 < crop_width <= width and 0 < crop_height <= height:
-                top = int(torch.randint(height - crop_height + 1, ()))
-                left = int(torch.randint(width - crop_width + 1, ()))
+                top = int(whole.random_(height - crop_height + 1))
+                left = int(whole.random_(width - crop_width + 1))
                 return Box(top, left, crop_height, crop_width)
         low, high = self.augment.ratio
         ratio = min(max(width / height, low), high)
@@ -216,9 +228,18 @@ def to_channels(image: torch.Tensor, channels: int) -> torch.Tensor:
     return torch.from_numpy(np.array(to_pil_image(image).convert("L")))[None]
 
 
-def resize(image: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
+def resize(
+    image: torch.Tensor,
+    size: list[int],
+    interpolation: str,
+    kept: Sequence[int] = (),
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """uint8 (C, H, W) -> uint8 (C, *size): torchvision's `F.resize` with antialiasing, the same
     bits, in less time.
+
+    kept: the numbers of first rows and columns that are needed; others may be missing. out: memory
+    that the result may be in, channels-last.
 
     torch's AVX2 kernel is fastest on channels-last memory without gaps; it converts any other crop
     to planes first.
@@ -227,8 +248,18 @@ def resize(image: torch.Tensor, size: list[int], interpolation: str) -> torch.Te
         return image
     is_channels_last = image.stride(0) == 1  # as decoders return it
     if HAS_AVX2 and is_channels_last and interpolation in RANDOM_INTERPOLATIONS:
-        image = image[None].contiguous(memory_format=torch.channels_last)
-        return interpolate(image, size, mode=interpolation, antialias=True)[0]
+        images = image[None].contiguous(memory_format=torch.channels_last)
+        scales: list[float | None] = [None, None]
+        for dim, needed in enumerate(kept):
+            side = image.shape[dim + 1]
+            scale = size[dim] / side
+            # torch takes equal sides as not scaled, and computes the reciprocal of a scale
+            if side not in (size[dim], needed) and 1 / scale == side / size[dim]:
+                size[dim] = needed
+                scales[dim] = scale
+        outs = None if out is None else out[None]
+        images = interpolate_antialiased(images, size, interpolation, scales, outs)
+        return images[0] if out is None else out
     return F.resize(image, size, interpolation=INTERPOLATIONS[interpolation], antialias=True)
 
 
@@ -271,13 +302,15 @@ class EvalTransform:
     default of resize_px is floor(crop_px / crop_pct), as in timm's `transforms_imagenet_eval`. For
     a [height, width], `crop` makes the image just cover both, and `pad` fits it into both.
 
-    mean: per channel, of values scaled to 0..1; the fill of `pad`. C: 3, or 1 if it has one number.
+    A smaller image gets a border, of zeros unless `pad` fills it with the mean.
+
+    mean: per channel, of values scaled to 0..1. C: 3, or 1 if it has one number.
     """
 
     def __init__(self, config: EvalConfig, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN):
         self.mode = config.mode
         self.channels = len(mean)
-        self.fill = [round(255 * value) for value in mean]
+        self.fill = [round(255 * value) if config.mode == "pad" else 0 for value in mean]
         self.crop = height_width(config.crop_px)
         height, width = (
             config.resize_px or math.floor(side / config.crop_pct) for side in self.crop
@@ -288,13 +321,18 @@ class EvalTransform:
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         """The result depends only on the pixels in `needed_region`."""
         image = to_channels(image, self.channels)
-        image = resize(image, list(self.resized_size(*image.shape[1:])), self.interpolation)
-        if self.mode == "pad":
-            rows = max(self.crop[0] - image.shape[1], 0)
-            columns = max(self.crop[1] - image.shape[2], 0)
+        size = list(self.resized_size(*image.shape[1:]))
+        top, left = map(first_of_crop, size, self.crop)
+        height, width = self.crop
+        kept = [min(top + height, size[0]), min(left + width, size[1])]
+        image = resize(image, size, self.interpolation, kept)
+        image = image[:, top : top + height, left : left + width]
+        rows = height - image.shape[1]
+        columns = width - image.shape[2]
+        if rows or columns:
             borders = [columns // 2, rows // 2, (columns + 1) // 2, (rows + 1) // 2]
             image = F.pad(image, borders, fill=self.fill)
-        return F.center_crop(image, list(self.crop))
+        return image
 
     def resized_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of the resized image, as timm computes them; not below 1. Raises
@@ -336,7 +374,12 @@ class EvalTransform:
         scale = side / resized
         # one more pixel for rounding
         support = _SUPPORTS[self.interpolation] * max(scale, 1.0) + 1.0
-        first = round((resized - crop) / 2.0)  # as `F.center_crop` rounds; negative where it pads
+        first = first_of_crop(resized, crop)
         begin = scale * (first + 0.5) - support
         end = scale * (first + crop - 0.5) + support
         return max(math.floor(begin), 0), min(math.ceil(end), side)
+
+
+def first_of_crop(side: int, crop: int) -> int:
+    """The first row or column of a centered crop, as `F.center_crop` rounds."""
+    return max(round((side - crop) / 2.0), 0)

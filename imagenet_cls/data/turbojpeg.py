@@ -103,8 +103,8 @@ class TurboJpeg:
             if found != (height, width, 8, 0):
                 return None
             # The left edge must be the edge of an MCU. Upsampling of chroma reads the neighboring
-            # columns.
-            margin = mcu_width if mcu_width > 8 else 0
+            # column, which has two columns of pixels, and repeats it at an edge.
+            margin = 2 if mcu_width > 8 else 0
             left = max(box.left - margin, 0) // mcu_width * mcu_width
             right = min(box.left + box.width + margin, width)
             if self._set_region(handle, _Region(left, box.top, right - left, box.height)):

@@ -150,6 +150,8 @@ def test_resize_of_crops_equals_torchvisions(
                 crop.contiguous(), size, MODES[interpolation], antialias=True
             )
             assert torch.equal(resize(crop, size, interpolation), expected)
+            out = torch.empty(*size, 3, dtype=torch.uint8).permute(2, 0, 1)
+            assert torch.equal(resize(crop, size, interpolation, out=out), expected)
 
 
 @pytest.mark.parametrize("ratio", [(0.75, 4 / 3), (0.05, 20.0), (8.0, 9.0), (0.1, 0.1)])
@@ -229,6 +231,25 @@ def test_eval_transform_within_a_gray_level_of_pillow(
         expected = v2.functional.pil_to_tensor(reference(photograph))
         differs = ((image.int() - expected.int()).abs() > 1).any(0)
         assert differs.double().mean() <= (0.03 if interpolation == "nearest" else 0)
+
+
+@pytest.mark.parametrize("interpolation", list(MODES))
+def test_eval_transform_equals_torchvisions_resize_and_center_crop(interpolation: str) -> None:
+    """Also where the last column of the crop is the width of the file, and where zeros are
+    added.
+    """
+    transform = EvalTransform(EvalConfig(crop_px=224, resize_px=256, interpolation=interpolation))
+    larger = EvalTransform(EvalConfig(crop_px=[224, 300], resize_px=256))
+    larger.resized, larger.interpolation = transform.resized, interpolation
+    draws = np.random.default_rng(0)
+    sizes = [(212, 282), (282, 212), (256, 300), (60, 224), *draws.integers(40, 500, (12, 2))]
+    for height, width in sizes:
+        pixels = torch.from_numpy(draws.integers(0, 256, (height, width, 3), np.uint8))
+        image = pixels.permute(2, 0, 1)
+        resized = v2.functional.resize(image, [256], MODES[interpolation], antialias=True)
+        for ours in (transform, larger):
+            expected = v2.functional.center_crop(resized, list(ours.crop))
+            assert torch.equal(ours(image), expected), (height, width)
 
 
 def test_one_channel_equals_torchvisions_transforms_of_gray_images(

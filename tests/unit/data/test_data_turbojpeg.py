@@ -85,6 +85,21 @@ def test_region_has_the_pixels_of_the_whole_image(
         assert torch.equal(cut(region, box), cut(decode_rgb(data), box))
 
 
+@pytest.mark.parametrize("subsampling", ["4:2:0", "4:2:2"])
+def test_narrow_region_at_each_column_has_the_pixels_of_the_whole_image(
+    library: TurboJpeg, subsampling: str
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=95, subsampling=subsampling)
+    whole = decode_rgb(file.getvalue())
+    for left in range(40):
+        for width in range(1, 41 - left):
+            box = Box(3, left, 9, width)
+            region = library.decode(file.getvalue(), 20, 40, box)
+            assert region is not None and torch.equal(cut(region, box), cut(whole, box)), box
+
+
 def without_tables(data: bytes, marker: int) -> bytes:
     """A JPEG without its segments of this marker: 0xDB quantization tables, 0xC4 Huffman tables."""
     kept, position = bytearray(data[:2]), 2
