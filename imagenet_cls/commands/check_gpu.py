@@ -153,7 +153,7 @@ class Task:
     def train(
         self,
         name: str,
-        *overrides: str,
+        *overrides: str | Path,
         **options: Any,
     ) -> Path:
         """Train and return the run folder.
