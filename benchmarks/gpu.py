@@ -41,7 +41,7 @@ from benchmarks.images import prepare_images
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import init_process_groups
 
-CASE_SEC = 180
+CASE_SEC = 240
 EMA_DECAY = 0.9999
 JPEGS = 256  # distinct ones of each part; the other files are links to these
 
@@ -456,14 +456,19 @@ def run(rounds: int, tiny: bool, only: Sequence[str], folder: Path) -> Iterator[
     assert names, f"--only: no case is named {' or '.join(only)}; cases: {', '.join(CASES)}"
     for name in names:
         begin = time.perf_counter()
-        with tempfile.TemporaryDirectory() as temporary:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
             path = Path(temporary, "rows.json")
             words = [name, str(folder / "kernels"), str(rounds), str(int(tiny)), str(path)]
             command = [sys.executable, "-m", "benchmarks.gpu", *words]
             note = f"not finished in {CASE_SEC} s"
             with suppress(subprocess.TimeoutExpired):
                 done = subprocess.run(
-                    command, cwd=ROOT, capture_output=True, text=True, timeout=CASE_SEC
+                    command,
+                    cwd=ROOT,
+                    env=os.environ | {"TMPDIR": temporary},  # removed if the process is killed
+                    capture_output=True,
+                    text=True,
+                    timeout=CASE_SEC,
                 )
                 note = (done.stderr.strip().splitlines() or ["failed"])[-1][:200]
                 note = note if done.returncode else ""
