@@ -1,14 +1,16 @@
-"""A step of `train()` against reference loops, in turn in one process: `python tools/benchmark.py
-step`.
+"""A step of `train()`, its parts and a reference loop: `python tools/benchmark.py step`.
+
+The host's time is the CPU time of the main thread, divided by that of `x.add(x)` on four numbers,
+which is measured beside it: microseconds on a machine on which this takes one. Each round
+takes the fastest calls in a row of each part, and the fastest step, since other programs empty the
+caches. The models and images are tiny, so that the kernels of the CPU take little of it. Operators
+that return views are not counted. Both can be compared between machines. On a GPU a step takes at
+least the host's time.
 
 `train()` runs with all that a run does after a step (reports, guards), without evaluations and
 saves. The reference loop normalizes the images, runs forward and backward, clips, steps and
-averages as configured, and reads the losses once in each round. With "the same arithmetic" it also
-computes what `train()` reports and checks: the norm of the gradient and the top-1 accuracy.
-
-A ResNet-18 gives images per second. The other models are tiny, so that most of a step is overhead:
-microseconds of a step, and those that `train()` adds to a reference loop. On the CPU, one thread
-for each rank.
+averages as configured, and reads the losses once in each round. A ResNet-18 gives images per
+second. On the CPU, one thread for each rank.
 """
 
 import contextlib
@@ -19,12 +21,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
-from itertools import cycle, islice
+from functools import partial
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import multiprocessing, nn
@@ -35,7 +40,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.compare import Row, measured, progress, rounded
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import load_config
+from imagenet_cls.data.device import erase
 from imagenet_cls.engine.build import TrainingParts, build
+from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.plan import Due
 from imagenet_cls.engine.precision import autocast
 from imagenet_cls.engine.run import Run
@@ -48,13 +55,39 @@ from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import RankContext, init_process_groups
 from imagenet_cls.parallel.stop_requests import StopSignalHandler
 from imagenet_cls.report.reporter import Reporter
+from imagenet_cls.seeding import hash_key, seed_generators
+from imagenet_cls.text import count_of
 
 SETTINGS = ("optimizer.lr=0.001", "log.tensorboard=false", "log.plots=false")
 RATIO_GOAL = ">= 0.99"
 BATCHES = 4  # distinct ones, of synthetic images
-OVERHEAD_BATCH = 32  # of a tiny model on each rank
-# Microseconds that `train()` may add to the same arithmetic, by model and number of ranks.
-OVERHEAD_GOALS = {("tiny", 1): "<= 300", ("many_tensors", 1): "<= 1000", ("tiny", 2): "<= 1000"}
+SINGLE = RankContext(RankInfo(), torch.device("cpu"))
+CALLS = 10  # in a row
+# The model by its name in the rows, and microseconds of its parts. It has as many tensors as a
+# ResNet-20 and a ResNet-50.
+PART_GOALS: dict[str, tuple[str, dict[str, str]]] = {
+    "65 tensors": (
+        "resnet20_cifar",
+        {"norm, groups, skip": "<= 100", "BatchNorm statistics": "<= 30", "EMA": "<= 150"},
+    ),
+    "161 tensors": (
+        "benchmarks.step:ManyTensors",
+        {
+            "seed the generators": "",
+            "loss stack, top-1": "<= 40",
+            "norm, groups, skip": "<= 210",
+            "BatchNorm statistics": "<= 30",
+            "EMA": "<= 150",
+            "after_step": "",
+        },
+    ),
+}
+ERASING_GOALS = {"const": "<= 80", "rand": "", "pixel": ""}
+# Microseconds that `train()` may add to a step, by what is in it.
+ADDED_GOALS: dict[str, tuple[list[str], str]] = {
+    "161 tensors": ([], "<= 350"),
+    "161 tensors, EMA, clipping": (["ema.decay=0.999", "train.clip_norm=1.0"], "<= 500"),
+}
 
 
 def tiny(num_classes: int) -> nn.Module:
@@ -69,16 +102,34 @@ def tiny(num_classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(8, num_classes))
 
 
-def many_tensors(num_classes: int) -> nn.Module:
-    """As many tensors and BatchNorm layers as a ResNet-50, all of them tiny."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 8, 3, stride=4, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-    ]
-    for _ in range(52):
-        layers += [nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+class FixedGradients(torch.autograd.Function):
+    """The identity of its first input. The gradients of the others are theirs, once more."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = [parameter.detach() for parameter in parameters]
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grad, *ctx.gradients
+
+
+class ManyTensors(nn.Module):
+    """A linear layer, and beside it as many tensors and BatchNorm layers as a ResNet-50, which get
+    gradients and compute nothing.
+    """
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(53):
+            layers += [nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8)]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(3, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return FixedGradients.apply(self.head(images.mean((2, 3))), *self.layers.parameters())
 
 
 class PartialRun(Run):
@@ -123,13 +174,11 @@ class TrainingLoop:
 
 
 class ReferenceLoop:
-    """The same steps as a script would write them, on a copy of the model. same_arithmetic: see
-    above.
-    """
+    """The same steps as a script would write them, on a copy of the model."""
 
-    def __init__(self, parts: TrainingParts, same_arithmetic: bool = False):
+    def __init__(self, parts: TrainingParts):
         config = parts.config
-        self.same_arithmetic, self.clip_norm = same_arithmetic, config.train.clip_norm
+        self.clip_norm = config.train.clip_norm
         self.model = deepcopy(parts.model).train()
         if config.train.compile:
             self.model.compile()
@@ -166,14 +215,9 @@ class ReferenceLoop:
                 loss = functional.cross_entropy(logits, targets)
             self.scaler.scale(loss).backward()
             values.append(loss.detach())
-            if self.same_arithmetic:
-                values.append((logits.argmax(1) == targets).float().mean())
             if self.clip_norm is not None:
                 self.scaler.unscale_(self.optimizer)
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-            elif self.same_arithmetic:
-                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-                values.append(nn.utils.get_total_norm(gradients))
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.001
             self.scaler.step(self.optimizer)
@@ -274,41 +318,138 @@ def throughput_rows(
     return rows + ([measured(f"{name}: peak memory", memory, "GiB")] if on_gpu else [])
 
 
-def overhead_rows(
-    model: str, ema_and_clip: bool, context: RankContext, steps: int, rounds: int
-) -> list[Row]:
-    """Rows of a tiny model: microseconds of a step of `train()`, and those that it adds to the
-    reference loops.
+def fastest_call(function: Callable[[], object]) -> float:
+    """CPU seconds of the main thread: the least mean of some calls in a row."""
+    means = []
+    for _ in range(10):
+        begin = time.thread_time()
+        for _ in range(CALLS):
+            function()
+        means.append((time.thread_time() - begin) / CALLS)
+    return min(means)
+
+
+def add_seconds() -> float:
+    numbers = torch.ones(4)
+    return fastest_call(lambda: numbers.add(numbers))
+
+
+def fastest_step(
+    loop: Callable[[int], None], optimizer: torch.optim.Optimizer, steps: int
+) -> float:
+    """CPU seconds of the main thread. optimizer: of the loop, which clears its gradients once in a
+    step.
     """
-    overrides = [*synthetic(16), f"model.name=benchmarks.step:{model}"]
-    overrides += [
-        f"train.global_batch_size={OVERHEAD_BATCH * context.world_size}",
-        f"log.every_steps={steps}",
-    ]
-    overrides += ["ema.decay=0.999", "train.clip_norm=1.0"] * ema_and_clip
+    ends = []
+    zero_grad = optimizer.zero_grad
+
+    def zero_grad_and_record(*args: Any, **kwargs: Any) -> None:
+        zero_grad(*args, **kwargs)
+        ends.append(time.thread_time())
+
+    with mock.patch.object(optimizer, "zero_grad", zero_grad_and_record):
+        loop(steps)
+    return min(end - begin for begin, end in pairwise(ends))
+
+
+def part_rows(name: str, overrides: Sequence[str], rounds: int) -> list[Row]:
+    """The host's time and the operators of the parts of a step, each called alone."""
+    goals = PART_GOALS[name][1]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
+        loop = TrainingLoop([*overrides, "ema.decay=0.999"], SINGLE, Path(folder))
+        loop(BATCHES)
+        parts = loop.parts
+        images, targets = parts.preprocess(next(parts.train_loader.epoch(0)), 0, 0, 0)
+        loss, _ = parts.wrapped(images, targets)
+        loss.backward()
+        outputs = parts.model(images).detach()
+        skipped = torch.tensor(False)
+        result = StepResult(BATCHES, 0, 0.1, torch.zeros(2), torch.ones(()), skipped)
+        for owner, function, value in (
+            (parts.model, "forward", outputs),
+            (parts.wrapped, "criterion", loss),
+            (parts.optimizer, "step", None),
+            (parts.optimizer, "zero_grad", None),
+        ):
+            patches.enter_context(
+                mock.patch.object(owner, function, lambda *_, value=value, **__: value)
+            )
+        calls: dict[str, Callable[[], object]] = {
+            "seed the generators": lambda: seed_generators(hash_key("batch", 0, 0, 0, 0)),
+            "loss stack, top-1": lambda: parts.wrapped(images, targets),
+            "norm, groups, skip": lambda: parts.updater.update(0.1),
+            "BatchNorm statistics": lambda: parts.batch_norm_statistics.sync(skipped),
+            "EMA": lambda: parts.ema.update(parts.model, BATCHES),
+            "after_step": lambda: loop.run.after_step(result),
+        }
+        for part, goal in goals.items():
+            rows.append(part_row(f"{name}: {part}", calls[part], goal, rounds))
+        loop.close()
+    return rows
+
+
+def part_row(name: str, function: Callable[[], object], goal: str, rounds: int) -> Row:
+    function()
+    with CountOperators() as mode:
+        function()
+    note = f"{mode.counts.total()} operators"
+    values = [fastest_call(function) / add_seconds() for _ in range(rounds)]
+    return measured(name, values, "us", goal, note)
+
+
+def erasing_rows(rounds: int) -> list[Row]:
+    """Of 60 boxes in 128 images."""
+    images = torch.zeros(128, 3, 32, 32)
+    boxes = torch.zeros(128, 1, 4, dtype=torch.int32)
+    boxes[:60] = torch.tensor([8, 4, 12, 16])
+    keys = torch.arange(128)
+    rows = []
+    for mode, goal in ERASING_GOALS.items():
+        call = partial(erase, images, boxes, keys, mode)
+        rows.append(part_row(f"erase 60 boxes, {mode}", call, goal, rounds))
+    return rows
+
+
+def added_row(
+    name: str, overrides: Sequence[str], goal: str, context: RankContext, steps: int, rounds: int
+) -> Row:
+    """The host's time that `train()` adds to a step of the reference loop, and its operators."""
+    added = []
     with tempfile.TemporaryDirectory() as folder:
         ours = TrainingLoop(overrides, context, Path(folder))
-        loops = [ours, ReferenceLoop(ours.parts), ReferenceLoop(ours.parts, same_arithmetic=True)]
-        seconds_in_turn(loops, steps, 1)
-        seconds = seconds_in_turn(loops, steps, rounds)
+        reference = ReferenceLoop(ours.parts)
+        loops = [ours, reference]
+        for loop in loops:
+            loop(BATCHES)
+        for _ in range(rounds):
+            mine = fastest_step(ours, ours.parts.optimizer, steps)
+            theirs = fastest_step(reference, reference.optimizer, steps)
+            added.append((mine - theirs) / add_seconds())
+        counts = [operators_of_steps(loop).total() / BATCHES for loop in loops]
         ours.close()
-    wall, cpu = (
-        [[1e6 * each[clock] / steps for each in found] for found in seconds] for clock in (0, 1)
-    )
-    name = (
-        f"{model}{', EMA and clipping' * ema_and_clip}, {context.world_size} "
-        f"rank{'s' * (context.world_size > 1)}"
-    )
-    rows = [measured(f"{name}: train()", wall[0], "us", note=f"CPU time {median(cpu[0]):.0f} us")]
-    for number, what in ((1, "reference loop"), (2, "the same arithmetic")):
-        added, cpu_added = (
-            [mine - theirs for mine, theirs in zip(found[0], found[number], strict=True)]
-            for found in (wall, cpu)
-        )
-        goal = OVERHEAD_GOALS.get((model, context.world_size), "") if number == 2 else ""
-        fastest = min(wall[0]) - min(wall[number])
-        note = f"CPU time {median(cpu_added):.0f} us; between the fastest rounds {fastest:.0f} us"
-        rows.append(measured(f"{name}: train() - {what}", added, "us", goal, note))
+    note = f"{counts[0]:g} operators, {counts[0] - counts[1]:g} more"
+    title = f"{name}, {count_of(context.world_size, 'rank')}: train() - reference loop"
+    return measured(title, added, "us", goal, note)
+
+
+def host_rows(context: RankContext, steps: int, rounds: int) -> list[Row]:
+    """The rows of the host's time on this many ranks."""
+    words = [*synthetic(8), f"train.global_batch_size={8 * context.world_size}"]
+    words.append("log.every_steps=1000000")
+    if context.world_size > 1:
+        words.append("model.name=benchmarks.step:tiny")
+        return [added_row("tiny", words, "", context, steps, rounds)]
+    adds = [1e6 * add_seconds() for _ in range(rounds)]
+    rows = [measured("x.add(x) of four numbers, here", adds, "us")]
+    for name, (model, _) in PART_GOALS.items():
+        rows += part_rows(name, [*words, f"model.name={model}"], rounds)
+        progress(rows[-1]["row"])
+    rows += erasing_rows(rounds)
+    words.append("model.name=benchmarks.step:ManyTensors")
+    for name, (overrides, goal) in ADDED_GOALS.items():
+        rows.append(added_row(name, [*words, *overrides], goal, context, steps, rounds))
+        progress(rows[-1]["row"])
     return rows
 
 
@@ -350,11 +491,7 @@ def run_rank(rank: int, world_size: int, folder: str, rounds: int, tiny: bool) -
         overrides = [*synthetic(size_px), "model.name=resnet18"]
         name = f"ResNet-18, {size_px} px, batch {batch_size}"
         rows += throughput_rows(name, overrides, context, batch_size, steps, rounds)
-    for ema_and_clip in (False, True):
-        for model in ("tiny", "many_tensors"):
-            rows += overhead_rows(model, ema_and_clip, context, 2 if tiny else 20, rounds)
-            if context.is_main:
-                progress(rows[-1]["row"])
+    rows += host_rows(context, 2 if tiny else 50, rounds)
     if context.is_main:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     os._exit(0)  # threads of gloo may abort a normal exit

@@ -36,7 +36,7 @@ def added_operators(case: str, folder: Path) -> float:
     """The operators that `train()` adds to a step of a plain loop, for a model with as many tensors
     as a ResNet-50.
     """
-    words = [*synthetic(8), "model.name=benchmarks.step:many_tensors", *CASES[case][0]]
+    words = [*synthetic(8), "model.name=benchmarks.step:ManyTensors", *CASES[case][0]]
     words += [f"train.global_batch_size={IMAGES}", "log.every_steps=1000000"]
     ours = TrainingLoop(words, single_rank(), folder)
     parts = ours.parts
