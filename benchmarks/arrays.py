@@ -10,8 +10,11 @@ workers. "Batches alone" are made and not used.
 
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from itertools import islice
+from contextlib import closing
+from functools import partial
+from itertools import chain, count, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,8 +25,11 @@ from torchvision.transforms import v2
 
 from benchmarks.compare import ROOT, Row, measured, progress, rounded
 from benchmarks.step import ReferenceLoop, TrainingLoop, seconds_in_turn
+from imagenet_cls.config.load import load_config
+from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.loader import TrainBatch
-from imagenet_cls.engine.loaders import build_val_batches
+from imagenet_cls.engine.loaders import build_train_loader, build_val_batches
+from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import RankContext
 
@@ -136,13 +142,51 @@ def training_rows(
     return [*rows, measured(row, ratios, "x", GOALS[crop], cpu_ratio=cpu_ratio)]
 
 
+def fetch_rows(root: Path, batch_size: int, batches: int, rounds: int) -> list[Row]:
+    """CPU time of this process for a batch from a data worker, without and with random erasing.
+
+    In microseconds where `x.add(x)` of four numbers, measured beside it, takes one microsecond.
+    """
+    numbers = torch.ones(4)
+    context = RankContext(RankInfo(), torch.device("cpu"))
+
+    def cpu_us(function: Callable[[], Any], calls: int) -> float:
+        started = time.process_time()
+        for _ in range(calls):
+            function()
+        return 1e6 * (time.process_time() - started) / calls
+
+    rows = []
+    for prob in (0.0, ERASING_PROB):
+        overrides = [f"data.root={root}", "data.num_workers=1", "device=cpu"]
+        overrides += [f"augment.erasing.prob={prob}", f"train.global_batch_size={batch_size}"]
+        config = load_config(
+            str(ROOT / "configs" / "fashion_mnist" / "fast.yaml"), overrides
+        ).config
+        source = open_datasets(config.data, ("train",)).train
+        assert source is not None
+        plan = plan_run(config.train, len(source), 1, 1)
+        with closing(build_train_loader(config, source, plan, context, [MEAN / 255])) as loader:
+            endless = chain.from_iterable(map(loader.epoch, count()))
+            cpu_us(partial(next, endless), batches)
+            found = [
+                cpu_us(partial(next, endless), batches)
+                / cpu_us(partial(numbers.add, numbers), 10_000)
+                for _ in range(rounds)
+            ]
+        name = "a batch from a worker" + ", random erasing" * (prob > 0)
+        rows.append(measured(f"{name}: CPU time at 1.0 us an add", found, "us", "<= 450"))
+    return rows
+
+
 def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
-    """The rows of two models and two crops."""
+    """The rows of a batch from a worker, and of two models and two crops."""
     torch.set_num_threads(1)
     images, batch_size, steps = (64, 4, 2) if tiny else (60_000, 128, 40)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder), images)
+        rows += fetch_rows(Path(folder), batch_size, steps, rounds)
         for model in MODELS:
             for crop in GOALS:
                 rows += training_rows(model, crop, Path(folder), batch_size, steps, rounds)
