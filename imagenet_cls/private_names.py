@@ -12,12 +12,18 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 # The base class of torch's BatchNorm1d, 2d, 3d and SyncBatchNorm, and of other libraries' layers. A
 # tuple of the four would miss classes that users derive from it.
 BatchNormBase = _BatchNorm
+
+# One operator for all tensors of a list: `target.lerp_(end, weight)`, `target.copy_(source)`, and the
+# 2-norm.
+lerp_each_ = torch._foreach_lerp_
+copy_each_ = torch._foreach_copy_
+norm_of_each = torch._foreach_norm
 
 # The attribute with all targets of torchvision's datasets (Food101, Flowers102, ...). Without it
 # every image would be read.
@@ -40,27 +46,13 @@ def state_entries(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     A module that assigns another tensor to a name changes the dictionary. Reading the entries again
     takes a tenth of the time of `state_dict`.
     """
-    entries = []
-    for _, each in module.named_modules(remove_duplicate=False):
-        entries += [(each._parameters, key) for key in each._parameters]
-        persistent = each._buffers.keys() - each._non_persistent_buffers_set
-        entries += [(each._buffers, key) for key in each._buffers if key in persistent]
-    return entries
-
-
-def lerp_each_(targets: list[Tensor], ends: list[Tensor], weight: float) -> None:
-    """`target.lerp_(end, weight)` of each pair in one operator."""
-    torch._foreach_lerp_(targets, ends, weight)
-
-
-def copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """`target.copy_(source)` of each pair in one operator."""
-    torch._foreach_copy_(targets, sources)
-
-
-def norm_of_each(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """The 2-norm of each tensor, a scalar, in one operator."""
-    return torch._foreach_norm(tensors)
+    return [
+        (owner, key)
+        for _, each in module.named_modules(remove_duplicate=False)
+        for owner in (each._parameters, each._buffers)
+        for key in owner
+        if key not in each._non_persistent_buffers_set
+    ]
 
 
 def is_in_backward() -> bool:

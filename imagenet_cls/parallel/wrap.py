@@ -177,35 +177,34 @@ class BatchNormStatistics:
         ]
         self.are_equal = context.world_size == 1 or all(is_synchronized(norm) for norm in norms)
         self.context = context
-        self.flatten()
+        self.buffers: list[Tensor] = []
+        self.flat: list[Tensor] = []
         self.store_current()
 
     def flatten(self) -> None:
-        """Make the buffers of each dtype views of one tensor."""
-        self.buffers: list[Tensor] = [owner[key] for owner, key in self.entries]
+        """Make the buffers of each dtype views of one tensor, unless they are. A model may assign
+        other tensors to their names.
+        """
+        buffers = [owner[key] for owner, key in self.entries]
+        if list(map(id, buffers)) == list(map(id, self.buffers)):
+            return
+        self.buffers = buffers
         self.flat = []
-        for dtype in dict.fromkeys(buffer.dtype for buffer in self.buffers):
-            buffers = [buffer for buffer in self.buffers if buffer.dtype is dtype]
+        for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+            same = [buffer for buffer in buffers if buffer.dtype is dtype]
             # Kernels of GPUs may expect addresses that are multiples of 16 bytes.
             multiple = 1 if self.context.device.type == "cpu" else 16
-            padded = [functional.pad(buffer, (0, -len(buffer) % multiple)) for buffer in buffers]
+            padded = [functional.pad(buffer, (0, -len(buffer) % multiple)) for buffer in same]
             flat = torch.cat(padded)
-            views = flat.split([len(each) for each in padded])
-            for buffer, view in zip(buffers, views, strict=True):
-                buffer.data = view[: len(buffer)]
             self.flat.append(flat)
-
-    def flatten_if_assigned(self) -> None:
-        """Call `flatten` if the model has assigned other tensors to its buffers."""
-        pairs = zip(self.entries, self.buffers, strict=True)
-        if any(owner[key] is not buffer for (owner, key), buffer in pairs):
-            self.flatten()
+            for buffer, view in zip(same, flat.split(list(map(len, padded))), strict=True):
+                buffer.data = view[: len(buffer)]
 
     def store_current(self) -> None:
         """Store the current values, to which `sync` returns after a skipped step. Call it after
         loading state.
         """
-        self.flatten_if_assigned()
+        self.flatten()
         self.last = [flat.clone() for flat in self.flat]
 
     @torch.no_grad()
@@ -213,7 +212,7 @@ class BatchNormStatistics:
         """skipped: bool scalar on the device, equal on all ranks; restores the values from before
         the step.
         """
-        self.flatten_if_assigned()
+        self.flatten()
         for flat, last in zip(self.flat, self.last, strict=True):
             if not self.are_equal:
                 all_reduce_mean(flat, self.context)

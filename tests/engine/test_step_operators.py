@@ -27,7 +27,7 @@ CASES: dict[str, tuple[list[str], float]] = {
     "plain": ([], 14),
     "EMA": (["ema.decay=0.9"], 15),
     "clipping": (["train.clip_norm=1.0"], 12),
-    "erasing": (["augment.erasing.prob=1.0"], 14 + IMAGES),
+    "erasing": (["augment.erasing.prob=1.0"], 22),
     "fp16": ([], 14),
 }
 
