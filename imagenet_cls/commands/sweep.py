@@ -25,7 +25,7 @@ from imagenet_cls.commands.sweep_plan import (
 from imagenet_cls.commands.sweep_results import check_comparable, is_finished, show_results
 from imagenet_cls.commands.sweep_search import Search
 from imagenet_cls.config.load import LoadedConfig
-from imagenet_cls.errors import ResourceError, RunsFailed, Stopped, UsageError
+from imagenet_cls.errors import RunsFailed, Stopped, UsageError
 from imagenet_cls.files import check_replaced, explain_write_errors, is_locked, take_lock
 from imagenet_cls.parallel.cpus import cpu_threads
 from imagenet_cls.parallel.environment import RankInfo
@@ -88,12 +88,6 @@ def sweep_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="ranks of a run, on GPUs if there are any (default: %(default)s)",
     )
-    add(
-        "--launcher",
-        choices=("local", "slurm"),
-        default="local",
-        help="slurm: submit each run by sbatch, with the options in SBATCH_ARGS",
-    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--dry-run", action="store_true", help="check the configs, and print the commands"
@@ -108,14 +102,10 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     out = arguments.out
     overrides, source = cli.split_overrides(arguments, ["one config or dataset"])
     is_search = arguments.search is not None
-    if is_search and (arguments.folds is not None or arguments.launcher == "slurm"):
-        raise UsageError(
-            "--search takes neither --folds nor --launcher slurm.", "Leave one of them out."
-        )
+    if is_search and arguments.folds is not None:
+        raise UsageError("--search does not take --folds.", "Leave one of them out.")
     if arguments.folds == 1:
         raise UsageError("--folds 1 leaves no training images.", "Give two folds or more.")
-    if arguments.launcher == "slurm" and arguments.parallel > 1:
-        raise UsageError("--launcher slurm submits all runs at once.", "Leave out --parallel.")
     search = None
     grid: list[tuple[SweepRun, LoadedConfig]] = []
     if is_search:
@@ -156,10 +146,6 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
             if not has_begun or is_finished(folder, loaded.config):
                 known[run.name] = run
         write_runs(out, known.values())
-        if arguments.launcher == "slurm":
-            for run in unfinished(known):
-                submit(run, arguments)
-            return []
         for name in known:
             if is_locked(out / name):
                 raise UsageError(
@@ -181,7 +167,7 @@ def visible_gpus(arguments: argparse.Namespace, devices: set[str]) -> list[str]:
     or runs on CPUs. Raises UsageError if they are too few.
     """
     needed = arguments.parallel * arguments.gpus_per_run
-    if arguments.parallel == 1 or arguments.launcher == "slurm" or devices == {"cpu"}:
+    if arguments.parallel == 1 or devices == {"cpu"}:
         return []
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         ids = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
@@ -327,29 +313,3 @@ def _prepare_child(cpus: Sequence[int]) -> None:
     set_parent_death_signal()
     if cpus:
         os.sched_setaffinity(0, cpus)
-
-
-def submit(run: SweepRun, arguments: argparse.Namespace) -> None:
-    """Submit a run as a job of SLURM. Raises ResourceError.
-
-    A job waits until an earlier one of the same name, which is the run folder, has ended. So
-    nothing happens twice if a sweep is started again while its jobs wait or run.
-    """
-    folder = (arguments.out / run.name).absolute()
-    command = [*child_command("train"), *run_arguments(run, arguments)]
-    options = [
-        f"--job-name={folder}",
-        "--dependency=singleton",
-        f"--output={str(folder).replace('%', '%%')}.log",
-        "--open-mode=append",
-        *shlex.split(os.environ.get("SBATCH_ARGS", "")),
-        f"--wrap=exec {shlex.join(command)}",
-    ]
-    try:
-        done = subprocess.run(["sbatch", *options], check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = " ".join(str(getattr(error, "stderr", "") or error).split())
-        raise ResourceError(
-            f"sbatch failed for {run.name}: {reason[:300]}", "Correct SBATCH_ARGS."
-        ) from error
-    print(f"{run.name}: {done.stdout.strip()}")

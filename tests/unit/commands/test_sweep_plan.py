@@ -172,8 +172,7 @@ def test_runs_with_several_metrics_are_an_error(tmp_path: Path, call: Callable) 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [["--launcher", "slurm", "--parallel", "2"], ["--table", "--dry-run"], ["--folds", "1"]],
+    "options", [["--launcher", "slurm"], ["--table", "--dry-run"], ["--folds", "1"]]
 )
 def test_options_without_use_are_errors(tmp_path: Path, call: Callable, options: list[str]) -> None:
     assert call(sweep_command, "demo", "--out", tmp_path / "out", *options)[0] == 2
@@ -188,7 +187,6 @@ def test_options_without_use_are_errors(tmp_path: Path, call: Callable, options:
         ["optimizer.lr=1..0.1"],
         ["optimizer.lr=0.1"],
         ["optimizer.lr=0.1..1", "--folds", "2"],
-        ["optimizer.lr=0.1..1", "--launcher", "slurm"],
         ["optimizer.lr=0.1..1", "checkpoint.best=top1,loss"],
     ],
 )
