@@ -162,7 +162,7 @@ class OurLoop:
             after_step(result)
             times.append(time.perf_counter())
 
-        patches = {"epoch_batches": timed_batches, "after_step": timed_after_step}
+        patches: Any = {"epoch_batches": timed_batches, "after_step": timed_after_step}
         with mock.patch.multiple(run, **patches):
             self.loop(1)
         return times[-1] - times[0]
@@ -179,7 +179,7 @@ class PlainLoop:
         self.batches = itertools.cycle([self.make_batch(draws) for _ in range(step.BATCHES)])
         self.prepare()
 
-    def build_model(self) -> nn.Module:
+    def build_model(self) -> Any:
         torch.manual_seed(0)
         case = self.case
         if case.model.endswith(":tiny"):
@@ -330,7 +330,8 @@ def speed(name: str, case: Case, folder: Path, rounds: int, tiny: bool) -> Itera
     tables are written into `folder`.
     """
     device, case = find_device(tiny), shrink(case) if tiny else case
-    steps, on_gpu = 2 if tiny else 20, device.type == "cuda"
+    # Enough that the end of `train()` does not count where a step takes a few milliseconds.
+    steps, on_gpu = 2 if tiny else max(20, 5120 // case.batch), device.type == "cuda"
     torch.backends.cudnn.benchmark = True  # as `train()` sets it
     adds = [cost_of_an_add(each) for each in dict.fromkeys([torch.device("cpu"), device])]
     note = "x.add(x) " + ", ".join(f"{add:.1f} us" for add in adds)
@@ -398,7 +399,7 @@ def endless(batches_of_epoch: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
     return itertools.chain.from_iterable(map(batches_of_epoch, itertools.count()))
 
 
-def files(name: str, case: Case, _: Path, rounds: int, tiny: bool) -> Iterator[list[Row]]:
+def files(name: str, case: Case, tables: Path, rounds: int, tiny: bool) -> Iterator[list[Row]]:
     """From JPEG files: the loader alone, the step alone, and both together, after each round.
 
     The workers live through all rounds. What they have ready at the start of a round does not
@@ -433,6 +434,7 @@ def files(name: str, case: Case, _: Path, rounds: int, tiny: bool) -> Iterator[l
         rates: dict[str, list[float]] = {label: [] for label in loops}
         for _ in range(rounds):
             for label, loop in loops.items():
+                # what the workers have ready
                 loop(ready)
                 rates[label].append(images_per_sec(loop, steps, case, device))
             slower = list(map(min, rates["step"], rates["loader"]))

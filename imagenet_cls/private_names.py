@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 # tuple of the four would miss classes that users derive from it.
 BatchNormBase = _BatchNorm
 
-# One operator for all tensors of a list: `target.lerp_(end, weight)`, `target.copy_(source)`, and the
-# 2-norm.
+# One operator for all tensors of a list: `target.lerp_(end, weight)`, `target.copy_(source)`, and
+# the 2-norm.
 lerp_each_ = torch._foreach_lerp_
 copy_each_ = torch._foreach_copy_
 norm_of_each = torch._foreach_norm
