@@ -30,7 +30,7 @@ import torch
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask
 from timm.utils import ModelEmaV3
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile, supported_activities
 

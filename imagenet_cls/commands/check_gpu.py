@@ -544,6 +544,9 @@ CHECKS = {
         partial(compiled, mode="reduce-overhead"), min_gpus=1, quick=True
     ),
     "compile-max-autotune": Check(partial(compiled, mode="max-autotune"), min_gpus=1),
+    "compile-max-autotune-no-cudagraphs": Check(
+        partial(compiled, mode="max-autotune-no-cudagraphs"), min_gpus=1
+    ),
     "deterministic": Check(deterministic, quick=True),
     "resume": Check(resume, quick=True),
     "dp": Check(data_parallel, min_gpus=2),
