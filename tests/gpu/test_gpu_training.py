@@ -56,7 +56,8 @@ def test_fp16_overflow_resumes_to_the_same_bits(tmp_path: Path) -> None:
         "train__max_nonfinite_steps": 1,
         "checkpoint__every_steps": 3,
     }
-    assert_resumes(tmp_path, tmp_path, 3, "noisy", **changes)
+    # A run of which every step is skipped is an error.
+    assert_resumes(tmp_path, tmp_path, 11, "noisy", **changes)
     for folder in (tmp_path / "whole", tmp_path / "parts"):
         steps = records(folder, "train")
         assert steps[0].get("skipped") and not steps[-1].get("skipped") and len(steps) == 22
