@@ -10,8 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.io import savemat
 
-from imagenet_cls.data.archives import TRAIN_TAR, VAL_TAR
-from imagenet_cls.data.imagenet_labels import DEVKIT, GROUND_TRUTH
+from imagenet_cls.commands.prepare_imagenet import DEVKIT, GROUND_TRUTH, TRAIN_TAR, VAL_TAR
 
 Files = Iterable[tuple[str, bytes]]  # name and content
 

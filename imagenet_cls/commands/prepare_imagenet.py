@@ -7,23 +7,30 @@ appears when it is complete, and so does the folder of validation images.
 """
 
 import contextlib
+import csv
+import io
 import os
 import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from imagenet_cls.commands import cli
-from imagenet_cls.data.archives import TRAIN_TAR, VAL_TAR
 from imagenet_cls.data.classes import match_classes
-from imagenet_cls.data.imagenet_labels import SOLUTION, find_labels, validation_labels, wnid_of
 from imagenet_cls.data.index import index_folder
-from imagenet_cls.errors import DataError, ResourceError
+from imagenet_cls.errors import DataError, ResourceError, explain_content_errors
 from imagenet_cls.files import take_lock
 from imagenet_cls.text import first_line
 
 COUNTS = (1000, 1_281_167, 50_000)  # classes, training and validation images of ImageNet-1k
+TRAIN_TAR = "ILSVRC2012_img_train.tar"
+VAL_TAR = "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12"
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 KAGGLE_FOLDER = "ILSVRC/Data/CLS-LOC"
+SOLUTION = "LOC_val_solution.csv"  # Kaggle's labels of the validation images
 
 
 def prepare_command(argv: Sequence[str]) -> None:
@@ -89,6 +96,64 @@ def prepare(source: Path, out: Path, labels: Path | None, copy: bool) -> None:
             f"{error.filename or out}: {error.strerror or error}.",
             "Repair the cause; the same command then continues.",
         ) from None
+
+
+def validation_labels(file: Path) -> dict[str, str]:
+    """WordNet ID of each validation image, by its name without suffix. Raises DataError."""
+    if not (file.is_file() or file.is_dir()):
+        raise DataError(f"{file}: neither a file nor a folder.", "Correct --labels.")
+    with explain_content_errors(DataError, file, "broken labels", "Download it again."):
+        if file.suffix != ".csv":
+            return _devkit_labels(file)
+        # ImageId, and a PredictionString that starts with the WordNet ID
+        with file.open(newline="", encoding="utf-8-sig") as lines:
+            return {
+                row["ImageId"]: row["PredictionString"].split()[0] for row in csv.DictReader(lines)
+            }
+
+
+def _devkit_labels(devkit: Path) -> dict[str, str]:
+    """Line i of the ground truth is the ILSVRC2012_ID of image i; `meta.mat` has the WordNet ID of
+    each.
+    """
+    from scipy.io import loadmat
+
+    def content(name: str) -> bytes:
+        if devkit.is_dir():
+            return (devkit / "data" / name).read_bytes()
+        with tarfile.open(devkit) as tar:
+            file = tar.extractfile(f"{DEVKIT}/data/{name}")
+            assert file is not None
+            return file.read()
+
+    synsets = np.atleast_1d(loadmat(io.BytesIO(content("meta.mat")), squeeze_me=True)["synsets"])
+    wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+    numbers = content(GROUND_TRUTH).split()
+    return {f"ILSVRC2012_val_{i:08d}": wnids[int(number)] for i, number in enumerate(numbers, 1)}
+
+
+def find_labels(*folders: Path) -> Path:
+    """The file with the labels of ImageNet's validation images in the first folder that has one.
+    Raises DataError.
+    """
+    for folder in folders:
+        for name in (SOLUTION, f"{DEVKIT}.tar.gz", DEVKIT):
+            if (folder / name).exists():
+                return folder / name
+    raise DataError(
+        f"{folders[0]}: the labels of the validation images are not there.",
+        f"Put {DEVKIT}.tar.gz or {SOLUTION} there.",
+    )
+
+
+def wnid_of(wnids: dict[str, str], name: str) -> str:
+    """The WordNet ID of a validation image. Raises DataError."""
+    if Path(name).stem not in wnids:
+        raise DataError(
+            f"{name}: not one of the {len(wnids)} labeled images.",
+            f"Put the {DEVKIT}.tar.gz of these images there, or use --labels FILE.",
+        )
+    return wnids[Path(name).stem]
 
 
 def check_counts(out: Path, must_be_imagenet: bool) -> None:

@@ -152,23 +152,18 @@ def open_archive(path: str) -> Iterator[FileIO]:
         ) from None
 
 
-def archive_members(file: FileIO, start: int = 0, end: int | None = None) -> Iterator[Member]:
-    """The files of a zip, or of a tar, which lies in `file` from `start` to `end` (None: to its
-    end). Raises DataError.
-    """
+def archive_members(file: FileIO) -> Iterator[Member]:
+    """The files of a zip or a tar. Raises DataError."""
     if str(file.name).lower().endswith(".zip"):
         return zip_members(file)
-    return tar_members(file, start, end)
+    return tar_members(file)
 
 
-def tar_members(file: FileIO, start: int = 0, end: int | None = None) -> Iterator[Member]:
-    """The files of a tar, which lies in `file` from `start` to `end` (None: to its end). Raises
-    DataError.
-    """
+def tar_members(file: FileIO) -> Iterator[Member]:
+    """The files of a tar. Raises DataError."""
     path = file.name
-    end = os.fstat(file.fileno()).st_size if end is None else end
+    end = os.fstat(file.fileno()).st_size
     with explain_content_errors(DataError, path, "not a tar archive, or damaged", _DAMAGED_TAR):
-        file.seek(start)
         tar: Any = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
         while (member := tar.next()) is not None:
             tar.members.clear()  # tarfile keeps all
@@ -183,8 +178,7 @@ def tar_members(file: FileIO, start: int = 0, end: int | None = None) -> Iterato
                 problem = None if is_plain else "is a link, a sparse file or no plain file"
                 yield Member(name, member.offset_data, member.size, 0, problem)
         # tarfile takes a damaged header for the end of the archive.
-        found = os.pread(file.fileno(), len(_END_OF_TAR), tar.offset)
-        if found != _END_OF_TAR or tar.offset + len(_END_OF_TAR) > end:
+        if os.pread(file.fileno(), len(_END_OF_TAR), tar.offset) != _END_OF_TAR:
             raise DataError(
                 f"{path}: cut short, or a damaged header, at byte {tar.offset}.", _DAMAGED_TAR
             )

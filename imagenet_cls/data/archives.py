@@ -1,8 +1,7 @@
 """Index images in tar and zip archives.
 
 The archives hold class folders or are WebDataset shards, which have `KEY.jpg` and `KEY.cls` or
-`KEY.json`. ImageNet's own tars are read, too. Members are listed once, and then read by their
-offsets.
+`KEY.json`. Members are listed once, and then read by their offsets.
 """
 
 import contextlib
@@ -29,25 +28,28 @@ from imagenet_cls.data.archive_files import (
     archive_status,
     decode_name,
     open_archive,
-    tar_members,
 )
 from imagenet_cls.data.classes import resolve_labels
-from imagenet_cls.data.imagenet_labels import find_labels, validation_labels, wnid_of
-from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, index_scan, list_folder, suffix_of
+from imagenet_cls.data.index import (
+    IMAGE_SUFFIXES,
+    PREPARE_COMMAND,
+    ImageIndex,
+    index_scan,
+    list_folder,
+    suffix_of,
+)
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.data.targets import multi_hot, split_labels
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import format_value, join_names, shorten
 
-TRAIN_TAR = "ILSVRC2012_img_train.tar"
-VAL_TAR = "ILSVRC2012_img_val.tar"
 _NUMBER_RANGE = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")  # {0000..1023}
 _MAX_FILES = 1_000_000
 _THREADS = 16  # they wait for the disk
 _MAX_MEMBER_BYTES = 1 << 30  # a damaged zip may claim any size
 _LAYOUT_REMEDY = (
-    "Name the images CLASS/NAME.jpg; or, in a WebDataset shard, KEY.jpg, each with its label in "
-    "KEY.cls, or as `label` in KEY.json."
+    f"Name the images CLASS/NAME.jpg (ImageNet's archives: {PREPARE_COMMAND}); or, in a WebDataset "
+    "shard, KEY.jpg, each with its label in KEY.cls, or as `label` in KEY.json."
 )
 _PLAIN_REMEDY = (
     "Make the archive again: zip -0 -r, or GNU tar with --dereference --hard-dereference and "
@@ -59,15 +61,14 @@ def find_archives(root: Path, part: str) -> list[Path] | None:
     """The archives that hold a part of a dataset, in order; None if there are none.
 
     `root/part` is an archive, a folder of archives, or a pattern (`*`, `?`, `{0000..1023}`); or
-    `root` is an archive with the folder `part`; or ImageNet's own archive lies in `root`. Raises
-    DataError for class tars beside class folders, unless each tar was unpacked into a folder of its
-    name.
+    `root` is an archive with the folder `part`. Raises DataError for class tars beside class
+    folders, unless each tar was unpacked into a folder of its name.
     """
     if os.path.isfile(root):  # noqa: PTH113 (pathlib raises without permission)
         return [root]
     if os.path.isdir(root / part):  # noqa: PTH112
         return _archives_in(root / part)
-    paths = _expand(root, {"train": TRAIN_TAR, "val": VAL_TAR}.get(part, part))
+    paths = _expand(root, part)
     return paths if any(map(os.path.isfile, paths)) else None
 
 
@@ -135,16 +136,14 @@ def index_archives(
     for none. Raises DataError.
     """
     part_path = root / part
-    devkit = find_labels(archives[0].parent) if archives[0].name == VAL_TAR else None
-    files = archives if devkit is None else [*archives, devkit]
-    listed = [os.fsencode(os.path.abspath(path)) for path in files]  # noqa: PTH100 (keeps links)
+    listed = [os.fsencode(os.path.abspath(path)) for path in archives]  # noqa: PTH100 (keeps links)
     scan = read_scan(part_path, listed)
     if scan is None:
         started = time.time()
         part_folder = os.fsencode(os.path.normpath(part)) if root.is_file() else b"."
-        scan = _scan_archives(part_path, part_folder, archives, devkit, _open_statuses(listed))
+        scan = _scan_archives(part_path, part_folder, archives, _open_statuses(listed))
         write_scan(part_path, scan, started)
-    statuses = tuple(archive_status(scan.statuses[path]) for path in listed[: len(archives)])
+    statuses = tuple(archive_status(scan.statuses[path]) for path in listed)
     byte_ranges = ByteRanges(tuple(map(str, archives)), statuses, scan.places)
     index = index_scan(scan, part_path, byte_ranges)
     if not scan.are_shards:
@@ -186,7 +185,7 @@ def _with_labels_resolved(
 
 def index_members(root: Path, archives: Sequence[Path]) -> ImageIndex:
     """Index all images in archives, without classes. root: of the index. Raises DataError."""
-    scans = _scan_pieces(archives, have_classes=False)
+    scans = _scan_each(archives, have_classes=False)
     statuses = tuple(archive_status(path.stat()) for path in archives)
     places = np.concatenate([scan.places for scan in scans])
     byte_ranges = ByteRanges(tuple(map(str, archives)), statuses, places)
@@ -206,23 +205,9 @@ def part_folders(archive: Path) -> list[str]:
     return sorted({os.fsdecode(top) for top, _, deeper in parts if deeper})
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """An archive, or a tar in it: the bytes from `start` to `end` (None: to its end) of `path`.
-
-    archive_index: of the archive in the list of archives. stem: the file name without suffix.
-    """
-
-    path: str
-    archive_index: int
-    stem: bytes
-    start: int = 0
-    end: int | None = None
-
-
 @dataclass(eq=False)
-class _PieceScan:
-    """The images of a piece, in its order.
+class _ArchiveScan:
+    """The images of an archive, in its order.
 
     labels: of each image of a shard; None for images that are in class folders. places: see
     `ByteRanges`. others: paths of files that are neither images nor labels.
@@ -248,20 +233,14 @@ def _scan_archives(
     part_path: Path,
     part_folder: bytes,
     archives: Sequence[Path],
-    devkit: Path | None,
     statuses: Mapping[bytes, os.stat_result],
 ) -> Scan:
     """List the archives, and combine their images into one scan: class folders in sorted order, or
     shards in theirs.
 
-    part_folder: see `_prefix_of_classes`. devkit: ImageNet's labels, for its validation images.
+    part_folder: see `_prefix_of_classes`.
     """
-    scans = _scan_pieces(archives)
-    if devkit is not None:
-        wnids = validation_labels(devkit)
-        for scan in scans:
-            folders = [wnid_of(wnids, os.fsdecode(name)).encode() for name in scan.names]
-            scan.names = [b"%b/%b" % pair for pair in zip(folders, scan.names, strict=True)]
+    scans = _scan_each(archives)
     have_labels = [scan.labels is not None for scan in scans if scan.names]
     if not have_labels:
         raise DataError(f"{part_path}: it contains no images.", _LAYOUT_REMEDY)
@@ -341,87 +320,68 @@ def _scan_of_folders(
     )
 
 
-def _scan_pieces(archives: Sequence[Path], have_classes: bool = True) -> list[_PieceScan]:
-    """List the images of all archives, and of the tars in them, in several threads.
+def _scan_each(archives: Sequence[Path], have_classes: bool = True) -> list[_ArchiveScan]:
+    """List the images of each archive, in several threads.
 
     Where several tars have no class folders, each is a class. have_classes: the classes are needed.
     Raises DataError.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(_pieces, archives, range(len(archives)))
-        pieces = list(chain.from_iterable(found))
-        scans = list(pool.map(_scan_piece, pieces))
-    if len(pieces) > 1:
-        for piece, scan in zip(pieces, scans, strict=True):
+        scans = list(pool.map(_scan_archive, archives, range(len(archives))))
+    if len(archives) > 1:
+        for path, scan in zip(archives, scans, strict=True):
             # images at the top of a tar of one class, which may also have folders
             if scan.labels is None and any(b"/" not in name for name in scan.names):
                 others = set(scan.others)
                 has_text = any(name[: name.rfind(b".")] + b".txt" in others for name in scan.names)
                 if have_classes and has_text:
                     raise DataError(
-                        f"{piece.path}: a shard with texts (.txt) and no labels.", _LAYOUT_REMEDY
+                        f"{path}: a shard with texts (.txt) and no labels.", _LAYOUT_REMEDY
                     )
-                scan.names = [b"%b/%b" % (piece.stem, name) for name in scan.names]
+                stem = os.fsencode(path.stem)
+                scan.names = [b"%b/%b" % (stem, name) for name in scan.names]
     return scans
 
 
-def _pieces(path: Path, archive_index: int) -> list[_Piece]:
-    """The whole archive; of a tar of tars, as ImageNet's, each inner tar, so that several threads
-    read it. Files beside the inner tars are ignored.
+def _scan_archive(path: Path, archive_index: int) -> _ArchiveScan:
+    """List the images of an archive, and read the labels of a shard. Raises DataError.
+
+    archive_index: of the archive in the list of archives.
     """
-    whole = _Piece(str(path), archive_index, os.fsencode(path.stem))
-    if path.suffix.lower() == ".zip":
-        return [whole]
-    with open_archive(whole.path) as file:
-        members = tar_members(file)
-        first = next(members, None)
-        if first is None or not first.name.endswith(b".tar"):
-            return [whole]
-        tars = [
-            member
-            for member in (first, *members)
-            if member.name.endswith(b".tar") and not _is_hidden(_parts(member.name))
-        ]
-    return [
-        replace(
-            whole,
-            stem=tar.name.rpartition(b"/")[2][:-4],
-            start=tar.offset,
-            end=tar.offset + tar.size,
-        )
-        for tar in tars
-    ]
-
-
-def _scan_piece(piece: _Piece) -> _PieceScan:
-    """List the images of a piece, and read the labels of a shard. Raises DataError."""
     # WebDataset shards are tars. `_read_label` does not decompress members of a zip.
-    label_suffixes = () if piece.path.lower().endswith(".zip") else (b".cls", b".json")
+    label_suffixes = () if path.name.lower().endswith(".zip") else (b".cls", b".json")
     names: list[bytes] = []
     places = array("q")
     label_files: dict[bytes, Member] = {}
     others: list[bytes] = []
-    with open_archive(piece.path) as file:
-        for member in archive_members(file, piece.start, piece.end):
+    with open_archive(str(path)) as file:
+        for member in archive_members(file):
             parts = _parts(member.name)
             if _is_hidden(parts):
                 continue
             name = b"/".join(parts)
             suffix = suffix_of(name)
             if suffix in IMAGE_SUFFIXES:
-                _check_member(piece.path, name, member)
+                _check_member(file.name, name, member)
                 names.append(name)
-                places.extend((piece.archive_index, member.offset, member.size, member.compressed))
+                places.extend((archive_index, member.offset, member.size, member.compressed))
             elif suffix in label_suffixes:
                 label_files[name] = member
             else:
                 others.append(name)
         labels = _labels(file, names, label_files)
+    num_tars = sum(suffix_of(name) == b".tar" for name in others)
+    if num_tars > len(names):
+        raise DataError(
+            f"{path}: holds {num_tars} tars and {len(names)} images. Tars in an archive are not "
+            "read.",
+            f"Unpack it once (ImageNet's archives: {PREPARE_COMMAND}).",
+        )
     placed = np.array(places, np.int64).reshape(-1, 4)
     if labels is None:
-        return _PieceScan(names, None, placed, [*others, *label_files])
+        return _ArchiveScan(names, None, placed, [*others, *label_files])
     kept = [i for i, label in enumerate(labels) if label is not None]
-    return _PieceScan(
+    return _ArchiveScan(
         [names[i] for i in kept],
         [label for label in labels if label is not None],
         placed[kept],

@@ -323,6 +323,8 @@ def _layout_remedy(missing: Path) -> str:
             "Set data.root to the folder that holds train/CLASS/* and val/CLASS/* (ImageNet's "
             f"archives: {PREPARE_COMMAND})."
         )
+    if f"ILSVRC2012_img_{missing.name}.tar" in found:
+        return f"Unpack ImageNet's archives once, and set data.root to OUT: {PREPARE_COMMAND}"
     return (
         f"{root} holds {join_names(found) or 'nothing'}: set data.root, data.train, data.val. "
         f"Without validation images: {HOLD_OUT_ADVICE}; "

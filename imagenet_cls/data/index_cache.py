@@ -30,7 +30,7 @@ FILE_SYSTEMS = frozenset(
 # for a file server whose clock is slow.
 MIN_AGE_SEC = 60
 _DIGEST_BYTES = 32  # at the end of a cache file
-FORMAT = 4  # raise it when other files are listed, in another order, or stored in another way
+FORMAT = 5  # raise it when other files are listed, in another order, or stored in another way
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from archive_writers import write_imagenet, write_tar, write_zip
 from helpers import datasets_in, peak_kib, write_files
 
 from imagenet_cls.commands.cli import call_command
+from imagenet_cls.commands.pack import pack_command
 from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data import archives
@@ -28,7 +29,7 @@ from imagenet_cls.data.archive_files import Member, archive_members, open_archiv
 from imagenet_cls.data.archives import index_members
 from imagenet_cls.data.check import check_paths
 from imagenet_cls.data.datasets import DataSets, open_datasets
-from imagenet_cls.data.imagenet_labels import DEVKIT
+from imagenet_cls.data.index import PREPARE_COMMAND
 from imagenet_cls.data.sources import size_fingerprint
 from imagenet_cls.errors import DataError
 
@@ -94,13 +95,6 @@ def class_tars(root: Path, image_folder: Path) -> DataConfig:
     return DataConfig(root=str(root))
 
 
-def own_archives(root: Path, image_folder: Path) -> DataConfig:
-    train = {folder.name: files_of(folder) for folder in (image_folder / "train").iterdir()}
-    images = sorted((image_folder / "val").rglob("*.JPEG"), key=lambda path: path.name)
-    write_imagenet(root, train, [(path.parent.name, path.read_bytes()) for path in images])
-    return DataConfig(root=str(root))
-
-
 FOLDERS: dict[str, Make] = {
     "tar, pax": both_parts(write_tar, ".tar"),
     "tar, GNU": both_parts(lambda path, files: write_tar(path, files, tarfile.GNU_FORMAT), ".tar"),
@@ -116,7 +110,6 @@ FOLDERS: dict[str, Make] = {
     ),
     "zip as root": whole_zip,
     "class tars": class_tars,
-    "ImageNet's archives": own_archives,
 }
 
 
@@ -173,10 +166,6 @@ def test_archives_of_class_folders_equal_the_folders(
     check_paths(data)
     opened, expected = open_datasets(data), datasets_in(image_folder)
     assert contents(opened.train) == contents(expected.train)
-    if name == "ImageNet's archives":  # other names in validation
-        found, images = (sorted(c[1:] for c in contents(sets.val)) for sets in (opened, expected))
-        assert found == images
-        return
     assert contents(opened.val) == contents(expected.val)
     assert described(opened) == described(expected)
     split = {"val": None, "val_fraction": 0.3}
@@ -386,13 +375,17 @@ def test_bad_archive_is_an_error_with_its_name(name: str, tmp_path: Path) -> Non
     assert len(lines) <= 3 and str(tmp_path / "train") in lines[0]
 
 
-def test_validation_archive_without_its_labels_is_an_error(
-    image_folder: Path, tmp_path: Path
+@pytest.mark.parametrize("missing", ["train", "val"])
+def test_archives_of_imagenet_are_an_error_that_names_what_unpacks_them(
+    missing: str, image_folder: Path, tmp_path: Path
 ) -> None:
-    data = own_archives(tmp_path, image_folder)
-    (tmp_path / f"{DEVKIT}.tar.gz").unlink()
-    with pytest.raises(DataError, match="the labels of the validation images"):
-        open_datasets(data)
+    write_imagenet(tmp_path, {"n1": [("n1_1.JPEG", IMAGE)]}, [("n1", IMAGE)])
+    (unpacked,) = {"train", "val"} - {missing}
+    shutil.copytree(image_folder / unpacked, tmp_path / unpacked)
+    for part in (missing, f"ILSVRC2012_img_{missing}.tar"):
+        with pytest.raises(DataError) as error:
+            datasets_in(tmp_path, **{missing: part})
+        assert PREPARE_COMMAND in error.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -567,7 +560,7 @@ def test_damaged_data_in_a_zip_is_an_error(image_folder: Path, tmp_path: Path) -
         source.load(first)
 
 
-@pytest.mark.parametrize("name", ["zip, stored", "tar, pax", "ImageNet's archives"])
+@pytest.mark.parametrize("name", ["zip, stored", "tar, pax", "class tars"])
 def test_bad_image_in_an_archive_is_listed_and_left_out(
     name: str, image_folder: Path, tmp_path: Path
 ) -> None:
@@ -662,18 +655,21 @@ def test_class_tar_with_subfolders_is_one_class(tmp_path: Path, image_folder: Pa
     assert len(data.train) + len(data.val) == 20
 
 
-def test_hidden_files_of_macos_in_a_tar_of_tars_are_ignored(
-    tmp_path: Path, image_folder: Path
+@pytest.mark.parametrize("prefix", ["", "train/"])
+def test_archive_of_class_tars_is_an_error(
+    prefix: str, tmp_path: Path, call: Callable[..., tuple[int, str, str]]
 ) -> None:
-    members = []
-    for folder in sorted((image_folder / "train").iterdir()):
-        inner = write_tar(tmp_path / f"{folder.name}.tar", files_of(folder))
-        members += [(f"._{folder.name}.tar", b"Mac OS X"), (inner.name, inner.read_bytes())]
-        inner.unlink()
-    for names in (members, members[::-1]):
-        write_tar(tmp_path / "train.tar", names)
-        opened = held_out(tmp_path, "train.tar")
-        assert len(opened.train) + len(opened.val) == len(list(image_folder.glob("train/*/*")))
+    """Also with an image beside the tars, and beside archives that are read."""
+    tar = write_tar(tmp_path / "inner", SAMPLE).read_bytes()
+    tars = [(f"{prefix}{name}.tar", tar) for name in ("._a", "a", "b")]
+    path = write_tar(tmp_path / "whole" / "train.tar", [("docs/cover.jpg", IMAGE), *tars])
+    write_zip(path.with_name("eel.zip"), [("eel/1.jpg", IMAGE)])
+    for root, part in ((path.parent, path.name), (path, "."), (path.parent, ".")):
+        with pytest.raises(DataError, match="2 tars") as error:
+            held_out(root, part)
+        assert PREPARE_COMMAND in error.value.remedy
+    for command, *argv in ((pack_command, path, tmp_path / "out"), (verify_command, path.parent)):
+        assert call(command, *argv)[0] == 3
 
 
 def test_class_tars_beside_other_class_folders_are_an_error(
@@ -732,6 +728,7 @@ def test_files_of_shards_beside_images_and_labels_are_counted(tmp_path: Path) ->
 
 def test_tar_of_class_folders_may_hold_other_files(tmp_path: Path, image_folder: Path) -> None:
     files = [
+        ("a.tar", b""),
         *files_of(image_folder / "train"),
         ("cat/000.json", b'{"width": 3}'),
         ("dog/000.json", b"[" * 100_000),
