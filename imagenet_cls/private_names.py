@@ -77,15 +77,14 @@ def interpolate_antialiased(
     size: Sequence[int],
     mode: str,
     scales: Sequence[float | None],
-    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """`functional.interpolate(..., antialias=True)`, for mode `bilinear` or `bicubic`.
 
-    The public function has no `out`, and takes a size or scales, not both: with both, this returns
-    the first pixels of the scaled images.
+    The public function takes a size or scales, not both. With both, this returns the first pixels
+    of the scaled images.
     """
     operator = getattr(torch._C._nn, f"_upsample_{mode}2d_aa")
-    return operator(images, size, False, *scales, out=out)
+    return operator(images, size, False, *scales)
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:

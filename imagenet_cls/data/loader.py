@@ -229,12 +229,9 @@ def _train_batch(
         seed_generators(split_keys[0])
         image, crop, target = source.load_region(index, transform.draw_crop)
         targets.append(target)
-        out = images[number]
-        splits = transform(image, epoch, split_keys, crop, out)
-        for split, (pixels, erase_boxes) in enumerate(splits):
+        for split, (pixels, erase_boxes) in enumerate(transform(image, epoch, split_keys, crop)):
             row = split * len(samples) + number
-            if pixels is not out:
-                images[row] = pixels
+            images[row] = pixels
             keys[row] = split_keys[split]
             if erase_boxes:
                 boxes[row, : len(erase_boxes)] = torch.tensor(erase_boxes)

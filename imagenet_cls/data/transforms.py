@@ -109,14 +109,13 @@ class TrainTransform:
         epoch: int,
         keys: Sequence[int],
         crop: Box | None = None,
-        out: torch.Tensor | None = None,
     ) -> list[tuple[torch.Tensor, list[Box]]]:
-        """The splits, each with the boxes to erase. crop: None to draw it. out: as of `resize`.
+        """The splits, each with the boxes to erase. crop: None to draw it.
 
         keys: one for each split. The caller has seeded the default generators with the first one.
         """
         assert len(keys) == self.splits, (keys, self.splits)
-        base = self.crop_and_flip(image, epoch, crop, out)
+        base = self.crop_and_flip(image, epoch, crop)
         if self.splits == 1:
             return [self.color_and_boxes(base)]
         splits: list[tuple[torch.Tensor, list[Box]]] = [(base, [])]
@@ -136,7 +135,6 @@ class TrainTransform:
         image: torch.Tensor,
         epoch: int,
         crop: Box | None = None,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """uint8 (3, H, W) -> uint8 (C, *size)"""
         augment = self.augment
@@ -148,7 +146,7 @@ class TrainTransform:
         if (height, width) != image.shape[1:]:
             image = image.narrow(1, top, height).narrow(2, left, width)
         image = to_channels(image, self.channels)
-        image = resize(image, list(size), interpolation, out=out)
+        image = resize(image, list(size), interpolation)
         if augment.crop == "pad_crop":
             image = self.pad_and_crop(image)
         if draw_bernoulli(augment.hflip_prob):
@@ -233,13 +231,11 @@ def resize(
     size: list[int],
     interpolation: str,
     kept: Sequence[int] = (),
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """uint8 (C, H, W) -> uint8 (C, *size): torchvision's `F.resize` with antialiasing, the same
     bits, in less time.
 
-    kept: the numbers of first rows and columns that are needed; others may be missing. out: memory
-    that the result may be in, channels-last.
+    kept: the numbers of first rows and columns that are needed; others may be missing.
 
     torch's AVX2 kernel is fastest on channels-last memory without gaps; it converts any other crop
     to planes first.
@@ -257,9 +253,7 @@ def resize(
             if side not in (size[dim], needed) and 1 / scale == side / size[dim]:
                 size[dim] = needed
                 scales[dim] = scale
-        outs = None if out is None else out[None]
-        images = interpolate_antialiased(images, size, interpolation, scales, outs)
-        return images[0] if out is None else out
+        return interpolate_antialiased(images, size, interpolation, scales)[0]
     return F.resize(image, size, interpolation=INTERPOLATIONS[interpolation], antialias=True)
 
 
