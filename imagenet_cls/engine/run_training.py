@@ -18,7 +18,6 @@ from imagenet_cls.engine.run import Run
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.engine.state import (
     compare_with_existing_run,
-    disk_space_warning,
     find_checkpoint,
     open_saver,
     restore,
@@ -81,8 +80,6 @@ def train_in_folder(
     ):
         if context.is_main:
             folder.write_metadata(launchers, dump_yaml(config), library_versions())
-            if warning := disk_space_warning(parts, folder.checkpoints):
-                messages.append(warning)
         for message in messages:
             reporter.event(progress.step, message)
         profiled = config.train.profile if context.is_main else None

@@ -1,7 +1,6 @@
 """The state of a run: what a checkpoint contains of it, and how a run resumes from a checkpoint."""
 
 import shlex
-import shutil
 from collections.abc import Collection
 from contextlib import suppress
 from copy import deepcopy
@@ -13,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagenet_cls.checkpoint.folders import list_checkpoints
 from imagenet_cls.checkpoint.format import (
     Snapshot,
     config_from_state,
     invalid_content_errors,
-    size_bytes,
 )
 from imagenet_cls.checkpoint.optimizer_state import (
     copy_to_host,
@@ -38,7 +35,7 @@ from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import state_dict_mismatch
-from imagenet_cls.optim.build import layer_with_gradients, optimizer_of_layer, state_copies
+from imagenet_cls.optim.build import layer_with_gradients, optimizer_of_layer
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.jsonl import missing_steps
@@ -92,32 +89,6 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
         "versions": library_versions(),
     }
-
-
-def disk_space_warning(parts: TrainingParts, checkpoints: Path) -> str | None:
-    """A warning if the disk can't hold the checkpoints that the run keeps (`checkpoint.keep_last`,
-    and the best one of each kind of weights) and the one being written. With
-    `checkpoint.keep_last=null`, if it can't hold one checkpoint.
-    """
-    trained_bytes = sum(
-        parameter.nbytes for parameter in parts.model.parameters() if parameter.requires_grad
-    )
-    kinds = 1 if parts.ema.module is None else 2
-    needed = kinds * size_bytes(parts.model.state_dict())
-    needed += trained_bytes * state_copies(parts.config.optimizer)
-    keep_last = parts.config.checkpoint.keep_last
-    if keep_last is not None:
-        present = sum(
-            file.stat().st_size for path in list_checkpoints(checkpoints) for file in path.glob("*")
-        )
-        needed = (keep_last + kinds + 1) * needed - present
-    free = shutil.disk_usage(checkpoints.parent).free
-    if needed <= free:
-        return None
-    return (
-        f"warning: {checkpoints.parent} has {free:,} bytes free, and the checkpoints of this run "
-        f"need {needed:,}: saving may fail"
-    )
 
 
 def open_saver(

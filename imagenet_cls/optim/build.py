@@ -132,22 +132,6 @@ def initial_momentum(optimizer: OptimizerConfig) -> float | None:
     return None if momentum is None else float(momentum)
 
 
-def state_copies(optimizer: OptimizerConfig) -> int:
-    """How many tensors of a weight's shape the optimizer stores for it; 2, as for AdamW, if it does
-    not run on CPUs.
-    """
-    try:
-        built = optimizer_of_layer(optimizer, layer_with_gradients())
-        built.step()
-    except Exception:
-        return 2
-    values = [value for state in built.state_dict()["state"].values() for value in state.values()]
-    copies = sum(isinstance(value, Tensor) and value.shape == (3, 2) for value in values)
-    if optimizer.name.lower().startswith(TIMM + LOOKAHEAD):
-        copies += 1  # the slow weights, after 6 steps
-    return copies
-
-
 def layer_with_gradients(device: torch.device | None = None) -> nn.Linear:
     """A layer with a (3, 2) weight, a (3,) bias and gradients."""
     layer = nn.Linear(2, 3, device=device)

@@ -17,9 +17,7 @@ from helpers import (
     call,
     fails,
     losses,
-    noisy,
     state_digest,
-    succeeds,
     train_here,
 )
 
@@ -130,26 +128,6 @@ def test_failed_last_save_exits_with_5(digits: Path, disk: Path) -> None:
     code, out, err = call(train_command, *words)
     assert code == 5 and "step-0000011" in err and "done" not in out
     assert_complete(disk / "run")
-
-
-def test_too_little_disk_space_is_reported_at_the_start(digits: Path, disk: Path) -> None:
-    """Checkpoints that are there already count as space: they are removed for new ones."""
-    # weights and momentum: three checkpoints are kept, besides the best and the one being written
-    needed = 5 * 2 * sum(parameter.nbytes for parameter in noisy(10).parameters())
-
-    def has_warning(max_steps: int, option: str = "--resume") -> bool:
-        words = arguments_for(
-            digits, disk / "run", train__max_steps=max_steps, checkpoint__keep_last=3
-        )
-        out = succeeds(train_command, *words, option)
-        return "the checkpoints of this run need" in out
-
-    fill(disk, needed - 10_000)
-    assert has_warning(2)
-    (disk / "filler").unlink()
-    assert not has_warning(2, "--overwrite")
-    fill(disk, needed - 20_000)
-    assert not has_warning(4)
 
 
 def test_metrics_file_on_a_full_disk_is_complete_later(disk: Path) -> None:

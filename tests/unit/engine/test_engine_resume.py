@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from imagenet_cls.engine.state import (
     check_optimizer_state,
     check_resumable,
     describe_run,
-    disk_space_warning,
 )
 from imagenet_cls.errors import CheckpointError
 
@@ -204,17 +202,3 @@ def test_older_checkpoint_that_states_less_is_accepted(digits: Path) -> None:
     before = state_for(digits)
     del before["val_digest"], before["teacher_digest"], before["data_sizes"], before["val_sizes"]
     assert check_resumable(before, parts_for(digits), ()) == []
-
-
-@pytest.mark.parametrize(("decay", "kinds"), [("null", 1), ("0.9", 2)])
-def test_needed_space_includes_the_best_checkpoint_of_each_kind_of_weights(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay: str, kinds: int
-) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
-
-    def needed_bytes(keep_last: object) -> int:
-        parts = parts_for(digits, ema__decay=decay, checkpoint__keep_last=keep_last)
-        line = disk_space_warning(parts, tmp_path / "checkpoints") or ""
-        return int(line.partition(" need ")[2].partition(":")[0].replace(",", ""))
-
-    assert needed_bytes(2) == (2 + kinds + 1) * needed_bytes("null")
