@@ -15,17 +15,17 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
 CEILINGS = {
     "checkpoint": 4_400,
-    "commands": 36_250,
+    "commands": 36_180,
     "config": 12_800,
-    "data": 34_600,
-    "engine": 23_950,
+    "data": 34_590,
+    "engine": 24_100,
     "guards": 4_100,
     "inference": 12_500,
-    "models": 9_900,
-    "optim": 6_800,
-    "parallel": 10_600,
+    "models": 10_160,
+    "optim": 6_650,
+    "parallel": 10_680,
     "report": 11_800,
-    "": 4_000,  # modules of the package itself
+    "": 4_120,  # modules of the package itself
 }
 NOT_COUNTED = {
     tokenize.COMMENT,
