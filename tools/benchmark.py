@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from imagenet_cls.commands import check_start
 
-# The benchmarks write no TensorBoard files and draw nothing, and may run where only torch is.
-os.environ.setdefault("IMAGENET_CLS_NO_REPORTS", "1")
+if __name__ == "__main__":
+    # The benchmarks write no TensorBoard files and draw nothing. A GPU machine may lack both.
+    os.environ.setdefault("IMAGENET_CLS_NO_REPORTS", "1")
 check_start()
 
 from benchmarks.compare import (  # noqa: E402
