@@ -280,22 +280,13 @@ def throughput_rows(
     batch_size: int,
     steps: int,
     rounds: int,
-    goal: str = "",
 ) -> list[Row]:
-    """Rows of a config: images per second of `train()`, its ratio to the reference loop, on GPUs
-    its peak memory.
-
-    goal: of the images per second.
-    """
-    on_gpu = context.device.type == "cuda"
+    """Rows of a config: images per second of `train()`, and its ratio to the reference loop."""
     with tempfile.TemporaryDirectory() as folder:
         ours = TrainingLoop(
             [f"train.global_batch_size={batch_size}", *overrides], context, Path(folder)
         )
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
         ours(steps)
-        memory = [torch.cuda.max_memory_allocated() / 2**30] if on_gpu else []
         reference = ReferenceLoop(ours.parts)
         reference(steps)
         our_seconds, reference_seconds = seconds_in_turn([ours, reference], steps, rounds)
@@ -305,8 +296,8 @@ def throughput_rows(
     ratios, cpu_ratios = (
         [theirs[clock] / mine[clock] for mine, theirs in pairs] for clock in (0, 1)
     )
-    rows = [
-        measured(f"{name}: train()", rates, "img/s", goal),
+    return [
+        measured(f"{name}: train()", rates, "img/s"),
         measured(
             f"{name}: train() / reference loop",
             ratios,
@@ -315,7 +306,6 @@ def throughput_rows(
             cpu_ratio=rounded(median(cpu_ratios)),
         ),
     ]
-    return rows + ([measured(f"{name}: peak memory", memory, "GiB")] if on_gpu else [])
 
 
 def fastest_call(function: Callable[[], object]) -> float:

@@ -205,7 +205,7 @@ def eval_batches(
     repeated = itertools.cycle(batches) if endless else batches
     loader = _data_loader(partial(_eval_batch, source, transform), repeated, options)
     for batch in _iterate_batches(loader, options.timeout_sec):
-        yield tuple(batch)  # pinning makes a list of it
+        yield tuple(batch)  # a list if a worker has made it
 
 
 def _train_batch(
@@ -294,9 +294,9 @@ class _SentBatch:
 class _BatchDataset(Dataset[Any]):
     """The dataset of a DataLoader, whose items are whole batches.
 
-    A worker puts the tensors of a batch into one, since torch makes a connection for each tensor
-    that is sent. It uses `num_memories` of them in turn, one more than it prepares batches ahead,
-    so that a batch stays until the next one is fetched. Each is sent once.
+    A worker copies all tensors of a batch into one shared tensor, because torch opens a connection
+    for each tensor that it sends. It uses `num_memories` of them in turn: one for each batch that
+    it prepares ahead, and one for the batch that is being received. Each is sent once.
     """
 
     make_batch: Callable[[list[Any]], tuple[torch.Tensor, ...]]
@@ -330,7 +330,9 @@ class _BatchDataset(Dataset[Any]):
         is only printed and the batch is lost.
         """
         if len(self.memories.get(self.number, ())) < size:
-            self.memories[self.number] = _empty_bytes(size).share_memory_()
+            # with room for what follows the images, so that it need not grow at once
+            memory = _empty_bytes(size + size // 64 + 4096)
+            self.memories[self.number] = memory.share_memory_()
         return self.memories[self.number]
 
     def _pack(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
@@ -339,7 +341,7 @@ class _BatchDataset(Dataset[Any]):
         end = 0
         for tensor in tensors:
             layouts.append((tensor.dtype, end // tensor.itemsize, tensor.shape, tensor.stride()))
-            end += tensor.nbytes + -tensor.nbytes % 8  # the size of the largest elements
+            end += tensor.nbytes + -tensor.nbytes % 8  # padded to the size of the largest elements
         places = _tensors_in(self.allocate(end), layouts)
         for tensor, place in zip(tensors, places, strict=True):
             if place.data_ptr() != tensor.data_ptr():
@@ -373,8 +375,8 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
     Raises the errors that `_BatchDataset` returns, and ResourceError for workers that fail.
 
     Each batch is fetched in a helper thread, on which this thread waits with the timeout. torch's
-    own timeout is not enough: it covers only the wait until a worker announces a batch. The batch
-    then comes through a socket, and a worker that is stopped there would block the loader forever.
+    own timeout is not enough: it covers only the wait until a worker announces a batch. The first
+    batches then come through a socket, and a worker that is stopped there would block the loader.
     """
     if loader.num_workers == 0:
         yield from loader

@@ -207,7 +207,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     targets = torch.zeros(micro_batch, dtype=torch.int64, device=device)
     if config.data.labels == "multi" or config.mix.is_on:
         targets = torch.zeros(micro_batch, num_classes, device=device)
-    rebuild_buckets_with_zeros(config, wrapped, normalize, targets, autocast_dtype)
+    rebuild_buckets_with_zeros(config, plan, wrapped, normalize, targets, autocast_dtype)
     keep_gradients = overwrites_gradients(train) and plan.accumulation > 1
     weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
     messages = [devices.note, data.note, scaling_message]
@@ -327,13 +327,14 @@ def compile_module(module: nn.Module, train: TrainConfig, augment: AugmentConfig
 
 def rebuild_buckets_with_zeros(
     config: Config,
+    plan: Plan,
     wrapped: nn.Module,
     normalize: Normalize,
     targets: torch.Tensor,
     autocast_dtype: torch.dtype | None,
 ) -> None:
     """Make DDP rebuild its gradient buckets, by passes over images of zeros. They have the batch
-    size of training, so that torch.compile compiles the model once.
+    size and the divisor of training, so that torch.compile compiles the model once.
 
     targets: of as many images as this rank's first micro-batch has, on the device.
     """
@@ -343,7 +344,7 @@ def rebuild_buckets_with_zeros(
     def pass_over_zeros() -> None:
         images = normalize(torch.zeros(shape, dtype=torch.uint8))
         with autocast(normalize.device, autocast_dtype):
-            loss, _ = wrapped(images, targets)
+            loss, _ = wrapped(images, targets, plan.loss_divisor(len(targets)))
         loss.backward()
 
     rebuild_ddp_buckets(wrapped, pass_over_zeros)

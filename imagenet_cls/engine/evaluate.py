@@ -68,21 +68,24 @@ class Evaluation:
         self.keep_workers = keep_workers and config.data.name != "synthetic"
         self.kept: Generator[EvalBatch] | None = None
 
-    def batches(self) -> Iterable[EvalBatch]:
+    def batches(self) -> Iterator[EvalBatch]:
         """The batches of this rank's shard."""
         context, devices = self.context, len(self.devices.all)
         batches = self.kept or build_val_batches(
             self.config, self.source, context, devices, self.mean, self.keep_workers
         )
+        # An evaluation that is not finished would leave its other batches to the next one.
+        self.kept = None
+        shard = shard_for_eval(len(self.source), context.rank, context.world_size)
+        yield from islice(batches, ceil_div(len(shard), self.config.eval.batch_size * devices))
         if self.keep_workers:
             self.kept = batches
-        shard = shard_for_eval(len(self.source), context.rank, context.world_size)
-        return islice(batches, ceil_div(len(shard), self.config.eval.batch_size * devices))
 
     def close(self) -> None:
         """End the workers that `keep_workers` has kept."""
         if self.kept is not None:
             self.kept.close()
+            self.kept = None
 
     def outputs(
         self, models: Mapping[str, nn.Module], batches: Iterable[EvalBatch] | None = None

@@ -107,7 +107,8 @@ def shared_memory_use(
     num_batches = ceil_div(val_shard, val_batch)
     val_options = worker_options(config.data, context, num_batches, plan.devices_per_rank)
     val_batches = val_options.num_workers * (val_options.prefetch_batches + 1)
-    val_images = min(val_batches * val_batch, val_shard)
+    # They read ahead into the next evaluation.
+    val_images = val_batches * min(val_batch, val_shard)
     train_bytes = config.data.channels * prod(height_width(config.augment.size_px))
     val_bytes = config.data.channels * prod(height_width(config.eval.crop_px))
     return [(train_images, train_bytes), (val_images, val_bytes)]

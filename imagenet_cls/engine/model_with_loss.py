@@ -7,15 +7,15 @@ from imagenet_cls.optim.losses import Outputs, TrainingLoss
 
 
 class ModelWithLoss(nn.Module):
-    """Callable: images, targets -> the loss, a scalar, and the detached loss and top-1 accuracy,
-    (2,), each divided by `divisor`.
+    """Callable: images, targets -> the loss (scalar), and a detached tensor of loss and top-1
+    accuracy, (2,). Both are divided by `divisor`.
 
     images: float (N, C, H, W). targets: as `criterion` takes them. The parameters are the model's.
     """
 
     def __init__(self, model: nn.Module, criterion: TrainingLoss):
-        """model: in DataParallel, or without a wrapper. DataParallel splits the batch, which a loss
-        of several splits of an image needs whole.
+        """model: may be wrapped in DataParallel. The loss is outside of it, because DataParallel
+        splits the batch, and `jsd` needs all splits of an image.
         """
         super().__init__()
         self.model = model

@@ -30,6 +30,13 @@ class Plan:
         """The epoch after `step` steps, from 0, and the number of its steps among them."""
         return divmod(step + self.offset, self.steps_per_epoch)
 
+    def loss_divisor(self, num_images: int) -> float:
+        """What the mean loss of a micro-batch of `num_images` is divided by. DDP averages over the
+        ranks, so the weight is num_images * world_size / global_batch. If all micro-batches have
+        the same size, the divisor is `accumulation`.
+        """
+        return self.global_batch / (self.world_size * num_images)
+
     @property
     def forward_passes(self) -> int:
         """The number of forward passes of one step, on all devices.

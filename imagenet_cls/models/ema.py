@@ -69,14 +69,14 @@ class ModelEma:
             self.dtypes = [average[key].dtype for average, _, key in self.floats]
         averages, values = tensors_of_pairs(self.floats)
         if [value.dtype for value in values] != self.dtypes:
-            self.average.update(model, step=update)  # with operators that convert
+            self.average.update(model, step=update)  # converts dtypes
             return
         lerp_each_(averages, values, 1.0 - self.average.get_decay(update))
         if self.others:
             copy_each_(*tensors_of_pairs(self.others))
 
 
-# The dictionaries with a tensor of the average and of the model, and its key in both.
+# A dictionary of the average, the model's, and the key in both.
 Pair = tuple[dict[str, Any], dict[str, Any], str]
 
 

@@ -192,6 +192,9 @@ def build_loss(
         )
     if isinstance(loss_function, nn.Module):
         loss_function.to(device)
+    if loss.name not in losses:
+        # A loss that counts its calls would make `train.compile` compile the model for each count.
+        loss_function = torch.compiler.disable(loss_function)
 
     def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
         if targets.is_floating_point():

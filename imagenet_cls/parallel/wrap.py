@@ -158,9 +158,9 @@ class BatchNormStatistics:
     """BatchNorm's running means and variances, kept equal on all ranks.
 
     `sync` averages them over the ranks after each optimizer step, in one all-reduce; after a
-    skipped step it restores the previous values. Those of SyncBN layers are equal already and are
-    not averaged: the mean of three equal numbers may differ in its last bit. Layers in evaluation
-    mode when this is constructed are frozen and ignored.
+    skipped step it restores the previous values. If all layers are SyncBN, the values are equal
+    already and are not averaged: the mean of three equal numbers may differ in its last bit. Layers
+    in evaluation mode when this is constructed are frozen and ignored.
     """
 
     def __init__(self, model: nn.Module, context: RankContext):
@@ -178,27 +178,30 @@ class BatchNormStatistics:
         self.are_equal = context.world_size == 1 or all(is_synchronized(norm) for norm in norms)
         self.context = context
         self.buffers: list[Tensor] = []
+        self.addresses: list[int] = []
         self.flat: list[Tensor] = []
         self.store_current()
 
     def flatten(self) -> None:
-        """Make the buffers of each dtype views of one tensor, unless they are. A model may assign
-        other tensors to their names.
+        """Make the buffers of each dtype views of one tensor. Does so again if the model has
+        assigned other tensors to their names.
         """
         buffers = [owner[key] for owner, key in self.entries]
-        if list(map(id, buffers)) == list(map(id, self.buffers)):
+        if [buffer.data_ptr() for buffer in buffers] == self.addresses:
             return
         self.buffers = buffers
         self.flat = []
         for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
             same = [buffer for buffer in buffers if buffer.dtype is dtype]
-            # Kernels of GPUs may expect addresses that are multiples of 16 bytes.
+            # Kernels of GPUs may expect addresses that are multiples of 16 bytes, so each buffer
+            # gets a multiple of 16 elements.
             multiple = 1 if self.context.device.type == "cpu" else 16
             padded = [functional.pad(buffer, (0, -len(buffer) % multiple)) for buffer in same]
             flat = torch.cat(padded)
             self.flat.append(flat)
             for buffer, view in zip(same, flat.split(list(map(len, padded))), strict=True):
                 buffer.data = view[: len(buffer)]
+        self.addresses = [buffer.data_ptr() for buffer in buffers]
 
     def store_current(self) -> None:
         """Store the current values, to which `sync` returns after a skipped step. Call it after
@@ -209,8 +212,8 @@ class BatchNormStatistics:
 
     @torch.no_grad()
     def sync(self, skipped: Tensor) -> None:
-        """skipped: bool scalar on the device, equal on all ranks; restores the values from before
-        the step.
+        """Average over the ranks and store the values; after a skipped step, restore the stored
+        ones. skipped: bool scalar on the device, equal on all ranks.
         """
         self.flatten()
         for flat, last in zip(self.flat, self.last, strict=True):

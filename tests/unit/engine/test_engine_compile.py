@@ -61,7 +61,6 @@ LABELS = torch.randint(0, 5, (6,))
         (LossConfig("focal", class_weights=[1.0, 2.0, 3.0, 4.0, 5.0]), LABELS, {}, "none"),
         (LossConfig("jsd"), LABELS[:2], {"splits": 3}, "none"),
         (LossConfig("asymmetric"), SOFT.gt(0.2).float(), {"images": 6}, "none"),
-        (LossConfig("torch.nn:CrossEntropyLoss"), LABELS, {}, "none"),
         (LossConfig(), LABELS, {}, "soft"),
         (LossConfig(), LABELS, {}, "hard"),
     ],
