@@ -365,7 +365,7 @@ def speed(name: str, case: Case, folder: Path, rounds: int, tiny: bool) -> Itera
             loop(steps)  # compiles, and cuDNN chooses
             more.setdefault(label, {})["host_ms"] = round(host_ms(loop, 3 if tiny else 15), 2)
             loops[label], rates[label] = loop, []
-        except Exception as error:  # the other loops go on
+        except Exception as error:  # the other loops continue
             more[label] = {"note": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
         if on_gpu and label == "train()":
             memory.append(torch.cuda.max_memory_allocated() / 2**30)

@@ -117,7 +117,7 @@ def erase(
 
 
 def _box_mask(boxes: Tensor, images: Tensor) -> Tensor:
-    """bool (N, 1, H, W): whether a pixel is in a box. Operators do not depend on the boxes."""
+    """bool (N, 1, H, W): whether a pixel is in a box. The operators do not depend on the boxes."""
     height, width = images.shape[2:]
     # of rows and of columns: (N, n, 2, 1)
     starts, sizes = boxes.to(images.device, non_blocking=True)[..., None].split(2, dim=2)

@@ -109,14 +109,14 @@ def forward_backward(
         # Dropout and drop-path draw from these generators.
         key = hash_key("batch", parts.config.seed, step, micro_step, context.rank)
         seed_generators(key, *parts.devices.all)
+        divisor = plan.loss_divisor(len(targets))
         # DDP all-reduces the gradients in the backward pass of the last micro-batch only.
         with gradient_sync(parts.wrapped, micro_step == plan.accumulation - 1):
             with parts.autocast():
-                # the model and the loss: `engine.model_with_loss`
-                divisor = plan.loss_divisor(len(targets))
-                loss, of_micro_batch = parts.wrapped(images, targets, divisor)
+                # Calls the model, the criterion and `top1_accuracy`: see `ModelWithLoss`.
+                loss, micro_loss_and_top1 = parts.wrapped(images, targets, divisor)
             parts.scaler.scale(loss).backward()
         # With DataParallel, the loss may be on another device (`parallel.output_device`).
-        loss_and_top1 += of_micro_batch.to(context.device, non_blocking=True)
+        loss_and_top1 += micro_loss_and_top1.to(context.device, non_blocking=True)
     check_gradients_reduced(parts.wrapped)
     return loss_and_top1

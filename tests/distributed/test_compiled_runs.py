@@ -64,10 +64,16 @@ def graphed(num_classes: int) -> nn.Module:
 def traced(num_classes: int) -> nn.Module:
     """`Traced`, of which this process compiles what a run does, in one graph."""
     model, compile_module = Traced(num_classes), nn.Module.compile
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        assert len(graphs) <= 2, "one graph for training and one for evaluations"
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     def trace(module: nn.Module, **settings: Any) -> None:
         model.is_compiled = True
-        compile_module(module, backend="aot_eager", dynamic=settings["dynamic"], fullgraph=True)
+        compile_module(module, backend=backend, dynamic=settings["dynamic"], fullgraph=True)
 
     mock.patch.object(nn.Module, "compile", trace).start()
     return model
