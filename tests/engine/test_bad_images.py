@@ -23,6 +23,7 @@ from helpers import (
     fails,
     losses,
     run,
+    single_rank,
     state_digest,
     succeeds,
     train_here,
@@ -31,8 +32,10 @@ from helpers import (
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.commands.verify_data import verify_command
+from imagenet_cls.config.load import load_config
 from imagenet_cls.data import loader
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
+from imagenet_cls.engine.build import build
 from imagenet_cls.errors import ResourceError
 
 Call = Callable[..., tuple[int, str, str]]
@@ -232,6 +235,18 @@ def test_workers_of_training_and_of_evaluations_start_once_in_a_run(
         assert not multiprocessing.active_children()
     assert starts.call_count == 2
     assert results[0] == results[1] and len(results[0]) > 1
+
+
+def test_evaluation_after_an_unfinished_one_begins_with_the_first_image(folder: Path) -> None:
+    settings = {"data__num_workers": 2, "eval__batch_size": 4}
+    words = [word for word in of_folder(folder, folder, **settings) if "=" in word]
+    evaluation = build(load_config(None, words).config, single_rank()).evaluation
+    next(evaluation.batches())
+    for _ in range(2):
+        indices = [index for *_, batch in evaluation.batches() for index in batch.tolist()]
+        assert indices == list(range(20))
+        evaluation.close()
+    assert not multiprocessing.active_children()
 
 
 def test_too_little_shared_memory_exits_with_5_before_the_first_step(
