@@ -232,7 +232,11 @@ def assign(norm: nn.Module, value: float) -> None:
     norm.running_mean = torch.full((2,), value)
 
 
-@pytest.mark.parametrize("change", [fill, assign])
+def assign_data(norm: nn.Module, value: float) -> None:
+    norm.running_mean.data = torch.full((2,), value)
+
+
+@pytest.mark.parametrize("change", [fill, assign, assign_data])
 def test_batch_norm_statistics_of_a_loaded_state_are_restored(
     change: Callable[[nn.Module, float], None],
 ) -> None:
