@@ -319,7 +319,7 @@ def about(result: Mapping[str, Any]) -> list[str]:
 def page_section(result: Mapping[str, Any], shared: Sequence[str] = ()) -> str:
     """A result as a section of docs/benchmarks.md. shared: lines of `about` that it leaves out."""
     lines = [
-        f"### {result['command']}\n",
+        f"### {result.get('title', result['command'])}\n",
         f"`python tools/benchmark.py {result['command']}`\n",
         *(line for line in about(result) if line not in shared),
     ]
@@ -368,6 +368,11 @@ def page_with_results(page: str, results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The results in a folder, in the order of the commands."""
-    paths = [folder / f"{command}.json" for command in COMMANDS]
-    return [json.loads(path.read_text()) for path in paths if path.exists()]
+    """The results in a folder, in the order of the commands, and then of their files' names: a
+    command may have several, `loader.json` and `loader-444.json`.
+    """
+    return [
+        {**json.loads(path.read_text()), "title": path.stem}
+        for command in COMMANDS
+        for path in sorted(folder.glob(f"{command}*.json"))
+    ]

@@ -7,6 +7,8 @@ packages it needs.
 prints its versions as a line of JSON, makes one pass to warm up, and then one for each line on
 stdin, after which it prints images, wall-clock seconds and CPU seconds. Nothing here imports the
 rest of `benchmarks`, or a package that another implementation needs.
+
+Workers live on from pass to pass where the library allows it.
 """
 
 import ctypes
@@ -19,11 +21,14 @@ import os
 import platform
 import random
 import resource
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib.metadata import distributions
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,33 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 def train_files(folder: str) -> list[str]:
     return sorted(str(path) for path in Path(folder, "train").glob("*/*"))
+
+
+class SteadyPasses:
+    """Passes over batches without end, whose workers read ahead.
+
+    What they have ready at the start of a pass does not count. Between passes they are stopped, so
+    that they take no time from the other implementations.
+    """
+
+    def __init__(self, batches: Iterator[Any], count: int, ready: int):
+        """count: batches of a pass. ready: the most batches that the workers have ready."""
+        self.batches, self.count, self.ready = batches, count, ready
+
+    def prepare(self) -> None:
+        self.signal_workers(signal.SIGCONT)
+        for _ in range(self.ready):
+            next(self.batches)
+
+    def __call__(self) -> int:
+        images = sum(len(next(self.batches)[0]) for _ in range(self.count))
+        self.signal_workers(signal.SIGSTOP)
+        return images
+
+    @staticmethod
+    def signal_workers(number: int) -> None:
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid or 0, number)
 
 
 def passes_over(batches: Iterable[Any]) -> Pass:
@@ -77,9 +109,10 @@ def ours(
         f"data.root={folder}",
         f"data.num_workers={workers}",
         f"train.global_batch_size={batch_size}",
+        f"eval.batch_size={batch_size}",
+        "train.epochs=1000000",
+        *overrides,
     ]
-    # 1: nothing is read ahead of a pass
-    options += [f"eval.batch_size={batch_size}", "train.epochs=1", *overrides]
     config = load_config("resnet50", options).config
     assert (config.augment.size_px, config.eval.resize_px, config.eval.crop_px) == (
         SIZE_PX,
@@ -88,22 +121,30 @@ def ours(
     )
     context, data = RankContext(RankInfo(), torch.device("cpu")), open_datasets(config.data)
     assert data.train is not None and data.val is not None
+    # one batch for each worker is in transfer
+    ready = workers * (config.data.prefetch_batches + 1)
     preprocess = (
         Normalize(MEAN, STD, context.device, channels_last=True)
         if floats
         else lambda images: images
     )
+
+    def steady(batches: Iterable[Any], count: int) -> Pass:
+        return SteadyPasses(((preprocess(batch[0]),) for batch in batches), count, ready)
+
     if evaluate:
-        # The package of an older checkout (`--baseline`) has no argument `mean`.
-        mean = [MEAN] if "mean" in inspect.signature(build_val_batches).parameters else []
-        val = data.val
-        return lambda: sum(
-            len(preprocess(batch[0])) for batch in build_val_batches(config, val, context, 1, *mean)
-        )
+        count = -(-len(data.val) // batch_size)
+        make = partial(build_val_batches, config, data.val, context, 1)
+        # The package of an older checkout (`--baseline`) lacks arguments.
+        parameters = inspect.signature(build_val_batches).parameters
+        mean = [MEAN] if "mean" in parameters else []
+        if "endless" in parameters:
+            return steady(make(*mean, endless=True), count)
+        return lambda: sum(len(preprocess(batch[0])) for batch in make(*mean))
     plan = plan_run(config.train, len(data.train), 1)
     loader = build_train_loader(config, data.train, plan, context, MEAN)
-    epochs = iter(range(10**9))
-    return lambda: sum(len(preprocess(batch.images)) for batch in loader.epoch(next(epochs)))
+    batches = chain.from_iterable(map(loader.epoch, range(10**6)))
+    return steady(batches, plan.steps_per_epoch)
 
 
 def timm(
@@ -113,8 +154,11 @@ def timm(
     evaluate: bool = False,
     prefetcher: bool = False,
     policy: str = "",
+    uint8: bool = False,
 ) -> Pass:
-    """timm's `create_loader`, as its scripts call it: normalized float batches."""
+    """timm's `create_loader`, as its scripts call it: normalized float batches. uint8: those its
+    prefetcher reads.
+    """
     import torch
     from timm.data import create_dataset, create_loader
 
@@ -122,20 +166,21 @@ def timm(
     dataset = create_dataset(
         "", root=str(Path(folder, split)), split=split, is_training=not evaluate
     )
-    training = {"auto_augment": policy or None, "color_jitter": 0.0, "persistent_workers": True}
-    evaluation = {"crop_pct": SIZE_PX / RESIZE_PX, "persistent_workers": False}
+    training = {"auto_augment": policy or None, "color_jitter": 0.0}
+    evaluation = {"crop_pct": SIZE_PX / RESIZE_PX}
     loader = create_loader(
         dataset,
         (3, SIZE_PX, SIZE_PX),
         batch_size,
         is_training=not evaluate,
-        use_prefetcher=prefetcher,
+        use_prefetcher=prefetcher or uint8,
         interpolation="bilinear",
         num_workers=workers,
         device=torch.device("cpu"),
+        persistent_workers=True,
         **(evaluation if evaluate else training),
     )
-    return passes_over(loader)
+    return passes_over(loader.loader if uint8 else loader)
 
 
 def torchvision(folder: str, batch_size: int, workers: int, evaluate: bool = False) -> Pass:
@@ -148,7 +193,9 @@ def torchvision(folder: str, batch_size: int, workers: int, evaluate: bool = Fal
     if evaluate:
         resize = [transforms.Resize(RESIZE_PX), transforms.CenterCrop(SIZE_PX)]
         dataset = ImageFolder(Path(folder, "val"), transforms.Compose([*resize, *normalize]))
-        return passes_over(DataLoader(dataset, batch_size, num_workers=workers))
+        return passes_over(
+            DataLoader(dataset, batch_size, num_workers=workers, persistent_workers=workers > 0)
+        )
     crop = [transforms.RandomResizedCrop(SIZE_PX), transforms.RandomHorizontalFlip()]
     dataset = ImageFolder(Path(folder, "train"), transforms.Compose([*crop, *normalize]))
     return passes_over(
@@ -417,9 +464,12 @@ def main() -> None:
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     arguments: dict[str, Any] = json.loads(sys.argv[1])
     one_pass = IMPLEMENTATIONS[arguments.pop("name")](**arguments)
+    prepare = getattr(one_pass, "prepare", lambda: None)
+    prepare()
     one_pass()
     print(json.dumps(versions()), file=answers, flush=True)
     for _ in sys.stdin:
+        prepare()
         cpu, begin = cpu_seconds(), time.perf_counter()
         images = one_pass()
         result = {
