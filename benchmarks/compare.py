@@ -369,10 +369,10 @@ def page_with_results(page: str, results: Sequence[Mapping[str, Any]]) -> str:
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """The results in a folder, in the order of the commands, and then of their files' names: a
-    command may have several, `loader.json` and `loader-444.json`.
+    command may have several, `loader.json` and `loader-420.json`.
     """
     return [
         {**json.loads(path.read_text()), "title": path.stem}
         for command in COMMANDS
-        for path in sorted(folder.glob(f"{command}*.json"))
+        for path in sorted(folder.glob(f"{command}*.json"), key=lambda path: path.stem)
     ]
