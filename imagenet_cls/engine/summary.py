@@ -24,7 +24,7 @@ from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.build import TrainingParts, batch_norm_images
 from imagenet_cls.engine.loaders import describe_workers
 from imagenet_cls.engine.meter import Meter
-from imagenet_cls.engine.overlap import initial_weights_warning, same_images_warning
+from imagenet_cls.engine.overlap import same_images_warning
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
 from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, Record, describe_result, main_metric
@@ -223,9 +223,8 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
         warnings.append(
             "frozen parameters have random values; set model.pretrained=true or model.checkpoint"
         )
-    if parts.context.is_main:
-        same_parts = same_images_warning(config.data, parts.data)
-        warnings += filter(None, [same_parts, initial_weights_warning(config, parts.data)])
+    if parts.context.is_main and (warning := same_images_warning(config.data, parts.data)):
+        warnings.append(warning)
     return warnings
 
 

@@ -1,21 +1,19 @@
-"""Warnings about images that are both trained on and held out."""
+"""A warning about images that are both trained on and held out."""
 
-import shlex
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import arguments, newest, train_here
+from helpers import arguments
 from PIL import Image
 
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.config.schema import Config, DataConfig, ModelConfig
+from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.engine.overlap import initial_weights_warning, same_images_warning
+from imagenet_cls.engine.overlap import same_images_warning
 
 
 class Numbered:
@@ -95,57 +93,3 @@ def test_dry_run_prints_the_warning(call: Callable, digits: Path, tmp_path: Path
     code, out, _ = call(train_command, *words, "--dry-run")
     (line,) = [line for line in out.splitlines() if "have the same number" in line]
     assert code == 0 and line.startswith("warning: ") and factory in line
-
-
-@pytest.fixture(scope="module")
-def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on the class folders of the digits, with val_fraction 0.2."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    data = {"data.name": "folder", "data.val": "null", "data.val_fraction": 0.2}
-    train_here(arguments(digits, folder, train__max_steps=1, **data))
-    return folder
-
-
-def names(data: DataConfig, part: str) -> set[str]:
-    source = getattr(open_datasets(data), part)
-    return {source.name(i) for i in range(len(source))}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"val_fraction": 0.2},
-        {"val_fraction": 0.1},
-        {"val_fraction": 0.4},
-        {"val_fraction": None, "fold": [1, 5]},
-    ],
-)
-def test_initial_weights_warn_of_images_that_were_trained_on(
-    digits: Path, trained: Path, changes: dict[str, Any]
-) -> None:
-    before = DataConfig(root=str(digits), val=None, val_fraction=0.2)
-    data = replace(before, **changes)
-    held_out = names(data, "val")
-    common = len(names(before, "train") & held_out)
-    for checkpoint in (trained, newest(trained), newest(trained) / "model.safetensors"):
-        config = Config(model=ModelConfig(checkpoint=str(checkpoint)), data=data)
-        warning = initial_weights_warning(config, open_datasets(data))
-        assert (warning is not None) is (common > 0)
-        if warning is not None:
-            assert f" {common} of the {len(held_out)} images " in warning
-            given = dict(word.split("=") for word in shlex.split(warning.rpartition(" is ")[2]))
-            assert given["data.val_fraction"] == "0.2"
-
-
-def test_initial_weights_of_other_images_do_not_warn(
-    digits: Path, trained: Path, tmp_path: Path
-) -> None:
-    smaller = tmp_path / "smaller"
-    shutil.copytree(digits / "train", smaller / "train")
-    next((smaller / "train" / "0").glob("*.jpg")).unlink()
-    data = DataConfig(root=str(smaller), val=None, val_fraction=0.4)
-    config = Config(model=ModelConfig(checkpoint=str(trained)), data=data)
-    assert initial_weights_warning(config, open_datasets(data)) is None
-    for file in (tmp_path / "weights.pth", tmp_path / "missing"):
-        other = replace(config, model=ModelConfig(checkpoint=str(file)))
-        assert initial_weights_warning(other, open_datasets(data)) is None
