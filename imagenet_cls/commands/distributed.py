@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -62,11 +63,8 @@ def check_components(loaded: LoadedConfig, world_size: int | None, training: boo
 
 
 def join_ranks(loaded: LoadedConfig, rank_info: RankInfo) -> "RankContext":
-    """Rendezvous with the other ranks and start the heartbeat. Raises UsageError or ResourceError
-    if it fails.
-    """
+    """Rendezvous with the other ranks. Raises UsageError or ResourceError if it fails."""
     from imagenet_cls.engine.build import data_parallel_devices
-    from imagenet_cls.guards.heartbeat import start_heartbeat
     from imagenet_cls.parallel.devices import choose_device
     from imagenet_cls.parallel.process_group import init_process_groups
 
@@ -77,7 +75,7 @@ def join_ranks(loaded: LoadedConfig, rank_info: RankInfo) -> "RankContext":
     )
     if parallel.mode == "dp" and device.type == "cuda" and rank_info.world_size == 1:
         device = data_parallel_devices(loaded.config).all[0]
-    context = init_process_groups(
+    return init_process_groups(
         rank_info,
         device,
         parallel.mode,
@@ -85,7 +83,6 @@ def join_ranks(loaded: LoadedConfig, rank_info: RankInfo) -> "RankContext":
         parallel.init_method,
         parallel.timeout_sec,
     )
-    return replace(context, heartbeat=start_heartbeat(context, parallel.timeout_sec))
 
 
 def check_is_no_rank() -> None:
@@ -252,9 +249,8 @@ class RankProcess:
         from imagenet_cls.parallel.process_group import destroy_process_groups
 
         code = 0 if error is None else self.report(error)
-        if self.context is not None:
-            failed = error is not None and not isinstance(error, Stopped)
-            destroy_process_groups(self.context, failed)
+        if self.context is not None and (error is None or isinstance(error, Stopped)):
+            destroy_process_groups(self.context)
         if code != 0:
             hard_exit(code)
 
@@ -270,7 +266,7 @@ class RankProcess:
         if isinstance(error, KeyboardInterrupt):  # came before the handler of signals was installed
             return 130
         if is_communication_error(error):
-            error = lost_rank_error(error, self.rank_info.rank, self.context)
+            error = lost_rank_error(error, self.rank_info)
         error = explain_path_error(error)
         code = error.exit_code if isinstance(error, UserError) else 1
         text = str(error)
@@ -281,32 +277,23 @@ class RankProcess:
         return code
 
 
-def lost_rank_error(
-    error: BaseException, rank: int, context: "RankContext | None"
-) -> ResourceError:
-    """The error of a rank whose collective failed. It names the lost ranks if the heartbeat knows
-    them. The heartbeat tells the other ranks that this one failed only if nccl itself failed here.
-    """
+def lost_rank_error(error: BaseException, rank_info: RankInfo) -> ResourceError:
+    """The error of a rank whose collective failed: nccl's own, or that of a lost rank."""
     from imagenet_cls.parallel.process_group import nccl_error
 
-    own = nccl_error(error, rank)
-    lost = None
-    if context is not None and context.heartbeat is not None:
-        lost = context.heartbeat.wait_for_lost_rank(_LOST_RANK_WAIT_SEC)
-        context.heartbeat.is_cause = lost is None and own is not None
-    found = lost or own
-    if found is not None:
-        return found
+    if (own := nccl_error(error, rank_info.rank)) is not None:
+        return own
+    time.sleep(_LOST_RANK_WAIT_SEC)
     remedy = "See the errors and logs of the other ranks for the cause."
     if re.search("timed? ?out", str(error), re.IGNORECASE):
-        is_pair = context is not None and context.world_size == 2
-        logs = f"logs/rank{1 - rank}.log" if is_pair else "logs/rank*.log"
+        is_pair = rank_info.world_size == 2
+        logs = f"logs/rank{1 - rank_info.rank}.log" if is_pair else "logs/rank*.log"
         remedy = (
             f"In a training, see the stacks in {logs}, which show where another rank hangs; "
-            "with nccl also logs/nccl_trace_rank*."
+            "with nccl also logs/nccl_trace_rank*. If a machine is down, its log ends early."
         )
     return ResourceError(
-        f"Rank {rank} lost contact with another rank ({first_line(error)[:200]}).",
+        f"Rank {rank_info.rank} lost contact with another rank ({first_line(error)[:200]}).",
         f"{remedy} {RESTART_ADVICE}",
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Timer
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.parallel.devices import start_gpu
 from imagenet_cls.parallel.environment import RankInfo, complete_master_address, name_ranks
 from imagenet_cls.parallel.exit import abort_rank
-from imagenet_cls.parallel.network import address_towards, choose_interface
+from imagenet_cls.parallel.network import choose_interface
 from imagenet_cls.text import command_line, first_line
 
 # nccl's texts for failures of its own. Its other errors name a remote process or a timeout.
@@ -32,24 +32,9 @@ _RETRY_SEC = 0.2
 # read which ones are missing.
 _SERVE_SEC = 2.0
 _RENDEZVOUS_EXTRA_SEC = 10.0  # a rendezvous fails after two timeouts and this time
-# nccl's watchdog ends a process without naming a rank. So its timeout is longer than the timeouts
-# of the CPU group and of the heartbeat.
+# nccl's watchdog ends a process without an error of ours. So its timeout is longer than that of the
+# CPU group.
 _NCCL_EXTRA = timedelta(seconds=10)
-
-
-class Heartbeat(Protocol):
-    """The part of `guards.heartbeat.Heartbeat` that is used through `RankContext`.
-
-    may_abort: whether it may end this process after another rank has failed or was silent.
-    is_cause: whether an error of this rank is the cause of the errors of the others.
-    """
-
-    may_abort: bool
-    is_cause: bool
-
-    def wait_for_lost_rank(self, patience_sec: float) -> ResourceError | None: ...
-
-    def close(self, failed: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -57,16 +42,13 @@ class RankContext:
     """This rank, its device, and its connections to the other ranks.
 
     torch's default process group has no attribute here. cpu_group: the gloo group; None for a
-    single rank. rendezvous_file: the file of a `file://` rendezvous. address: the address by which
-    other ranks reach this machine. heartbeat: None for a single rank.
+    single rank. rendezvous_file: the file of a `file://` rendezvous.
     """
 
     rank_info: RankInfo
     device: torch.device
     cpu_group: Any = None
     rendezvous_file: Path | None = None
-    address: str = "127.0.0.1"
-    heartbeat: Heartbeat | None = None
 
     @property
     def rank(self) -> int:
@@ -187,7 +169,7 @@ def init_process_groups(
         raise failed or rendezvous_error(error, rendezvous, rank_info, timeout_sec) from error
     finally:
         watchdog.cancel()
-    return RankContext(rank_info, device, cpu_group, rendezvous.file, address_towards(master))
+    return RankContext(rank_info, device, cpu_group, rendezvous.file)
 
 
 def bound_device(backend: str, device: torch.device) -> torch.device | None:
@@ -327,24 +309,17 @@ def nccl_error(error: BaseException, rank: int) -> ResourceError | None:
     )
 
 
-def destroy_process_groups(context: RankContext, failed: bool) -> None:
-    """Leave the process groups. failed: whether this rank leaves alone because of its error;
-    otherwise it first waits for all others.
-    """
+def destroy_process_groups(context: RankContext) -> None:
+    """Wait for all other ranks, and leave the process groups."""
     if context.cpu_group is None:
         return
-    if not failed:
-        # Rank 0 may be saving, and a launcher ends all ranks once one has exited with an error
-        # code, as after a stop.
-        if context.heartbeat is not None:
-            context.heartbeat.may_abort = False
-        with contextlib.suppress(RuntimeError):
-            dist.barrier(group=context.cpu_group)
-            dist.destroy_process_group()
-        if context.rendezvous_file is not None and context.is_main:
-            context.rendezvous_file.unlink(missing_ok=True)
-    if context.heartbeat is not None:
-        context.heartbeat.close(failed)
+    # Rank 0 may be saving, and a launcher ends all ranks once one has exited with an error code, as
+    # after a stop.
+    with contextlib.suppress(RuntimeError):
+        dist.barrier(group=context.cpu_group)
+        dist.destroy_process_group()
+    if context.rendezvous_file is not None and context.is_main:
+        context.rendezvous_file.unlink(missing_ok=True)
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -14,17 +14,17 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
 CEILINGS = {
-    "checkpoint": 4_400,
-    "commands": 36_180,
-    "config": 12_800,
+    "checkpoint": 4_380,
+    "commands": 36_110,
+    "config": 12_790,
     "data": 34_600,
-    "engine": 24_140,
-    "guards": 4_100,
+    "engine": 23_770,
+    "guards": 2_680,
     "inference": 12_500,
     "models": 10_160,
     "optim": 6_670,
-    "parallel": 10_700,
-    "report": 11_800,
+    "parallel": 10_600,
+    "report": 11_770,
     "": 4_120,  # modules of the package itself
 }
 NOT_COUNTED = {

@@ -4,14 +4,9 @@ and name it.
 Two ranks are forked once and make one run after the other (`CASES`); the tests read their folders.
 """
 
-import ctypes
 import json
-import os
 import re
 import shutil
-import signal
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +16,7 @@ import safetensors
 import torch
 import torch.distributed as dist
 from forked_ranks import RankServer, destroy_process_groups
-from forked_ranks import join_ranks as join_over_gloo
-from helpers import arguments, noisy, records, wait_for
+from helpers import arguments, noisy, records
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,8 +27,7 @@ from imagenet_cls.commands.train import load_for_training, run_options, train_pa
 from imagenet_cls.engine.check import check_on_all_ranks
 from imagenet_cls.engine.run_training import run_training
 from imagenet_cls.errors import UserError
-from imagenet_cls.guards import agreement, heartbeat
-from imagenet_cls.guards.heartbeat import start_heartbeat
+from imagenet_cls.guards import agreement
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.seeding import generator
 
@@ -184,7 +177,6 @@ def every_case(rank: int, world_size: int, folder: Path) -> None:
             ends[name] = [error.exit_code, str(error)]
             assert error.printed_elsewhere == (rank > 0), "only rank 0 prints"
         destroy_process_groups(context)
-        context.heartbeat.close()
     (folder / f"ends{rank}.json").write_text(json.dumps(ends))
 
 
@@ -302,53 +294,3 @@ def test_out_of_memory_on_one_rank_ends_all(rank_server: RankServer, tmp_path: P
     printed = (tmp_path / "output.txt").read_text()
     assert codes[1] == 5 and codes[0] != 0, printed
     assert "out of memory" in printed and "train.micro_batch_size" in printed
-
-
-def wait_outside_of_collectives(rank: int, world_size: int, folder: Path) -> None:
-    """Rank 1 is stopped once both have heard each other; rank 0 sleeps."""
-    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
-    context = join_over_gloo(rank, world_size, folder / "store")
-    own = start_heartbeat(context, timeout_sec=3.0)
-    assert own is not None
-    wait_for(lambda: len(own._silence()) == 1, "a heartbeat of the other rank")
-    dist.barrier(group=context.cpu_group)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(480)
-
-
-def test_lost_rank_outside_of_a_collective_exits_5_and_is_named(
-    rank_server: RankServer, tmp_path: Path
-) -> None:
-    with pytest.raises(AssertionError) as failed:
-        rank_server.call(wait_outside_of_collectives, 2, tmp_path)
-    errors = failed.value.args[0].partition("\nassert ")[0]  # what pytest adds
-    named = f"Lost contact with host {socket.gethostname()} (127.0.0.1; rank 1): no heartbeat for "
-    assert errors.count(named) == 1 and len(errors.splitlines()) <= 3, errors
-    record = json.loads((tmp_path / "error0.json").read_text())
-    assert record["exit_code"] == 5 and named in record["message"]
-    assert not (tmp_path / "error1.json").exists()
-
-
-def block_in_c(rank: int, world_size: int, folder: Path) -> None:
-    """Rank 1 fails and ends; rank 0 is blocked outside of Python, as in a collective on a GPU."""
-    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
-    heartbeat._AFTER_FAILURE_SEC = 1.0
-    context = join_over_gloo(rank, world_size, folder / "store", timeout_sec=600.0)
-    own = start_heartbeat(context, timeout_sec=600.0)
-    assert own is not None
-    if rank == 1:
-        own.close(failed=True)
-        return
-    lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)  # zeros: a mutex as initialized
-    for _ in range(2):
-        libc.pthread_mutex_lock(lock)
-
-
-def test_rank_that_is_blocked_in_c_ends_soon_after_another_one_has_failed(
-    rank_server: RankServer, tmp_path: Path
-) -> None:
-    with pytest.raises(AssertionError):
-        rank_server.call(block_in_c, 2, tmp_path)
-    record = json.loads((tmp_path / "error0.json").read_text())
-    assert record["exit_code"] == 5 and "rank 1) failed" in record["message"]

@@ -178,10 +178,13 @@ on device (28)"""
         ("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer", None),
     ],
 )
-def test_failure_of_nccl_itself_is_reported_with_its_reason(text: str, reason: str | None) -> None:
+def test_failure_of_nccl_itself_is_reported_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, text: str, reason: str | None
+) -> None:
+    monkeypatch.setattr("imagenet_cls.commands.distributed._LOST_RANK_WAIT_SEC", 0.0)
     found = nccl_error(dist.DistBackendError(text), 3)
     assert (found is None) == (reason is None)
-    lost = lost_rank_error(dist.DistBackendError(text), 3, None)
+    lost = lost_rank_error(dist.DistBackendError(text), RankInfo(3, 3, 4, 4))
     assert lost.exit_code == 5 and ("lost contact" in str(lost)) == (reason is None)
     if reason is not None:
         assert reason in str(found) == str(lost) and len(str(found).splitlines()) <= 3
