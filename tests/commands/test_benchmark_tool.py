@@ -3,6 +3,7 @@ fast anything is.
 """
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import wait_for
 
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 
@@ -141,6 +143,29 @@ def test_ratios_are_paired_by_round():
         False,
     )
     assert "| fast / slow | 2.5 x | 2 to 3 | 2 |" in table([row])
+
+
+def test_pass_does_not_count_what_was_ready_and_stops_the_workers(monkeypatch):
+    from benchmarks import implementations
+
+    def state() -> str:
+        return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        monkeypatch.setattr(implementations.multiprocessing, "active_children", lambda: [child])
+        numbers = itertools.count()
+        batches = ((torch.zeros(4), number) for number in numbers)
+        one_pass = implementations.SteadyPasses(batches, count=3, ready=2)
+        one_pass.prepare()
+        assert next(numbers) == 2
+        assert one_pass() == 3 * 4 and next(numbers) == 6
+        wait_for(lambda: state() == "T", "a stopped worker")
+        one_pass.prepare()
+        wait_for(lambda: state() != "T", "a worker that runs")
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_docs_have_the_results():
