@@ -389,10 +389,10 @@ def part_row(name: str, function: Callable[[], object], goal: str, rounds: int) 
 
 
 def erasing_rows(rounds: int) -> list[Row]:
-    """Of 60 boxes in 128 images."""
-    images = torch.zeros(128, 3, 32, 32)
+    """Of 60 boxes in 128 images of 4 pixels: with 32, kernels of the CPU take most of the time."""
+    images = torch.zeros(128, 3, 4, 4)
     boxes = torch.zeros(128, 1, 4, dtype=torch.int32)
-    boxes[:60] = torch.tensor([8, 4, 12, 16])
+    boxes[:60] = torch.tensor([1, 1, 2, 2])
     keys = torch.arange(128)
     rows = []
     for mode, goal in ERASING_GOALS.items():
