@@ -318,9 +318,11 @@ def about(result: Mapping[str, Any]) -> list[str]:
 
 def page_section(result: Mapping[str, Any], shared: Sequence[str] = ()) -> str:
     """A result as a section of docs/benchmarks.md. shared: lines of `about` that it leaves out."""
+    command, images = result["command"], result.get("images", {})
+    root = " --root DIR" if images.get("source") == "of --root" else ""
     lines = [
-        f"### {result.get('title', result['command'])}\n",
-        f"`python tools/benchmark.py {result['command']}`\n",
+        f"### {result.get('title', command)}\n",
+        f"`python tools/benchmark.py {command}{root}`\n",
         *(line for line in about(result) if line not in shared),
     ]
     for title, rows in result["tables"].items():

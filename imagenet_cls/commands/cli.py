@@ -331,7 +331,8 @@ def load_config_if_given(source: str, overrides: Sequence[str]) -> Config | None
     if overrides:
         raise UsageError(
             f"{overrides[0]!r} overrides a key of a config, but {source} is not a config.",
-            "Name a .yaml file, or leave out the override.",
+            "Leave out the override, or name a .yaml file (for class folders without validation "
+            "images: configs/finetune/own_dataset.yaml data.root=FOLDER).",
         )
     return None
 

@@ -281,9 +281,9 @@ def lost_rank_error(error: BaseException, rank_info: RankInfo) -> ResourceError:
     """The error of a rank whose collective failed: nccl's own, or that of a lost rank."""
     from imagenet_cls.parallel.process_group import nccl_error
 
+    time.sleep(_LOST_RANK_WAIT_SEC)
     if (own := nccl_error(error, rank_info.rank)) is not None:
         return own
-    time.sleep(_LOST_RANK_WAIT_SEC)
     remedy = "See the errors and logs of the other ranks for the cause."
     if re.search("timed? ?out", str(error), re.IGNORECASE):
         is_pair = rank_info.world_size == 2

@@ -297,7 +297,8 @@ def nccl_error(error: BaseException, rank: int) -> ResourceError | None:
     """
     text = str(error)
     is_of_nccl = isinstance(error, RuntimeError) and "nccl" in text.lower()
-    if not (is_of_nccl and re.search(_NCCL_FAILURE, text, re.IGNORECASE)):
+    is_remote = re.search(r"(closed|reset) by", text, re.IGNORECASE)
+    if not is_of_nccl or is_remote or not re.search(_NCCL_FAILURE, text, re.IGNORECASE):
         return None
     lines = re.split("last error:", text, flags=re.IGNORECASE)[-1].strip().splitlines()
     reason = lines[0] if lines else first_line(error)

@@ -146,7 +146,8 @@ def test_ratios_are_paired_by_round():
 
 
 def test_pass_does_not_count_what_was_ready_and_stops_the_workers(monkeypatch):
-    from benchmarks import implementations
+    # mypy does not follow it to packages of other libraries
+    implementations = importlib.import_module("benchmarks.implementations")
 
     def state() -> str:
         return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -175,6 +175,11 @@ on device (28)"""
             "closed",
             None,
         ),
+        (
+            "NCCL error: unhandled system error\nLast error:\nCall to recv failed: "
+            "Connection reset by peer",
+            None,
+        ),
         ("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer", None),
     ],
 )
