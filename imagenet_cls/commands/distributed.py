@@ -39,7 +39,7 @@ from imagenet_cls.parallel.signals import (
     signal_launching_process,
     terminate_with_launching_process,
 )
-from imagenet_cls.text import first_line
+from imagenet_cls.text import first_line, shorten
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import RankContext
@@ -292,8 +292,9 @@ def lost_rank_error(error: BaseException, rank_info: RankInfo) -> ResourceError:
             f"In a training, see the stacks in {logs}, which show where another rank hangs; "
             "with nccl also logs/nccl_trace_rank*. If a machine is down, its log ends early."
         )
+    reason = shorten(first_line(error), 200)
     return ResourceError(
-        f"Rank {rank_info.rank} lost contact with another rank ({first_line(error)[:200]}).",
+        f"Rank {rank_info.rank} lost contact with another rank ({reason}).",
         f"{remedy} {RESTART_ADVICE}",
     )
 
