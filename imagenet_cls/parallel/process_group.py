@@ -25,6 +25,8 @@ from imagenet_cls.parallel.exit import abort_rank
 from imagenet_cls.parallel.network import choose_interface
 from imagenet_cls.text import command_line, first_line
 
+# Texts of gloo, nccl and the system for a connection that another rank has ended.
+_LOST_CONNECTION = "connection (was )?(closed|reset|refused|timed out)|broken pipe|no route to host"
 # nccl's texts for failures of its own. Its other errors name a remote process or a timeout.
 _NCCL_FAILURE = "unhandled (cuda|system) error|internal error|invalid (argument|usage)"
 _RETRY_SEC = 0.2
@@ -297,8 +299,8 @@ def nccl_error(error: BaseException, rank: int) -> ResourceError | None:
     """
     text = str(error)
     is_of_nccl = isinstance(error, RuntimeError) and "nccl" in text.lower()
-    is_remote = re.search(r"(closed|reset) by", text, re.IGNORECASE)
-    if not is_of_nccl or is_remote or not re.search(_NCCL_FAILURE, text, re.IGNORECASE):
+    is_lost = re.search(_LOST_CONNECTION, text, re.IGNORECASE)
+    if not is_of_nccl or is_lost or not re.search(_NCCL_FAILURE, text, re.IGNORECASE):
         return None
     lines = re.split("last error:", text, flags=re.IGNORECASE)[-1].strip().splitlines()
     reason = lines[0] if lines else first_line(error)
@@ -327,7 +329,7 @@ def is_communication_error(error: BaseException) -> bool:
     """Whether a collective failed because another rank has exited or is late."""
     if isinstance(error, dist.DistError):
         return True
-    pattern = r"gloo|nccl|connection (was )?(closed|reset)|broken pipe|timed out waiting|socket"
+    pattern = f"gloo|nccl|{_LOST_CONNECTION}|timed out waiting|socket"
     return (
         isinstance(error, RuntimeError)
         and re.search(pattern, str(error), re.IGNORECASE) is not None

@@ -200,7 +200,6 @@ def test_cut_cable_ends_both_machines_and_the_resumed_run_has_the_same_bits(
             machines[0].plug("up")
     for code, _, errors in ended:
         assert code == 5, errors
-        assert "lost contact with another rank" in errors and "--resume" in errors
     assert steps_done(folders[0]) < STEPS
 
     with started(machines, digits, folders, "--resume") as processes:

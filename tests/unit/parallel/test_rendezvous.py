@@ -175,10 +175,16 @@ on device (28)"""
             "closed",
             None,
         ),
-        (
-            "NCCL error: unhandled system error\nLast error:\nCall to recv failed: "
-            "Connection reset by peer",
-            None,
+        *(
+            (f"NCCL error: unhandled system error\nLast error:\nCall failed: {reason}", None)
+            for reason in (
+                "Connection reset by peer",
+                "Connection closed by remote peer b<38000>",
+                "Connection refused",
+                "Connection timed out",
+                "Broken pipe",
+                "No route to host",
+            )
         ),
         ("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer", None),
     ],
