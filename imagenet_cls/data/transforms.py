@@ -146,7 +146,7 @@ class TrainTransform:
         if (height, width) != image.shape[1:]:
             image = image.narrow(1, top, height).narrow(2, left, width)
         image = to_channels(image, self.channels)
-        image = resize(image, list(size), interpolation)
+        image = resize(image, size, interpolation)
         if augment.crop == "pad_crop":
             image = self.pad_and_crop(image)
         if draw_bernoulli(augment.hflip_prob):
@@ -228,7 +228,7 @@ def to_channels(image: torch.Tensor, channels: int) -> torch.Tensor:
 
 def resize(
     image: torch.Tensor,
-    size: list[int],
+    size: Sequence[int],
     interpolation: str,
     kept: Sequence[int] = (),
 ) -> torch.Tensor:
@@ -240,6 +240,7 @@ def resize(
     torch's AVX2 kernel is fastest on channels-last memory without gaps; it converts any other crop
     to planes first.
     """
+    size = list(size)
     if list(image.shape[1:]) == size:
         return image
     is_channels_last = image.stride(0) == 1  # as decoders return it
@@ -315,7 +316,7 @@ class EvalTransform:
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         """The result depends only on the pixels in `needed_region`."""
         image = to_channels(image, self.channels)
-        size = list(self.resized_size(*image.shape[1:]))
+        size = self.resized_size(*image.shape[1:])
         top, left = map(first_of_crop, size, self.crop)
         height, width = self.crop
         kept = [min(top + height, size[0]), min(left + width, size[1])]

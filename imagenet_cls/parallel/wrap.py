@@ -177,7 +177,6 @@ class BatchNormStatistics:
         ]
         self.are_equal = context.world_size == 1 or all(is_synchronized(norm) for norm in norms)
         self.context = context
-        self.buffers: list[Tensor] = []
         self.addresses: list[int] = []
         self.flat: list[Tensor] = []
         self.store_current()
@@ -189,7 +188,6 @@ class BatchNormStatistics:
         buffers = [owner[key] for owner, key in self.entries]
         if [buffer.data_ptr() for buffer in buffers] == self.addresses:
             return
-        self.buffers = buffers
         self.flat = []
         for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
             same = [buffer for buffer in buffers if buffer.dtype is dtype]
@@ -201,6 +199,7 @@ class BatchNormStatistics:
             self.flat.append(flat)
             for buffer, view in zip(same, flat.split(list(map(len, padded))), strict=True):
                 buffer.data = view[: len(buffer)]
+        # `flat` keeps the memory, so that no other tensor gets one of these addresses.
         self.addresses = [buffer.data_ptr() for buffer in buffers]
 
     def store_current(self) -> None:

@@ -257,9 +257,9 @@ def synchronized_statistics_stay(context: RankContext) -> None:
     model = synchronize_batch_norm(nn.BatchNorm1d(64), context)
     statistics = BatchNormStatistics(model, context)
     model(torch.randn(5, 64, generator=torch.Generator().manual_seed(context.rank)))
-    before = [buffer.clone() for buffer in statistics.buffers]
+    before = [buffer.clone() for buffer in model.buffers()]
     statistics.sync(torch.tensor(False))
-    assert all(torch.equal(a, b) for a, b in zip(statistics.buffers, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before, strict=True))
     check_same_weights(model, context)
 
 
