@@ -39,7 +39,7 @@ class Options:
 
     folder: Path
     root: Path | None = None
-    images: int = 1056
+    images: int = 2048
     rounds: int = 5
     workers: int = 2
     batch_size: int = 64

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="take the images from class folders in train/ and val/ of this folder",
     )
-    images.add_argument("--images", type=int, default=1056, help="of each part (default: 1056)")
+    images.add_argument("--images", type=int, default=2048, help="of each part (default: 2048)")
     images.add_argument(
         "--workers", type=int, default=2, help="processes or threads of each loader (default: 2)"
     )
