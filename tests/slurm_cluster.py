@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from helpers import wait_for
+from helpers import free_port, wait_for
 
 SEARCHED = f"{os.environ['PATH']}:/usr/sbin"
 # A requeued job waits for `cred_expire` (default: two minutes), then for the scheduler.
-# The node names are addresses, so that the first one of a step leads to rank 0.
+# The node names are addresses, so that the first one of a step leads to rank 0. `train.py` derives
+# its port from the job's id: clusters that run at once must not number their jobs alike.
 CONFIG = """
 ClusterName=tests
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser={user}
@@ -65,7 +67,14 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     host, user = socket.gethostname().split(".")[0], getpass.getuser()
     (folder / "state").mkdir(parents=True)
     (folder / "gpu").touch()  # SLURM only counts files
-    text = CONFIG.format(host=host, user=user, folder=folder, ports=ports, cpus=os.cpu_count())
+    text = CONFIG.format(
+        first_job=int(free_port()) - 20_000,
+        host=host,
+        user=user,
+        folder=folder,
+        ports=ports,
+        cpus=os.cpu_count(),
+    )
     (folder / "slurm.conf").write_text(text)
     (folder / "gres.conf").write_text(f"NodeName=127.0.0.[1-2] Name=gpu File={folder}/gpu\n")
     env = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": SEARCHED}
