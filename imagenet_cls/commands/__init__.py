@@ -8,6 +8,15 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE
+
+# A spawned rank imports the user's main module, and so this one, before torch, in whose imports a
+# KeyboardInterrupt may get lost: the launching process would wait for the rank.
+if LAUNCHED_VARIABLE in os.environ:
+    from imagenet_cls.parallel.signals import exit_on_signal, handle_interrupts
+
+    handle_interrupts(exit_on_signal)
+
 # Read when torch is imported: its warnings about sockets are a dozen lines each.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import multiprocessing
 import os
 import re
 import sys
@@ -34,8 +33,6 @@ from imagenet_cls.parallel.exit import (
     requeue_if_slurm,
 )
 from imagenet_cls.parallel.signals import (
-    exit_on_signal,
-    handle_interrupts,
     signal_launching_process,
     terminate_with_launching_process,
 )
@@ -47,10 +44,6 @@ if TYPE_CHECKING:
 # A rank whose collective failed waits this long before it reports: the launcher may end it first
 # and report the rank that caused it.
 _LOST_RANK_WAIT_SEC = 5.0
-
-# a spawned rank imports this module, and then torch
-if multiprocessing.parent_process() is not None:
-    handle_interrupts(exit_on_signal)
 
 
 def check_components(loaded: LoadedConfig, world_size: int | None, training: bool = True) -> None:
@@ -263,8 +256,6 @@ class RankProcess:
                 print_error(requeue_if_slurm(error, os.environ), error.exit_code)
             signal_launching_process(error.signal_number)
             return error.exit_code
-        if isinstance(error, KeyboardInterrupt):  # came before the handler of signals was installed
-            return 130
         if is_communication_error(error):
             error = lost_rank_error(error, self.rank_info)
         error = explain_path_error(error)

@@ -69,6 +69,26 @@ def test_ctrl_c_during_imports_exits_130_silently(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+def test_ctrl_c_during_imports_of_a_spawned_rank_ends_it(tmp_path: Path) -> None:
+    """Multiprocessing imports the modules of the target after the main module."""
+    (tmp_path / "library.py").write_text(
+        "import os, signal\nif os.environ['IMAGENET_CLS_LAUNCHED'] == str(os.getppid()):\n"
+        "    try:\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    except BaseException:\n        pass\n"
+        "def target():\n    pass\n"
+    )
+    (tmp_path / "main.py").write_text(
+        "import multiprocessing, os, sys\nfrom imagenet_cls.commands.main import main\n"
+        "if __name__ == '__main__':\n"
+        "    os.environ['IMAGENET_CLS_LAUNCHED'] = str(os.getpid())\n    import library\n"
+        "    rank = multiprocessing.get_context('spawn').Process(target=library.target)\n"
+        "    rank.start()\n    rank.join()\n    sys.exit(rank.exitcode)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": python_path(tmp_path)}
+    command = [sys.executable, str(tmp_path / "main.py")]
+    assert subprocess.run(command, env=environment, timeout=240).returncode == 130
+
+
 def test_ctrl_c_ignored_by_the_shell_stays_ignored() -> None:
     """Also if the command sets a handler."""
     program = (
