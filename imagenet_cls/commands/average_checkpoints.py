@@ -122,10 +122,10 @@ def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
 
     paths = list_checkpoints(run / "checkpoints") or list_checkpoints(run)  # newest first
     with invalid_content_errors(run):
-        states = {
-            path: json.loads(verified_files(path, "state.json")["state.json"]) for path in paths
+        progress = {
+            path: json.loads(verified_files(path, "state.json")["state.json"])["progress"]
+            for path in paths
         }
-        progress = {path: state["progress"] for path, state in states.items()}
         evaluated = [
             path
             for path, p in progress.items()

@@ -80,7 +80,7 @@ def call_command(command: Command, argv: Sequence[str]) -> int:
         # The reader of stdout (`| head`) has gone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (UserError, OSError, RuntimeError) as raised:
+    except Exception as raised:
         error = explain_path_error(raised)
         if not isinstance(error, UserError):
             raise

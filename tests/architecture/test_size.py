@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
 CEILINGS = {
     "checkpoint": 4_380,
-    "commands": 36_120,
+    "commands": 36_100,
     "config": 12_790,
     "data": 34_600,
     "engine": 23_770,
@@ -23,7 +23,7 @@ CEILINGS = {
     "inference": 12_500,
     "models": 10_160,
     "optim": 6_670,
-    "parallel": 10_620,
+    "parallel": 10_600,
     "report": 11_770,
     "": 4_120,  # modules of the package itself
 }

@@ -1,6 +1,4 @@
-"""docs/launchers.md: the manifest of Kubernetes is complete, and the variables are those that are
-read.
-"""
+"""docs/launchers.md: the manifest of Kubernetes is complete."""
 
 import re
 from pathlib import Path
@@ -32,14 +30,3 @@ def test_manifest_starts_a_valid_training_in_each_pod() -> None:
         load_for_training(train_parser().parse_intermixed_args([config, *words]))
         mounts, volumes = container["volumeMounts"], pod["template"]["spec"]["volumes"]
         assert [mount["name"] for mount in mounts] == [volume["name"] for volume in volumes]
-
-
-def test_variables_of_pods_are_those_that_are_read() -> None:
-    source = (ROOT / "imagenet_cls" / "parallel" / "environment.py").read_text()
-    function = source.partition("def options_from_kubernetes(")[2].partition("\ndef ")[0]
-    read = set(re.findall(r'"([A-Z_]+)"', function)) - {"LOCAL_RANK"}
-    table = (
-        PAGE.partition("| elastic PyTorchJob")[0].rpartition("\n\n")[2]
-        + PAGE.partition("| elastic PyTorchJob")[2]
-    )
-    assert set(re.findall(r"`([A-Z]+(?:_[A-Z]+)+|RANK)`", table.partition("\n\n")[0])) == read

@@ -9,7 +9,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from helpers import python_path
+from helpers import python_path, run
 
 from imagenet_cls.commands import LIBRARIES
 from imagenet_cls.commands.cli import parse
@@ -84,9 +84,8 @@ def test_ctrl_c_during_imports_of_a_spawned_rank_ends_it(tmp_path: Path) -> None
         "    rank = multiprocessing.get_context('spawn').Process(target=library.target)\n"
         "    rank.start()\n    rank.join()\n    sys.exit(rank.exitcode)\n"
     )
-    environment = os.environ | {"PYTHONPATH": python_path(tmp_path)}
-    command = [sys.executable, str(tmp_path / "main.py")]
-    assert subprocess.run(command, env=environment, timeout=240).returncode == 130
+    done = run([sys.executable, tmp_path / "main.py"], PYTHONPATH=python_path(tmp_path))
+    assert done.returncode == 130
 
 
 def test_ctrl_c_ignored_by_the_shell_stays_ignored() -> None:
@@ -115,11 +114,9 @@ def test_ctrl_c_ignored_by_the_shell_stays_ignored() -> None:
             ["train.deterministic=true", "loss.label_smoothing=0.1"],
         ),
         (["-b", "64", "--seed", "3", "a.yaml"], ["train.global_batch_size=64", " seed=3"]),
-        (["--config", "a.yaml"], ["without an option"]),
         (["--test-only"], [command_line("test")]),
         (["--workdir", "x"], ["'--work-dir'"]),
         (["a.yaml", "optimizer.lr", "0.1"], ["optimizer.lr=value"]),
-        (["a.yaml", "optimizer.lr", "=", "0.1"], ["optimizer.lr=value, without spaces"]),
         (["a.yaml", "b.yaml"], ["'b.yaml'"]),
         (["--work-dir", ""], ["--work-dir"]),
     ],
@@ -129,7 +126,6 @@ def test_arguments_of_other_projects_exit_with_2_and_name_ours(
 ) -> None:
     code, _, err = call(train_command, *words)
     assert code == 2 and all(text in err for text in named)
-    assert "data.root" not in err
 
 
 @pytest.mark.parametrize(
