@@ -435,12 +435,14 @@ IMPLEMENTATIONS: dict[str, Callable[..., Pass]] = {
 
 def cpu_seconds() -> float:
     """CPU seconds of this process, of its ended children and of its living workers."""
+    # Waits for those that have ended, so that their time counts from here on, not in this pass.
+    living = multiprocessing.active_children()
     own, ended = (
         resource.getrusage(resource.RUSAGE_SELF),
         resource.getrusage(resource.RUSAGE_CHILDREN),
     )
     ticks = 0
-    for child in multiprocessing.active_children():
+    for child in living:
         fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])
     seconds = sum(usage.ru_utime + usage.ru_stime for usage in (own, ended))

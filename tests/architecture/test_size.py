@@ -62,7 +62,6 @@ def count_tokens(source: str) -> int:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ('f"a {b} c"\n', 1),
         ('x = f\'{a:{b}} {f"{c!r}"}\' rf"{d}"\n', 4),
         ('f"""{\n a\n}"""\n', 1),
         ('def f():\n    """Docstring."""\n    return f"{a}", "b"  # comment\n', 9),

@@ -5,6 +5,8 @@ fast anything is.
 import importlib.util
 import itertools
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +169,15 @@ def test_pass_does_not_count_what_was_ready_and_stops_the_workers(monkeypatch):
     finally:
         child.kill()
         child.wait()
+
+
+def test_cpu_time_of_an_ended_child_does_not_count_in_the_next_pass():
+    cpu_seconds = importlib.import_module("benchmarks.implementations").cpu_seconds
+    child = multiprocessing.Process(target=sum, args=[range(10**8)])
+    child.start()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and still a child
+    before = cpu_seconds()
+    assert cpu_seconds() - before < 0.1
 
 
 def test_docs_have_the_results():

@@ -234,7 +234,7 @@ def test_dataset_as_a_key_names_the_argument(
 ) -> None:
     code, _, err = call(train_command, "data=photos", "model=resnet18")
     assert code == 2
-    assert "imagenet-cls train photos" in err and "model" not in err
+    assert "imagenet-cls train photos" in err
 
 
 @pytest.mark.parametrize("name", ["photos #1", "[a] b", "x: y", "null", "v1.2"])

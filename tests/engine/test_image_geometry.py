@@ -238,4 +238,4 @@ def test_evaluation_at_another_height_and_width_resizes_position_embeddings(tmp_
     assert "position embeddings were resized for 16 x 24 px" in out
     settings = DATA | {"train.global_batch_size": 8} | vit | {"eval.crop_px": "[16, 24]"}
     err = fails(2, train_command, *arguments(folder, tmp_path / "other", **settings))
-    assert "eval.crop_px" in err and "16 x 24 px" in err
+    assert "eval.crop_px" in err

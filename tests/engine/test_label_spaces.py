@@ -84,7 +84,7 @@ def test_missing_classes_are_an_error_that_names_the_key(letters: Path, tmp_path
     err = fails(
         3, train_command, *arguments(letters, tmp_path / "run", **in_parts("train", "some"))
     )
-    assert "eval.classes=present" in err and "7 of 10" in err
+    assert "eval.classes=present" in err
 
 
 def test_run_records_the_classes_that_are_present(trained: Path, letters: Path) -> None:
@@ -220,4 +220,4 @@ def test_run_with_data_classes(letters: Path, tmp_path: Path) -> None:
     assert (state["classes"], evaluations(tmp_path / "run")[0]["images"]) == (["h", "b", "d"], 120)
     words = arguments(letters, tmp_path / "other", **changes | {"data__classes": "[h,q]"})
     err = fails(3, train_command, *words)
-    assert "data.classes" in err and " q" in err
+    assert "data.classes" in err

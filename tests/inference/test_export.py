@@ -273,7 +273,7 @@ def test_other_logits_are_an_error_and_leave_no_file(
     monkeypatch.setattr(OnnxModel, "forward", lambda self, images: -forward(self, images))
     file = tmp_path / "model.onnx"
     err = fails(4, export_command, run, "--format", "onnx", "--out", file, *TRUST)
-    assert "tolerance" in err and "below the largest" in err
+    assert "tolerance" in err
     assert list(tmp_path.iterdir()) == []
 
 

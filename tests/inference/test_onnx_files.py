@@ -79,7 +79,7 @@ def test_output_of_another_shape_exits_with_4(
     images = sorted((digits / "train" / "3").iterdir())[:2]
     write_onnx(tmp_path / "odd.onnx", nodes, {})
     code, out, err = call(predict_command, tmp_path / "odd.onnx", *images)
-    assert (code, out) == (4, "") and "odd.onnx" in err and shape in err and "(2, 3)" in err
+    assert (code, out) == (4, "") and "odd.onnx" in err and shape in err
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_mistakes_in_the_place_are_errors_that_name_the_option(
     ):
         (tmp_path / name).write_bytes(content)
         err = fails(3, evaluate_command, *words, "--data", tmp_path / name)
-        assert name in err and ".zip" in err
+        assert name in err
     err = fails(3, evaluate_command, *words, "--data", "both.zip")
     assert err.startswith("both.zip: ")
     shutil.move("both/val", "both/test")
