@@ -76,7 +76,7 @@ def test_other_values_of_an_evaluation_are_shown_with_metrics_of_the_config_only
 def test_startup_table_fits_80_columns_and_names_the_decoder_without_its_folder(
     digits: Path, call: Callable
 ) -> None:
-    words = arguments(digits, "work_dirs/demo", ema__decay=0.98, data__num_workers="auto")
+    words = arguments(digits, "work_dirs/no_run", ema__decay=0.98, data__num_workers="auto")
     code, out, _ = call(train_command, *words, "--dry-run")
     decoder = find_turbojpeg()
     assert code == 0 and max(map(len, out.splitlines())) <= 80
@@ -84,7 +84,7 @@ def test_startup_table_fits_80_columns_and_names_the_decoder_without_its_folder(
 
 
 def test_startup_table_shows_an_ema_without_decay(digits: Path, call: Callable) -> None:
-    words = arguments(digits, "work_dirs/demo", ema__decay=0.0)
+    words = arguments(digits, "work_dirs/no_run", ema__decay=0.0)
     code, out, _ = call(train_command, *words, "--dry-run")
     assert code == 0 and re.search("^EMA ", out, re.MULTILINE)
 
