@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from imagenet_cls.versions import __version__
 
 if TYPE_CHECKING:
-    from imagenet_cls.commands.python_api import TrainedRun, evaluate, train
+    from imagenet_cls.commands.python_api import evaluate, train
+    from imagenet_cls.commands.trained_run import TrainedRun
     from imagenet_cls.inference.predictor import Predictor, load_model
     from imagenet_cls.report.jsonl import read_metrics
 
 # The module of each public name. This is all of the public API.
 _MODULES = {
     "Predictor": "inference.predictor",
-    "TrainedRun": "commands.python_api",
+    "TrainedRun": "commands.trained_run",
     "evaluate": "commands.python_api",
     "load_model": "inference.predictor",
     "read_metrics": "report.jsonl",

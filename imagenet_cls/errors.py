@@ -87,6 +87,10 @@ class ResourceError(UserError):
     exit_code = 5
 
 
+class OutOfMemoryError(ResourceError):
+    """Memory of the machine or of a device ran out."""
+
+
 @contextmanager
 def explain_content_errors(
     kind: type[UserError],
@@ -138,12 +142,6 @@ class NonFiniteError(UserError):
     """Loss or gradients were NaN or infinite for too many steps in a row."""
 
     exit_code = 6
-
-
-class RunsFailed(UserError):
-    """Some runs of a sweep failed."""
-
-    exit_code = 7
 
 
 class Stopped(UserError):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from imagenet_cls.errors import CheckpointError, DataError, ResourceError, UsageError
+from imagenet_cls.errors import DataError, ResourceError, UsageError
 
 TEMPORARY = ".tmp-"
 # At the start of the pages and pictures that a later call may replace.
@@ -31,12 +31,18 @@ def write_file(path: Path, content: bytes | str) -> None:
     if is_device_or_fifo(path):
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return
+    with new_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which replaces `path` at the end. An OSError leaves the old file."""
     # one name, so that the next write replaces what a kill left
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    data = content.encode() if isinstance(content, str) else content
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -49,14 +55,6 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 def is_device_or_fifo(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def check_exists(checkpoint: Path) -> None:
-    """Raise CheckpointError if there is no such file or folder."""
-    if not checkpoint.exists():
-        raise CheckpointError(
-            f"No checkpoint {str(checkpoint)!r}: no such file or folder.", "Correct the path."
-        )
 
 
 def check_replaced(path: Path, option: str = "--out") -> None:

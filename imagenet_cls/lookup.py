@@ -8,11 +8,12 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from imagenet_cls.errors import Problem
+from imagenet_cls.errors import Problem, UsageError
 from imagenet_cls.text import format_value
 
 
@@ -98,6 +99,16 @@ def import_factory(name: str) -> Callable[..., Any]:
         text = "has no signature; name a function or class of Python, which may call it"
         raise LookupError(f"{name!r} {text}") from None
     return target
+
+
+def check_packages(extra: str, *names: str) -> None:
+    """Raise UsageError if a package is not installed. extra: the extra of setup.cfg that has it."""
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise UsageError(
+            f"This needs {', '.join(missing)}: not installed.",
+            f"Install it (pip install {' '.join(missing)}), or this package with its extra "
+            f"`{extra}`.",
+        )
 
 
 def find_factory(

@@ -71,3 +71,9 @@ def join_names(names: Sequence[str], count: int = 3) -> str:
     """The first `count` names, each cut to 100 characters, and an ellipsis if there are more."""
     listed = ", ".join(shorten(printable(name), 100) for name in names[:count])
     return f"{listed}, ..." if len(names) > count else listed
+
+
+def format_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

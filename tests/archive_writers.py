@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.io import savemat
 
-from imagenet_cls.commands.prepare_imagenet import DEVKIT, GROUND_TRUTH, TRAIN_TAR, VAL_TAR
+from imagenet_cls.extras.datasets.prepare_imagenet import DEVKIT, GROUND_TRUTH, TRAIN_TAR, VAL_TAR
 
 Files = Iterable[tuple[str, bytes]]  # name and content
 

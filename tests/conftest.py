@@ -9,8 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # For `helpers:plain` and others, which configs of tests name.
 HERE = Path(__file__).parent
@@ -117,6 +121,38 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     root = tmp_path_factory.mktemp("data") / "digits"
     write_digits(root, "train")
+    return root
+
+
+@pytest.fixture(scope="session")
+def photographs() -> list["Image.Image"]:
+    """scikit-learn's two photographs, 640 x 427."""
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    return [Image.fromarray(image) for image in load_sample_images().images]
+
+
+@pytest.fixture(scope="session")
+def image_folder(
+    tmp_path_factory: pytest.TempPathFactory, photographs: list["Image.Image"]
+) -> Path:
+    """train: 3 classes with 8, 12 and 20 JPEGs of different sizes; val: the same classes with 3
+    each.
+    """
+    import numpy as np
+
+    root = tmp_path_factory.mktemp("images")
+    draws = np.random.default_rng(0)
+    for part, counts in (("train", (8, 12, 20)), ("val", (3, 3, 3))):
+        for class_name, count in zip(("cat", "dog", "eel"), counts, strict=True):
+            folder = root / part / class_name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                left, top = (int(n) for n in draws.integers(0, 300, 2))
+                width, height = (int(n) for n in draws.integers(40, 120, 2))
+                crop = photographs[i % 2].crop((left, top, left + width, top + height))
+                crop.save(folder / f"{i:03d}.JPEG", quality=90)
     return root
 
 

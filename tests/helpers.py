@@ -239,10 +239,10 @@ def has_clear_class(logits: Any) -> Any:
 
 def write_report_and_rows(evaluation: Any, folder: Path) -> None:
     """Write the report of an evaluation, and its results and rows as rows.json beside it."""
-    from imagenet_cls.inference.evaluate_weights import prediction_rows, write_report
+    from imagenet_cls.extras.pages.evaluation_report import EvaluationReport
+    from imagenet_cls.inference.evaluate_weights import prediction_rows
 
-    folder.mkdir()
-    write_report(evaluation, folder)
+    EvaluationReport(folder, link_js=False).write(evaluation)
     rows = [evaluation.results, list(prediction_rows(evaluation))]
     (folder / "rows.json").write_text(json.dumps(rows))
 

@@ -96,6 +96,13 @@ def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig)
     return waited >= config.patience_evals
 
 
+def best_of(best: Mapping[str, Mapping[str, float]]) -> tuple[str, str, float]:
+    """Of `Progress.best`: the kind of weights with the best result, its metric and the value."""
+    weights = best_weights(best)
+    metric = best_metric(best[weights])
+    return weights, metric, best[weights][metric]
+
+
 def best_weights(best: Mapping[str, Mapping[str, float]]) -> str:
     """The kind of weights with the best result in `Progress.best`; of equal ones the first."""
     return max(best, key=lambda name: best_score(best[name]))

@@ -9,7 +9,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO, TypeVar
@@ -21,19 +21,17 @@ from imagenet_cls.commands.own_data import (
     load_config_or_data,
 )
 from imagenet_cls.config import keys
-from imagenet_cls.config.load import LoadedConfig, load_config
-from imagenet_cls.config.schema import COUNT, NOT_NEGATIVE, POSITIVE, Config, Range
+from imagenet_cls.config.load import LoadedConfig
+from imagenet_cls.config.schema import POSITIVE, Range
 from imagenet_cls.errors import (
+    CheckpointError,
     ConfigError,
     UsageError,
     UserError,
     explain_path_error,
 )
-from imagenet_cls.files import check_replaced
 from imagenet_cls.lookup import did_you_mean
-from imagenet_cls.parallel.cpus import cpu_threads
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.exit import hard_exit, print_error
+from imagenet_cls.parallel.exit import hard_exit, print_error, write_error_file
 from imagenet_cls.parallel.signals import exit_on_signal, handle_interrupts
 from imagenet_cls.text import command_line, printable
 
@@ -82,6 +80,7 @@ def call_command(command: Command, argv: Sequence[str]) -> int:
         return 141
     except Exception as raised:
         error = explain_path_error(raised)
+        write_error_file(error)
         if not isinstance(error, UserError):
             raise
         text = "".join(traceback.format_exception(error)) if "--traceback" in argv else str(error)
@@ -114,21 +113,6 @@ def exit_process(code: int) -> NoReturn:
 
     run_exit_functions()
     hard_exit(code)
-
-
-def track(items: Sequence[T], description: str) -> Iterable[T]:
-    """Iterate, with a progress bar on stderr if that is a terminal."""
-    from rich import progress
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    return progress.track(items, description, console=console, disable=not console.is_terminal)
-
-
-def format_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -178,58 +162,11 @@ def add_allow_import(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_link_js(parser: argparse.ArgumentParser) -> None:
-    """Add --link-js, for the commands that write a page."""
-    parser.add_argument(
-        "--link-js",
-        action="store_true",
-        help="write plotly.min.js (5 MB) beside the page, and link to it, instead of a copy in "
-        "the page",
-    )
-
-
-def add_picture_option(parser: argparse.ArgumentParser, kind: str) -> None:
-    """Add --out of a command that draws a picture, for `picture_path`."""
-    parser.add_argument(
-        "--out",
-        type=path,
-        metavar="FILE.png",
-        help=f"default: reports/<config name>_{kind}.png",
-    )
-
-
-def picture_path(arguments: argparse.Namespace, loaded: LoadedConfig, kind: str) -> Path:
-    """The file to draw. Raises UsageError for one that is no PNG file, or that is the user's."""
-    out = arguments.out or Path(f"reports/{loaded.name}_{kind}.png")
-    if out.suffix.lower() != ".png" or out.is_dir():
-        raise UsageError(f"--out {out}: the picture is a PNG file.", "Name it *.png.")
-    check_replaced(out)
-    return out
-
-
-def add_data_options(parser: argparse.ArgumentParser) -> None:
-    """Add what the commands that read all images of a dataset share: overrides and --threads."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="with a config, such as data.root=/my/images",
-    )
-    parser.add_argument(
-        "--threads",
-        type=positive,
-        default=cpu_threads(RankInfo()),
-        metavar="N",
-        help="default: one for each CPU that it may use",
-    )
-
-
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CHECKPOINT, --weights and --allow-import, for `inference.predictor.Predictor`."""
     parser.add_argument(
         "checkpoint",
-        type=path,
+        type=checkpoint_path,
         metavar="CHECKPOINT",
         help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best "
         "one)",
@@ -324,19 +261,6 @@ def load_one_config(arguments: argparse.Namespace, parser: argparse.ArgumentPars
     return load_config_or_data(sources[0], overrides)
 
 
-def load_config_if_given(source: str, overrides: Sequence[str]) -> Config | None:
-    """The config of a file; None for another path, which takes no overrides."""
-    if is_config(source):
-        return load_config(source, overrides).config
-    if overrides:
-        raise UsageError(
-            f"{overrides[0]!r} overrides a key of a config, but {source} is not a config.",
-            "Leave out the override, or name a .yaml file (for class folders without validation "
-            "images: configs/finetune/own_dataset.yaml data.root=FOLDER).",
-        )
-    return None
-
-
 def _number(text: str, allowed: Range, kind: type[int] | type[float] = int) -> float:
     try:
         number = kind(text)
@@ -362,11 +286,20 @@ def path(text: str) -> Path:
     return Path(not_empty(text))
 
 
-# Types of argparse options.
-positive = partial(_number, allowed=COUNT)
-not_negative = partial(_number, allowed=NOT_NEGATIVE)
-# Ranks on one machine. The limit catches typos.
-num_ranks = partial(_number, allowed=Range(1, 1024))
-jpeg_quality = partial(_number, allowed=Range(1, 100))
-port_number = partial(_number, allowed=Range(1, 65535))
+def checkpoint_path(text: str) -> Path:
+    """An argparse type: a path. Raises CheckpointError if there is no such file or folder."""
+    checkpoint = path(text)
+    if not checkpoint.exists():
+        raise CheckpointError(
+            f"No checkpoint {text!r}: no such file or folder.", "Correct the path."
+        )
+    return checkpoint
+
+
+def number(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """An argparse type: a whole number from `low` to `high`."""
+    return partial(_number, allowed=Range(low, high))
+
+
+positive = number(1)
 positive_float = partial(_number, allowed=POSITIVE, kind=float)

@@ -8,6 +8,7 @@ from imagenet_cls.config.layers import CONFIGS, shipped_configs
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.errors import UsageError
+from imagenet_cls.text import format_columns
 
 
 def configs_command(argv: Sequence[str]) -> None:
@@ -33,7 +34,7 @@ def configs_command(argv: Sequence[str]) -> None:
             f"No shipped config has {arguments.word!r} in its name, folder or source.",
             "Leave out WORD to list all.",
         )
-    print(cli.format_columns([["config", "dataset", "claimed top-1", "size", "source"], *rows]))
+    print(format_columns([["config", "dataset", "claimed top-1", "size", "source"], *rows]))
 
 
 def describe_config(config: Config) -> list[str]:

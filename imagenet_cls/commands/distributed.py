@@ -4,21 +4,20 @@ import argparse
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from imagenet_cls.commands.cli import not_negative, num_ranks, open_streams, parse, port_number
+from imagenet_cls.commands.child import child_command
+from imagenet_cls.commands.cli import number, open_streams, parse
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, explain_path_error
-from imagenet_cls.parallel.cpus import cgroup_cpus, cpu_threads
+from imagenet_cls.parallel.cpus import cgroup_cpus, threads_of_rank
 from imagenet_cls.parallel.environment import (
     LAUNCHERS,
     RankInfo,
@@ -31,6 +30,7 @@ from imagenet_cls.parallel.exit import (
     print_error,
     report_error,
     requeue_if_slurm,
+    write_error_file,
 )
 from imagenet_cls.parallel.signals import (
     signal_launching_process,
@@ -105,6 +105,36 @@ def join_alone(loaded: LoadedConfig) -> tuple[Config, "RankContext"]:
     prepare_process(loaded, RankInfo())
     check_components(loaded, None)
     return loaded.config, join_ranks(loaded, RankInfo())
+
+
+def run_on_ranks(
+    name: str,
+    command: Callable[[Sequence[str]], int],
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    load: Callable[[argparse.Namespace], LoadedConfig],
+    work: Callable[[argparse.Namespace, LoadedConfig, "RankContext"], None],
+    check: Callable[[argparse.Namespace, LoadedConfig, bool], None] = lambda *_: None,
+) -> int:
+    """Run a command on one rank or many: `work` on each. Returns the exit code.
+
+    name, command: the command that calls this, in the process that the user starts and in the
+    ranks that it starts. parser: gets the options of ranks. load: returns the config. check: called
+    before the ranks are started (with True), and in a single process (with False), both before
+    torch is imported, which takes seconds.
+    """
+    add_rank_options(parser)
+    arguments, rank_info = parse_rank_arguments(parser, argv)
+    if rank_info is None:  # this process starts the ranks
+        loaded = load(arguments)
+        check(arguments, loaded, True)
+        return start_ranks(name, command, arguments, loaded, argv)
+    with RankProcess(rank_info, arguments.traceback) as process:
+        loaded = load(arguments)
+        if rank_info.is_single_process:
+            check(arguments, loaded, False)
+        work(arguments, loaded, process.join(loaded))
+    return 0
 
 
 def parse_rank_arguments(
@@ -187,18 +217,6 @@ def start_ranks(
     return launch_ranks(agent, rank_command, argv, partial(run_spawned_rank, command))
 
 
-def child_command(name: str) -> list[str]:
-    """The command line, without arguments, of a process that runs a command of `commands.main`.
-
-    The process imports the same package as this one, and no modules of the working directory (-P).
-    """
-    root = Path(__file__).resolve().parents[2]
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if root.name not in ("site-packages", "dist-packages") and str(root) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), *paths]))
-    return [sys.executable, "-u", "-P", "-m", "imagenet_cls", name]
-
-
 def run_spawned_rank(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """Run the command in a process of torch.multiprocessing. Returns the exit code."""
     open_streams()
@@ -253,7 +271,9 @@ class RankProcess:
 
         if isinstance(error, Stopped):  # every rank stops; rank 0 reports it
             if self.rank_info.is_main:
-                print_error(requeue_if_slurm(error, os.environ), error.exit_code)
+                stopped = requeue_if_slurm(error, os.environ)
+                write_error_file(stopped)
+                print_error(stopped, error.exit_code)
             signal_launching_process(error.signal_number)
             return error.exit_code
         if is_communication_error(error):
@@ -263,8 +283,7 @@ class RankProcess:
         text = str(error)
         if code == 1 or self.show_traceback:
             text = "".join(format_exception(error))
-        printed_elsewhere = getattr(error, "printed_elsewhere", False)
-        report_error(text, code, self.rank_info.rank, printed_elsewhere)
+        report_error(error, text, code, self.rank_info.rank)
         return code
 
 
@@ -299,7 +318,7 @@ def prepare_process(loaded: LoadedConfig, rank_info: RankInfo) -> None:
     if rank_info.world_size > 1 or cgroup_cpus() < (os.cpu_count() or 1):
         # Few launchers set the number of threads, which changes the last bits of results, and torch
         # ignores CPU quotas of containers.
-        threads = os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(rank_info)))
+        threads = os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_rank(rank_info)))
         import torch
 
         if threads.isdigit():  # OpenMP also takes a list, one number for each level
@@ -320,7 +339,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
         "-g",
         "--nproc-per-node",
         "--nproc_per_node",
-        type=num_ranks,
+        type=number(1, 1024),  # the limit catches typos
         default=1,
         metavar="N",
         help="ranks to start on this machine, on GPUs if it has any",
@@ -334,16 +353,19 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--node-rank",
-        type=not_negative,
+        type=number(0),
         default=0,
         metavar="K",
         help="number of this machine, from 0",
     )
     add("--master-addr", metavar="HOST", help="address of the first machine")
-    add("--master-port", type=port_number, metavar="PORT", help="free port of the first machine")
     add(
-        "--max-restarts", type=not_negative, default=0, metavar="N", help="restarts after a failure"
+        "--master-port",
+        type=number(1, 65535),
+        metavar="PORT",
+        help="free port of the first machine",
     )
+    add("--max-restarts", type=number(0), default=0, metavar="N", help="restarts after a failure")
     # torch.distributed.launch passes the local rank as an option, in either spelling, and in the
     # environment.
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)

@@ -6,14 +6,15 @@ The config is `configs/finetune/own_dataset.yaml` with that dataset; with `data.
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from imagenet_cls.config.keys import ALIASES, sections, value_types
+from imagenet_cls.config.keys import ALIASES, is_text, sections, split_optional, value_types
 from imagenet_cls.config.layers import CONFIGS, shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
-from imagenet_cls.config.reader import dump_inline
+from imagenet_cls.config.reader import dump_inline, parse, value_of
 from imagenet_cls.data.archives import find_archives, is_archive, part_folders
 from imagenet_cls.data.index import list_folder
 from imagenet_cls.errors import ConfigError, UsageError
@@ -42,6 +43,30 @@ _MIN_STEPS_PER_EPOCH = 10
 def key_of(override: str) -> str:
     """The key of `key=value`."""
     return override.partition("=")[0].strip()
+
+
+def type_of_key(key: str) -> Any:
+    """The type of a key, also of a short one, without null; None if the schema has none, as for
+    arguments.
+    """
+    (config_key, *_) = SHORT_KEYS.get(key, (key,))
+    return split_optional(value_types().get(config_key))[0]
+
+
+def value_of_override(key: str, text: str) -> Any:
+    """The value of `key=text`, equal for texts with the same meaning: a number for a key that takes
+    one, else text. A text that is no YAML is returned as it is.
+    """
+    hint = type_of_key(key)
+    try:
+        value = value_of(parse(text, ""), is_text(hint))
+    except ConfigError:  # the loader explains what is wrong with it
+        return text
+    if hint is not None and not is_text(hint):
+        for kind in (int, float):  # also `01`
+            with suppress(ValueError):
+                return kind(text)
+    return dump_inline(value)
 
 
 def is_data(source: str) -> bool:

@@ -12,7 +12,7 @@ from imagenet_cls.commands import cli
 from imagenet_cls.commands.test import write_labels, write_predictions
 from imagenet_cls.config.schema import DEVICE
 from imagenet_cls.errors import DataError, UsageError
-from imagenet_cls.files import check_exists, check_output_path, write_output
+from imagenet_cls.files import check_output_path, write_output
 from imagenet_cls.text import printable
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def predict_command(argv: Sequence[str]) -> None:
         raise UsageError("--logits needs --json.", "Add it.")
     if arguments.features and (arguments.top is not None or arguments.threshold is not None):
         raise UsageError("--features names no classes.", "Omit --top and --threshold.")
-    check_exists(arguments.checkpoint)
     check_output_path(arguments.features, "--features")
     from imagenet_cls.inference.predictor import OnnxPredictor, Predictor, find_images
 

@@ -1,126 +1,37 @@
 """The Python API of training and evaluation.
 
-`train` and `evaluate` run a command in a child process. `TrainedRun` reads a run folder.
+`train` and `evaluate` run a command in a child process.
 """
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 from tqdm import tqdm
 
-from imagenet_cls.checkpoint.progress import best_weights
-from imagenet_cls.checkpoint.select import state_of_newest
-from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import child_command
+from imagenet_cls.commands.child import read_error, start_child
 from imagenet_cls.commands.own_data import expand_short_keys, is_data
-from imagenet_cls.commands.report import check_run_folder, report_command
-from imagenet_cls.commands.train import load_for_training, run_options, train_parser
+from imagenet_cls.commands.train import load_run
+from imagenet_cls.commands.trained_run import TrainedRun
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.reader import dump_inline
-from imagenet_cls.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    NonFiniteError,
-    ResourceError,
-    UsageError,
-    UserError,
-)
-from imagenet_cls.inference.predictor import Predictor
-from imagenet_cls.parallel.signals import set_parent_death_signal
-from imagenet_cls.report.jsonl import Record, read_metrics
-from imagenet_cls.report.plots import draw_run
+from imagenet_cls.errors import UsageError, UserError
+from imagenet_cls.report.console import STEP_LINES_VARIABLE
+from imagenet_cls.report.jsonl import last_interval
 
-if TYPE_CHECKING:
-    import pandas
-    from matplotlib.figure import Figure
-
-_ERRORS = (UsageError, DataError, CheckpointError, ResourceError, NonFiniteError)
-# Lines of a run: its steps in all, in the start-up table, and the last step of an interval.
-_TOTAL_STEPS = re.compile(r"steps +(\d+) \(")
-_STEP = re.compile(r"epoch \d+/\d+  step (\d+)")
+_POLL_SEC = 0.2
 # Longer than `parallel.launch` waits for ranks that save.
 _STOP_TIMEOUT_SEC = 330
 _PLAIN = (str, int, float, bool, type(None))
-
-
-class TrainedRun:
-    """A run, finished or not.
-
-    folder: the run folder, such as `work_dirs/photos`. Raises UsageError if it holds no run.
-    """
-
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder).absolute()  # the working directory may change
-        check_run_folder(self.folder)
-
-    @property
-    def metrics(self) -> list[Record]:
-        """The records of `metrics.jsonl`, see docs/api.md."""
-        return read_metrics(self.folder)
-
-    @property
-    def best(self) -> dict[str, Any]:
-        """The evaluation whose weights `predictor()` loads: a record of `metrics`.
-
-        Raises CheckpointError if the run has none yet.
-        """
-        state = state_of_newest(self.folder)
-        if state is None:
-            raise CheckpointError(
-                f"{self.folder}: none of its checkpoints can be read.", "Restore one of them."
-            )
-        best = state["progress"]["best"]
-        if not best:
-            raise CheckpointError(f"{self.folder}: no evaluation yet.", "Train for an epoch.")
-        weights = best_weights(best)
-        for record in self.metrics:
-            is_eval = record["kind"] == "eval" and record["weights"] == weights
-            if is_eval and record["step"] == best[weights]["step"]:
-                return record
-        raise CheckpointError(
-            f"{self.folder}: metrics.jsonl lacks the best evaluation.", "Restore the file."
-        )
-
-    def dataframe(self) -> "pandas.DataFrame":
-        """`metrics` as a table of pandas, which has to be installed."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise UsageError(
-                "A dataframe needs pandas.", "Install it: pip install pandas"
-            ) from error
-        return pandas.DataFrame(self.metrics)
-
-    def plot(self) -> "Figure":
-        """Loss, top-1 or mAP, and learning rate over the steps. A notebook shows the returned
-        figure.
-        """
-        return draw_run(self.metrics)
-
-    def report(self) -> Path:
-        """Write the page of `tools/report.py` into the run folder. Returns its path."""
-        report_command([str(self.folder)])
-        return self.folder / "report.html"
-
-    def predictor(self, **options: Any) -> Predictor:
-        """A `Predictor` with the best weights of the run. options: those of `Predictor`."""
-        return Predictor(self.folder, **options)
-
-    def __fspath__(self) -> str:
-        return str(self.folder)
-
-    def __repr__(self) -> str:
-        return f"TrainedRun({str(self.folder)!r})"
 
 
 def train(
@@ -149,7 +60,8 @@ def train(
     folder that holds a run is an error. allow_change: keys that may differ from the resumed run,
     such as `["train.epochs"]`.
 
-    Prints the lines of the run, and shows a progress bar. Raises the errors of the run as a
+    Prints the lines of the run; on a terminal and in a notebook a progress bar shows its steps.
+    Raises the errors of the run as a
     UserError. An interrupt or another exception here, such as a timeout, stops the run, which
     saves, before it is raised.
     """
@@ -175,9 +87,8 @@ def train(
         argv.append("--overwrite")
     for key in allow_change:
         argv += ["--allow-change", key]
-    parsed = cli.parse(train_parser(), argv)
-    folder = run_options(parsed, load_for_training(parsed)).work_dir
-    run_command("train", argv)
+    _, folder = load_run(argv)
+    run_command("train", argv, folder)
     return TrainedRun(folder)
 
 
@@ -239,78 +150,110 @@ def _plain_value(key: str, value: Any) -> Any:
     return value
 
 
-def run_command(name: str, argv: Sequence[str]) -> None:
+def run_command(name: str, argv: Sequence[str], run_folder: Path | None = None) -> None:
     """Run a command in a child process and print its output. Raises its error, or RuntimeError for
     a bug.
 
-    Any other exception here, such as KeyboardInterrupt, stops the process, which saves, and is
-    raised when that has ended. A second exception, or a process that takes too long, kills it.
+    run_folder: of a training, whose progress a bar shows on a terminal and in a notebook. Any other
+    exception here, such as KeyboardInterrupt, stops the process, which saves, and is raised when
+    that has ended. A second exception, or a process that takes too long, kills it.
     """
-    with tempfile.TemporaryFile("w+", errors="backslashreplace") as errors:
-        process = subprocess.Popen(
-            [*child_command(name), *argv],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            errors="backslashreplace",
-            process_group=0,  # Ctrl-C in a terminal reaches it once, from here
-            preexec_fn=set_parent_death_signal,
-        )
-        assert process.stdout is not None
+    bar = None
+    env = {}
+    if run_folder is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        bar = _RunBar(run_folder)
+        env = {STEP_LINES_VARIABLE: "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        error_file = Path(folder) / "error.json"
+        messages = Path(folder) / "stderr"
+        with messages.open("wb") as stderr:
+            process = start_child(
+                name,
+                argv,
+                error_file,
+                env,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                errors="backslashreplace",
+            )
+        failed: list[BaseException] = []
+        printer = threading.Thread(target=_print_lines, args=[process.stdout, failed])
+        printer.start()
         stopped_by = None
         try:
-            _show_output(process.stdout)
-            code = process.wait()
+            while (code := process.poll()) is None:
+                time.sleep(_POLL_SEC)
+                if bar is not None:
+                    bar.update()
+                if failed:
+                    raise failed[0]
         except BaseException as error:
             stopped_by = error
             # Not SIGINT for all: a background job of a shell ignores it.
             is_interrupt = isinstance(error, KeyboardInterrupt)
             process.send_signal(signal.SIGINT if is_interrupt else signal.SIGTERM)
-            # reads on, or a full pipe would block the process
             with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_STOP_TIMEOUT_SEC)
+                process.wait(_STOP_TIMEOUT_SEC)
         finally:
             process.kill()
             process.wait()
-        errors.seek(0)
-        text = errors.read().strip()
-    if stopped_by is None and code != 0:
-        raise _error_of(code, text)
+            printer.join()
+            if bar is not None:
+                bar.close()
+        text = messages.read_text(errors="backslashreplace").strip()
+        if stopped_by is None and code:
+            found = read_error(error_file, code)
+            if isinstance(found, UserError):
+                raise found
+            raise RuntimeError(text or f"The command ended with exit code {code}.")
     if text:
         print(text, file=sys.stderr)
     if stopped_by is not None:
         raise stopped_by
 
 
-def _show_output(lines: Iterable[str]) -> None:
-    """Print each line. Lines of steps move a progress bar instead."""
-    total_steps = None
-    bar = None
-    for line in lines:
-        if total := _TOTAL_STEPS.match(line):
-            total_steps = int(total[1])
-        step = _STEP.match(line)
-        if step is None:
-            tqdm.write(line, end="")
-            continue
-        if bar is None:
-            bar = tqdm(total=total_steps, unit="step", leave=False)
-        bar.set_postfix_str(line[step.end() :].strip(), refresh=False)
-        bar.update(int(step[1]) - bar.n)
-    if bar is not None:
-        bar.close()
+def _print_lines(stream: IO[str], failed: list[BaseException]) -> None:
+    """Print each line, above a progress bar if there is one. An error is appended to `failed`;
+    later lines are read, or a full pipe would block the process.
+    """
+    with stream:
+        for line in stream:
+            try:
+                if not failed:
+                    tqdm.write(line, end="")
+            except BaseException as error:
+                failed.append(error)
 
 
-def _error_of(code: int, text: str) -> Exception:
-    """The error of a command with this exit code. text: its stderr, the problem and the remedy."""
-    problem, _, remedy = text.rpartition("\n")
-    if code == ConfigError.exit_code and text and not problem:
-        return ConfigError([text])  # of one line, which has its remedy
-    if code == 1 or not problem:
-        return RuntimeError(text or f"The command ended with exit code {code}.")
-    for kind in _ERRORS:
-        if kind.exit_code == code:
-            return kind(problem, remedy)
-    error = UserError(problem, remedy)
-    error.exit_code = code
-    return error
+class _RunBar:
+    """A progress bar of the steps of a run, from its metrics.jsonl."""
+
+    def __init__(self, run_folder: Path):
+        self._file = run_folder / "metrics.jsonl"
+        self._seen = self._changed()  # an earlier run
+        self._bar: tqdm[Any] | None = None
+
+    def update(self) -> None:
+        changed = self._changed()
+        if changed == self._seen:
+            return
+        self._seen = changed
+        record = last_interval(self._file)
+        if record is None:
+            return
+        if self._bar is None:
+            self._bar = tqdm(total=record["total_steps"], unit="step", leave=False)
+        text = f"loss {record['loss']:.4f}  top-1 {record['top1_pct']:.1f} %"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(record["step"] - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _changed(self) -> tuple[int, int] | None:
+        with suppress(OSError):
+            status = self._file.stat()
+            return status.st_mtime_ns, status.st_size
+        return None

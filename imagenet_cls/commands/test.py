@@ -10,21 +10,15 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import (
-    RankProcess,
-    add_rank_options,
-    check_components,
-    parse_rank_arguments,
-    ranks_to_start,
-    start_ranks,
-)
+from imagenet_cls.commands.distributed import check_components, ranks_to_start, run_on_ranks
 from imagenet_cls.commands.own_data import is_config, key_of
 from imagenet_cls.config.check import EVALUATED, code_names
 from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import CheckpointError, UsageError
-from imagenet_cls.files import check_exists, check_output_path, explain_write_errors, write_output
+from imagenet_cls.files import check_output_path, write_output
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import command_line, printable
 
@@ -34,18 +28,22 @@ if TYPE_CHECKING:
 
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate weights, on one rank or many. Returns the exit code."""
-    arguments, rank_info = parse_rank_arguments(evaluation_parser(), argv)
-    if rank_info is None:  # this process starts the ranks
-        loaded = load_for_testing(arguments)
-        check_files(arguments, loaded)
+    return run_on_ranks(
+        "test",
+        evaluate_command,
+        evaluation_parser(),
+        argv,
+        load_for_testing,
+        evaluate_on_rank,
+        check_start,
+    )
+
+
+def check_start(arguments: argparse.Namespace, loaded: LoadedConfig, starts_ranks: bool) -> None:
+    """Raise a UserError for what is wrong before a rank has started."""
+    check_files(arguments, loaded)
+    if starts_ranks:
         check_components(loaded, ranks_to_start(arguments), training=False)
-        return start_ranks("test", evaluate_command, arguments, loaded, argv)
-    with RankProcess(rank_info, arguments.traceback) as process:
-        loaded = load_for_testing(arguments)
-        if rank_info.is_single_process:
-            check_files(arguments, loaded)
-        evaluate_on_rank(arguments, loaded, process.join(loaded))
-    return 0
 
 
 def evaluation_parser() -> argparse.ArgumentParser:
@@ -78,7 +76,12 @@ def evaluation_parser() -> argparse.ArgumentParser:
         help="write report.html, report.json and confusion.csv: classes, confusion, calibration, "
         "mistakes; with data.labels multi without confusion and calibration",
     )
-    cli.add_link_js(parser)
+    parser.add_argument(
+        "--link-js",
+        action="store_true",
+        help="write plotly.min.js (5 MB) beside the page, and link to it, instead of a copy in "
+        "the page",
+    )
     parser.add_argument(
         "--results",
         type=cli.path,
@@ -110,7 +113,6 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "the average is evaluated if it has one",
     )
     cli.add_allow_import(parser)
-    add_rank_options(parser)
     return parser
 
 
@@ -194,10 +196,11 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         )
     if arguments.node_rank == 0:
         if len(paths) > 1:
-            check_exists(Path(paths[1]))
+            cli.checkpoint_path(paths[1])
         check_output_path(arguments.out)
         check_output_path(arguments.results, "--results")
-        check_report_folder(arguments.report)
+        if arguments.report is not None:
+            load_extra("test.py --report")(arguments.report, arguments.link_js)
         if "data.val" in map(key_of, overrides):
             check_images(arguments.data, loaded.config.data)
 
@@ -217,33 +220,6 @@ def check_images(test_set: Path | None, data: DataConfig) -> None:
         )
 
 
-def check_report_folder(folder: Path | None) -> None:
-    """Make the folder of --report. A report of this command in it will be replaced. Raises
-    UsageError if it has another page, ResourceError if it can't be written.
-    """
-    if folder is None:
-        return
-    from imagenet_cls.report.render import check_packages
-
-    check_packages()
-    remedy = "Name another folder with --report."
-    if folder.is_file():
-        raise UsageError(f"{folder} is a file.", remedy)
-    page = folder / "report.html"
-    is_new = not page.exists()
-    others = [folder / name for name in ("report.json", "confusion.csv")]
-    found = [path for path in others if path.exists()]
-    if is_new and found:
-        raise UsageError(f"{found[0]} was not written by this command.", remedy)
-    if not is_new and others[0] not in found:
-        raise UsageError(f"{page} was not written by this command.", remedy)
-    with explain_write_errors(folder, remedy):
-        folder.mkdir(parents=True, exist_ok=True)
-        page.touch()
-        if is_new:
-            page.unlink()
-
-
 def evaluate_on_rank(
     arguments: argparse.Namespace, loaded: LoadedConfig, context: "RankContext"
 ) -> None:
@@ -256,7 +232,6 @@ def evaluate_on_rank(
         class_table,
         evaluate_weights,
         prediction_rows,
-        write_report,
     )
     from imagenet_cls.inference.load_weights import WeightsSource
     from imagenet_cls.parallel.collectives import run_on_main
@@ -278,8 +253,7 @@ def evaluate_on_rank(
     knn = arguments.knn
     probe = arguments.linear_probe
     if knn or probe:
-        from imagenet_cls.inference.features import evaluate_features
-
+        evaluate_features = load_extra("test.py --knn, --linear-probe")
         with explain_device_errors():
             lines = evaluate_features(loaded.config, weights, context, test_set, knn, probe)
         if context.is_main:
@@ -311,7 +285,7 @@ def evaluate_on_rank(
         write_output(out, text.getvalue().encode("utf-8", "surrogateescape"))
         print(f"wrote {len(evaluation.images)} predictions to {out}")
     if report is not None:
-        write_report(evaluation, report, arguments.link_js)
+        load_extra("test.py --report")(report, arguments.link_js).write(evaluation)
         print(f"wrote {report / 'report.html'}")
 
 

@@ -5,16 +5,10 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import (
-    RankProcess,
-    add_rank_options,
-    check_components,
-    parse_rank_arguments,
-    ranks_to_start,
-    start_ranks,
-)
+from imagenet_cls.commands.distributed import check_components, ranks_to_start, run_on_ranks
 from imagenet_cls.commands.own_data import load_config_or_data
 from imagenet_cls.config.keys import sections, value_types
 from imagenet_cls.config.load import LoadedConfig, load_config
@@ -25,28 +19,35 @@ from imagenet_cls.files import is_url
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import command_line
 
+if TYPE_CHECKING:
+    from imagenet_cls.parallel.process_group import RankContext
+
 
 def train_command(argv: Sequence[str]) -> int:
     """Train from a config, on one rank or many. Returns the exit code."""
-    arguments, rank_info = parse_rank_arguments(train_parser(), argv)
-    if rank_info is None:  # this process starts the ranks
-        loaded = load_for_training(arguments)
-        check_files(arguments, loaded)
-        check_components(loaded, ranks_to_start(arguments))
-        return start_ranks("train", train_command, arguments, loaded, argv)
-    with RankProcess(rank_info, arguments.traceback) as process:
-        loaded = load_for_training(arguments)
-        # Before torch is imported, which takes seconds. For several ranks the launching process has
-        # checked the files, or rank 0 reports in `run_training` what is missing.
-        if rank_info.is_single_process:
-            check_files(arguments, loaded)
-        context = process.join(loaded)
-        from imagenet_cls.engine.check import check_on_all_ranks
-        from imagenet_cls.engine.run_training import run_training
+    return run_on_ranks(
+        "train", train_command, train_parser(), argv, load_for_training, train_on_rank, check_start
+    )
 
-        check_on_all_ranks(loaded, context, training=True)
-        run_training(loaded, run_options(arguments, loaded), context)
-    return 0
+
+def check_start(arguments: argparse.Namespace, loaded: LoadedConfig, starts_ranks: bool) -> None:
+    """Raise a UserError for what is wrong before a rank has started. Of ranks that another launcher
+    has started, rank 0 reports in `run_training` what is missing.
+    """
+    check_files(arguments, loaded)
+    if starts_ranks:
+        check_components(loaded, ranks_to_start(arguments))
+
+
+def train_on_rank(
+    arguments: argparse.Namespace, loaded: LoadedConfig, context: "RankContext"
+) -> None:
+    """One rank's part of a training."""
+    from imagenet_cls.engine.check import check_on_all_ranks
+    from imagenet_cls.engine.run_training import run_training
+
+    check_on_all_ranks(loaded, context, training=True)
+    run_training(loaded, run_options(arguments, loaded), context)
 
 
 def train_parser() -> argparse.ArgumentParser:
@@ -101,12 +102,18 @@ def train_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="check everything, print the plan, try one batch; create no run folder",
     )
-    add_rank_options(parser)
     parser.add_argument(
         "--device", metavar="DEVICE", help="the same as device=DEVICE; 0 is the first GPU"
     )
     parser.add_argument("--syncbn", action="store_true", help="the same as parallel.sync_bn=true")
     return parser
+
+
+def load_run(argv: Sequence[str]) -> tuple[LoadedConfig, Path]:
+    """The config and the folder of a run with these arguments. Raises as `load_for_training`."""
+    arguments = cli.parse(train_parser(), argv)
+    loaded = load_for_training(arguments)
+    return loaded, run_options(arguments, loaded).work_dir
 
 
 def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:

@@ -17,7 +17,6 @@ from imagenet_cls.data.archives import find_archives, index_archives
 from imagenet_cls.data.builtin import SyntheticSource, write_digits
 from imagenet_cls.data.classes import HOLD_OUT_ADVICE, chosen_classes, classes_of_dataset
 from imagenet_cls.data.decode import has_heif
-from imagenet_cls.data.hub import HUB, hub_problems, open_hub
 from imagenet_cls.data.index import (
     HEIF_SUFFIXES,
     ImageIndex,
@@ -34,6 +33,7 @@ from imagenet_cls.data.sources import (
     with_classes,
 )
 from imagenet_cls.data.splits import fraction_rows, split_by_config
+from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import DataError, Problem, UserError
 from imagenet_cls.lookup import (
     did_you_mean,
@@ -47,6 +47,7 @@ from imagenet_cls.text import command_line, first_line
 
 BUILT_IN = ("folder", "list", "digits", "synthetic")
 TORCHVISION = "torchvision:"
+HUB = "hf:"
 # Those with names or numbers of classes: not Caltech101, Caltech256, FER2013, GTSRB, INaturalist
 # and PCAM.
 CLASSIFICATION_SETS = (
@@ -165,7 +166,9 @@ def describe_part(config: DataConfig, part: str) -> str:
 def data_problems(config: DataConfig) -> list[Problem]:
     """All problems of names and arguments. Imports what is named, and reads no data."""
     if config.name.startswith(HUB):
-        return hub_problems(config)
+        passed = ("name", "part", "decode", "exif")
+        open_hub = load_extra("data.name=hf:")
+        return kwargs_problems("data.kwargs", open_hub, config.kwargs, passed)
     if config.name.startswith(TORCHVISION):
         return _torchvision_set_problems(
             config.name.removeprefix(TORCHVISION), config.kwargs, config.val
@@ -372,7 +375,10 @@ def _names_and_targets(source: ImageSource) -> tuple[list[bytes], np.ndarray]:
 
 def _map_source(config: DataConfig, part: str) -> ImageSource:
     if config.name.startswith(HUB):
-        return open_hub(config.name, part, config.decode, config.exif, **config.kwargs)
+        hub: ImageSource = load_extra("data.name=hf:")(
+            config.name, part, config.decode, config.exif, **config.kwargs
+        )
+        return hub
     root = Path(config.root).expanduser()
     name = f"{config.name}/{part}"
     dataset: Any

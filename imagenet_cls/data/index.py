@@ -266,6 +266,10 @@ def suffix_of(name: bytes) -> bytes:
     return base[base.rfind(b".") :].lower() if b"." in base else b""
 
 
+def has_image_suffix(name: str) -> bool:
+    return suffix_of(os.fsencode(name)) in IMAGE_SUFFIXES
+
+
 def describe_unread(unread: Mapping[bytes, int]) -> str:
     """Numbers of files by suffix, the largest first: `12 .txt, 3 .svg, 1 without a suffix`."""
     ranked = sorted(unread.items(), key=lambda item: (-item[1], item[0]))

@@ -3,14 +3,14 @@
 import contextlib
 from collections.abc import Iterator
 
-from imagenet_cls.errors import ResourceError, UsageError, out_of_memory_line
+from imagenet_cls.errors import OutOfMemoryError, UsageError, out_of_memory_line
 
 _NO_DETERMINISTIC_KERNEL = " does not have a deterministic implementation"
 
 
 @contextlib.contextmanager
 def explain_device_errors(sizes: str = "") -> Iterator[None]:
-    """Raise ResourceError where memory ran out, and UsageError for `train.deterministic`.
+    """Raise OutOfMemoryError where memory ran out, and UsageError for `train.deterministic`.
 
     sizes: the batch sizes as text, for the message. A failed assertion in a CUDA kernel gets a
     note.
@@ -21,7 +21,7 @@ def explain_device_errors(sizes: str = "") -> Iterator[None]:
         if (detail := out_of_memory_line(error)) is not None:
             with_sizes = f" with {sizes}" if sizes else ""
             shown = detail.rpartition("DefaultCPUAllocator: ")[2][:200]
-            raise ResourceError(
+            raise OutOfMemoryError(
                 f"Out of memory{with_sizes}.\n{shown}",
                 "Try a smaller train.micro_batch_size (the global batch stays) or "
                 "eval.batch_size, train.grad_checkpointing=true, train.precision=bf16, or smaller "

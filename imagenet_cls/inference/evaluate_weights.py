@@ -1,10 +1,5 @@
-"""Evaluate any weights on a config's validation images or on a separate test set.
+"""Evaluate any weights on a config's validation images or on a separate test set."""
 
-Writes the predictions and the report of `tools/test.py`.
-"""
-
-import csv
-import io
 import os
 import shlex
 import tempfile
@@ -16,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.nn import functional
 
 from imagenet_cls.config.reader import dump_inline
@@ -31,12 +25,10 @@ from imagenet_cls.engine.evaluation_labels import evaluation_labels
 from imagenet_cls.engine.stored_weights import stated_classes
 from imagenet_cls.engine.user_metrics import build_metrics
 from imagenet_cls.errors import CheckpointError, DataError
-from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.inference.label_rows import (
     class_statistics,
     label_predictions,
     label_rows,
-    multilabel_statistics,
 )
 from imagenet_cls.inference.load_weights import (
     EVALUATION_KEYS,
@@ -54,12 +46,8 @@ from imagenet_cls.parallel.collectives import (
     run_on_main,
 )
 from imagenet_cls.parallel.process_group import RankContext
-from imagenet_cls.report.evaluation import evaluation_page, evaluation_statistics
-from imagenet_cls.report.jsonl import finite_json
-from imagenet_cls.report.render import PLOTLY_FILE, plotly_script, to_jpeg
 from imagenet_cls.text import join_names, printable
 
-_THUMBNAIL_PX = 160
 _MAX_CLASSES_IN_TABLE = 50
 
 
@@ -91,9 +79,9 @@ def evaluate_weights(
     """Evaluate weights on the validation images of the config, or on a separate test set. A
     collective.
 
-    test_set: the result of `locate_test_set`. record: keep what `prediction_rows` and
-    `write_report` need; up to 50 outputs this is kept in any case, for `class_table`. Raises
-    CheckpointError if outputs are NaN or infinite.
+    test_set: the result of `locate_test_set`. record: keep what `prediction_rows` and a report
+    need; up to 50 outputs this is kept in any case, for `class_table`. Raises CheckpointError if
+    outputs are NaN or infinite.
     """
     trained, images = load_weights_and_images(config, weights, context, test_set)
     data_messages = run_on_main(
@@ -426,60 +414,3 @@ def prediction_rows(evaluation: WeightsEvaluation) -> Iterator[dict[str, Any]]:
             "target": names[row["target"]],
             "top": list(zip(best, row["probabilities"].tolist(), strict=True)),
         }
-
-
-def write_report(evaluation: WeightsEvaluation, folder: Path, link_js: bool = False) -> None:
-    """Write report.json, report.html and, with one label for an image, confusion.csv; with link_js
-    also Plotly's script, to which the page links. Raises ResourceError.
-    """
-    images = evaluation.images
-    rows = evaluation.rows
-    assert rows is not None
-    classes = images.classes
-    if evaluation.present is not None:  # the report has only the classes that have images
-        present = evaluation.present.numpy()
-        classes = tuple(classes[i] for i in present)
-        rows = rows.copy()
-        # Only the likeliest class is used below. It is present; less likely ones may be absent, and
-        # get wrong numbers.
-        for name in ("target", "top"):
-            rows[name] = np.searchsorted(present, rows[name])
-    confusion = None
-    if evaluation.threshold is not None:
-        statistics = multilabel_statistics(rows, classes, images.name, evaluation.threshold)
-    else:
-        statistics, confusion = evaluation_statistics(rows, classes, images.name)
-    statistics = {
-        "model": evaluation.model_name,
-        "origin": evaluation.origin,
-        "weights": evaluation.kind,
-        "messages": evaluation.messages,
-        "metrics": evaluation.results,
-        "settings": evaluation.settings,
-        **statistics,
-    }
-    thumbnails = {}
-    for example in [*statistics["mistakes"], *statistics.get("hits", [])]:
-        pixels, _ = images.load(example["index"])
-        picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-        thumbnails[example["index"]] = to_jpeg(picture, _THUMBNAIL_PX)
-    page = evaluation_page(statistics, confusion, thumbnails, link_js)
-    with explain_write_errors(folder, "Name another folder with --report."):
-        (folder / "confusion.csv").unlink(missing_ok=True)  # of an earlier report
-        if confusion is not None:
-            names = [row["name"] for row in statistics["classes"]]
-            write_file(folder / "confusion.csv", confusion_table(confusion, names))
-        write_file(folder / "report.json", finite_json(statistics))
-        if link_js:
-            write_file(folder / PLOTLY_FILE, plotly_script())
-        write_file(folder / "report.html", page)
-
-
-def confusion_table(confusion: np.ndarray, names: Sequence[str]) -> str:
-    """The confusion matrix as CSV. names: of the classes."""
-    table = io.StringIO(newline="")
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(["true \\ predicted", *names])
-    for name, counts in zip(names, confusion.tolist(), strict=True):
-        writer.writerow([name, *counts])
-    return table.getvalue()

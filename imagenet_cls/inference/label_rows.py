@@ -7,13 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from imagenet_cls.engine.label_scores import label_statistics
 from imagenet_cls.inference.predictor import top_classes
-from imagenet_cls.text import utf8_text
-
-_MAX_EXAMPLES = 12
 
 
 def label_rows(logits: Tensor, targets: Tensor, indices: Tensor) -> np.ndarray:
@@ -75,24 +71,3 @@ def class_statistics(
         **{key: (100 * values).tolist() for key, values in shares.items()},
     }
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def multilabel_statistics(
-    rows: np.ndarray, classes: Sequence[str], name_of: Callable[[int], str], threshold: float
-) -> dict[str, Any]:
-    """The statistics of an evaluation for its report: those of the classes, and the images with the
-    highest loss as `mistakes`. name_of: the name of an image by its index.
-    """
-    names = list(map(utf8_text, classes))
-    logits, targets = tensors_of(rows)
-    losses = functional.binary_cross_entropy_with_logits(logits, targets.float(), reduction="none")
-    worst = losses.mean(1).argsort(descending=True, stable=True)[:_MAX_EXAMPLES]
-    return {
-        "images": len(rows),
-        "num_classes": len(names),
-        "threshold": threshold,
-        "classes": class_statistics(rows, names, threshold),
-        "mistakes": list(
-            label_predictions(rows[worst], names, lambda i: utf8_text(name_of(i)), threshold)
-        ),
-    }

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,11 @@ from imagenet_cls.data.device import Normalize
 from imagenet_cls.data.index import images_of_tree, list_tree
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.evaluate import compute_logits
+from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, out_of_memory_line
 from imagenet_cls.files import check_regular, read_regular
 from imagenet_cls.inference.load_weights import TrainedModels, load_checkpoint
-from imagenet_cls.models.features import FeatureModel
+from imagenet_cls.lookup import check_packages
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.text import first_line
@@ -181,7 +181,7 @@ class Predictor:
         return self._logits(self._crops(images))
 
     def features(self, images: Sequence[AnyImage]) -> Tensor:
-        """fp32 features (B, D) on the CPU, see `FeatureModel`.
+        """fp32 features (B, D) on the CPU, see `extras.weights.feature_model.FeatureModel`.
 
         Raises as `logits`, and UsageError for a model without a known classifier.
         """
@@ -200,8 +200,9 @@ class Predictor:
         return logits
 
     @cached_property
-    def _feature_model(self) -> FeatureModel:
-        return FeatureModel(self.model, self.num_classes)
+    def _feature_model(self) -> nn.Module:
+        feature_model: nn.Module = load_extra("Predictor.features")(self.model, self.num_classes)
+        return feature_model
 
     @torch.no_grad()
     def _compute(self, model: nn.Module, crops: list[Tensor]) -> Tensor:
@@ -323,14 +324,6 @@ def check_eval_values(config: EvalConfig, path: Path) -> None:
             ) from None
 
 
-def check_packages(*names: str) -> None:
-    """Raise UsageError if one is not installed."""
-    if missing := [name for name in names if find_spec(name) is None]:
-        raise UsageError(
-            f"ONNX needs {', '.join(missing)}.", f"Install: pip install {' '.join(missing)}"
-        )
-
-
 class OnnxModel(nn.Module):
     """An ONNX model as a module, on the CPU."""
 
@@ -354,7 +347,7 @@ class OnnxPredictor(Predictor):
     """
 
     def __init__(self, file: Path, threshold: float | None = None):
-        check_packages("onnxruntime")
+        check_packages("onnx", "onnxruntime")
         with invalid_content_errors(
             file, "not an ONNX file of this project", "Write it with tools/export.py."
         ):

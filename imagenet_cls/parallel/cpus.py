@@ -9,7 +9,14 @@ from pathlib import Path
 from imagenet_cls.parallel.environment import RankInfo, tasks_here
 
 
-def cpu_threads(rank_info: RankInfo) -> int:
+def cpu_threads(processes: int = 1) -> int:
+    """CPU threads of each of some processes on this machine: their CPUs, rounded down, at least
+    one.
+    """
+    return threads_of_rank(RankInfo(local_world_size=processes))
+
+
+def threads_of_rank(rank_info: RankInfo) -> int:
     """CPU threads of a rank: its CPUs, rounded down, at least one."""
     return max(1, int(cpus_per_rank(rank_info)))
 

@@ -14,15 +14,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from imagenet_cls.errors import Stopped, UserError
+from imagenet_cls.errors import ConfigError, ResourceError, Stopped, UserError
 from imagenet_cls.parallel.environment import LAUNCHED_VARIABLE, RankInfo
 from imagenet_cls.parallel.signals import handle_interrupts
-from imagenet_cls.text import printable
+from imagenet_cls.text import first_line, printable
 
 # torchelastic sets this variable: the file for the message of a failing rank.
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+# The file for the error of a process that `commands.child` started, and of its ranks.
+CHILD_ERROR_FILE_VARIABLE = "IMAGENET_CLS_ERROR_FILE"
 # What to do after a failure of the machine or of another rank.
 RESTART_ADVICE = "Resume a training with the same command and --resume; run other commands again."
 
@@ -53,6 +55,25 @@ def print_error(text: object, code: int) -> None:
         print("\n".join(map(printable, str(text).split("\n"))), file=sys.stderr, flush=True)
 
 
+def write_error_file(error: BaseException) -> None:
+    """Write the class and the arguments of an error as JSON for the process that started this
+    one, if it asks for them. The first error counts. Of a bug, the class is RuntimeError.
+    """
+    path = os.environ.get(CHILD_ERROR_FILE_VARIABLE)
+    if path is None:
+        return
+    record: dict[str, Any] = {
+        "class": "RuntimeError",
+        "arguments": [f"{type(error).__name__}: {first_line(error)}"],
+    }
+    if isinstance(error, UserError):
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == UserError.__module__)
+        arguments = [error.lines] if isinstance(error, ConfigError) else error.args
+        record = {"class": kind.__name__, "arguments": arguments}
+    with contextlib.suppress(OSError), Path(path).open("x") as file:
+        json.dump(record, file)
+
+
 def print_rank_failure(rank: int, code: int, message: str) -> int:
     """Print the error of the rank that failed first, in the launching process. Returns the shell's
     exit code.
@@ -67,10 +88,13 @@ def print_rank_failure(rank: int, code: int, message: str) -> int:
             "logs/nccl_trace_rank*)",
         }
         hint = hints.get(signal.Signals(-code), "sent by another process")
-        message = (
+        killed = ResourceError(
             f"Rank {rank} was killed by {signal.Signals(-code).name}: {hint}; the other ranks "
-            "were ended.\n" + RESTART_ADVICE
+            "were ended.",
+            RESTART_ADVICE,
         )
+        write_error_file(killed)
+        message = str(killed)
     elif not message:
         message = (
             f"Rank {rank} exited with code {code} and no message; see logs/rank{rank}.log "
@@ -81,13 +105,14 @@ def print_rank_failure(rank: int, code: int, message: str) -> int:
     return code
 
 
-def report_error(text: str, code: int, rank: int, printed_elsewhere: bool = False) -> None:
+def report_error(error: BaseException, text: str, code: int, rank: int) -> None:
     """Log a rank's error and write it to the launcher's error file, from which our launching
-    process prints it.
+    process prints it. text: what is printed.
 
     Under another launcher print it, rank 0 first, since a launcher may end the others once one has
-    exited.
+    exited; not at all if another rank prints it.
     """
+    write_error_file(error)
     log = logging.getLogger("imagenet_cls")
     if log.hasHandlers():  # without a handler, logging would print it
         log.error("this rank exits with code %d: %s", code, text)
@@ -97,7 +122,7 @@ def report_error(text: str, code: int, rank: int, printed_elsewhere: bool = Fals
             Path(path).write_text(json.dumps(record))
     if LAUNCHED_VARIABLE in os.environ:
         return
-    if not printed_elsewhere:
+    if not getattr(error, "printed_elsewhere", False):
         if rank != 0:
             time.sleep(1.0)
         print_error(text, code)
@@ -105,7 +130,7 @@ def report_error(text: str, code: int, rank: int, printed_elsewhere: bool = Fals
 
 def abort_rank(rank_info: RankInfo, error: UserError) -> NoReturn:
     """Report `error` and end this process, from any thread."""
-    report_error(str(error), error.exit_code, rank_info.rank, error.printed_elsewhere)
+    report_error(error, str(error), error.exit_code, rank_info.rank)
     hard_exit(error.exit_code)
 
 

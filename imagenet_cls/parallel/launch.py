@@ -154,7 +154,7 @@ def launch_ranks(
             ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
         ):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    threads = cpu_threads(RankInfo(local_world_size=config.nproc_per_node))
+    threads = cpu_threads(config.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # the number changes last bits
     os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
     if config.max_restarts > 0 or (config.rdzv_backend == "c10d" and config.max_nodes > 1):

@@ -28,6 +28,8 @@ from imagenet_cls.report.jsonl import Record
 from imagenet_cls.text import printable
 
 WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
+# 0: print no lines about steps, which another process shows.
+STEP_LINES_VARIABLE = "IMAGENET_CLS_STEP_LINES"
 _EVAL_LINE_SEC = 10.0  # between two plain lines about one evaluation
 _MAX_WAITING = 10_000  # texts that wait for a slow reader
 _LAST_TEXT_SEC = 5.0  # the longest wait for a slow reader at the end
@@ -148,7 +150,8 @@ class Console:
             numbers.append(f"{record['images_per_sec']:.0f} img/s")
         eta = f"eta {self._eta(step, total_steps)}"
         if self._terminal is None:
-            self.message("  ".join([epoch, f"step {step}", *numbers, eta]))
+            if os.environ.get(STEP_LINES_VARIABLE) != "0":
+                self.message("  ".join([epoch, f"step {step}", *numbers, eta]))
             return
         fields = [f"{step}/{total_steps}", eta, *numbers, f"lr {_format_lr(record['lr'])}"]
         if "data_wait_pct" in record:

@@ -16,6 +16,7 @@ Records of kind "train", one for every step:
     images_per_sec          only in the last step of each logging interval
     data_wait_pct           likewise
     memory_mib              likewise
+    total_steps             of the run; likewise
 Records of kind "eval":
     epoch
     weights                 "raw" or "ema"
@@ -45,6 +46,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -72,6 +74,7 @@ _EVAL_NUMBERS = (
 )
 # Of each kind of record. What else a figure needs is checked where it is drawn.
 _REQUIRED = {"eval": {"step", "weights"}, "event": {"step", "message"}}
+_TAIL_BYTES = 1 << 16
 _MAX_STEP = 1 << 53  # and epoch
 MIN_CLASSES_FOR_TOP5 = 10  # of fewer classes nearly every image has its class among five
 EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "real_pct", "real_images", "left_out")
@@ -85,10 +88,12 @@ def main_metric(result: Mapping[str, Any]) -> str:
     return "map_pct" if "map_pct" in result else "top1_pct"
 
 
-def main_metrics(records: Iterable[Record]) -> list[str]:
-    """The main metrics of the evaluations among records; `top1_pct` without any."""
+def main_metrics(records: Iterable[Record]) -> dict[str, str]:
+    """The main metrics of the evaluations among records, with their titles; `top1_pct` without
+    any.
+    """
     found = [main_metric(record) for record in records if record["kind"] == "eval"]
-    return list(dict.fromkeys(found)) or ["top1_pct"]
+    return {name: MAIN_TITLES[name] for name in dict.fromkeys(found or ["top1_pct"])}
 
 
 def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
@@ -188,25 +193,31 @@ class MetricsFile:
                 self._file.close()
 
 
-def read_metrics(path: str | Path) -> list[Record]:
+def read_metrics(path: str | Path, kind: str | None = None) -> list[Record]:
     """All records of a file, or of the one in a run folder, without an unfinished last line.
 
-    Raises CheckpointError if there is no file, and, with file and line, for any other line that is
-    no record.
+    kind: the kind of records to return; others are not parsed. Raises CheckpointError if there is
+    no file, and, with file and line, for any other line that is no record.
     """
     file = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file.", "Name a run folder, or its metrics.jsonl.")
-    return [record for _, record in _read_lines(file)]
+    if kind is None:
+        return [record for _, record in _read_lines(file)]
+    text = json.dumps(kind).encode()
+    return [record for _, record in _read_lines(file, text) if record["kind"] == kind]
 
 
-def read_evaluations(path: Path) -> list[Record]:
-    """The records of kind "eval" of a file; none without a file. Records of steps, which are most,
-    are not parsed. Raises CheckpointError as `read_metrics`.
-    """
-    if not path.is_file():
-        return []
-    return [record for _, record in _read_lines(path, b'"eval"') if record["kind"] == "eval"]
+def last_interval(path: Path) -> Record | None:
+    """The last step of the newest logging interval; None without one, or while it is written."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        for line in reversed(file.read().splitlines()):
+            if b'"total_steps"' in line:
+                with suppress(ValueError):
+                    record: Record = json.loads(line)
+                    return record
+    return None
 
 
 def truncate_after(path: Path, step: int, evaluated_step: int) -> None:

@@ -1,11 +1,11 @@
-"""PNG files: the curves of a run, of a schedule or of a learning rate range test.
+"""PNG files: the curves of a run.
 
 Figures are drawn without pyplot, whose figures and backend are global. matplotlib is imported
 inside the functions, since that takes half a second.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MAX_LABEL = 24  # characters of a line
 _MAX_POINTS = 300  # of a curve; each is a mean
-_POINTS = "offset points"  # the unit of a distance from the annotated place
-_FAR = 2.5  # times the highest loss before the lowest one
 # Fields of the records that are drawn over the steps of a run, with the labels of their axes.
 _CURVES = {
     "loss": "loss",
@@ -35,7 +32,7 @@ def plot_run(metrics: Sequence[Record], folder: Path) -> None:
     """Draw the figure of `draw_run` into `folder/curves.png`. An existing file is replaced. Raises
     OSError.
     """
-    _write(folder / "curves.png", draw_run(metrics))
+    write_figure(folder / "curves.png", draw_run(metrics))
 
 
 def draw_run(metrics: Sequence[Record]) -> "Figure":
@@ -48,7 +45,8 @@ def draw_run(metrics: Sequence[Record]) -> "Figure":
             return _png(self)
 
     figure = RunFigure((15, 4), layout="constrained")
-    keys = ("loss", "lr", main_metrics(metrics)[0])
+    (metric, *_) = main_metrics(metrics)
+    keys = ("loss", "lr", metric)
     for axes, key in zip(figure.subplots(1, 3), keys, strict=True):
         _draw_curve(axes, key, metrics)
         _finish(axes, "step", _CURVES[key])
@@ -89,92 +87,7 @@ def mean_points(steps: np.ndarray, values: np.ndarray, most: int) -> tuple[np.nd
     return np.array(last_steps), np.array(means)
 
 
-def plot_images(path: Path, images: np.ndarray, labels: Sequence[str]) -> None:
-    """Draw images in rows of eight, each with its label above it. An existing file is replaced.
-    Raises OSError.
-
-    images: float (N, H, W, C) from 0 to 1, with one or three channels.
-    """
-    from matplotlib.figure import Figure
-
-    columns = min(8, len(images))
-    rows = math.ceil(len(images) / columns)
-    figure = Figure(figsize=(1.7 * columns, 2.0 * rows), layout="constrained", dpi=120)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes in grid.flat:
-        axes.axis("off")
-    for axes, image, label in zip(grid.flat, images, labels, strict=False):
-        axes.imshow(image, cmap="gray", vmin=0, vmax=1)
-        lines = [line[:_MAX_LABEL] for line in label.split("\n")]
-        axes.set_title("\n".join(lines), fontsize=7, parse_math=False)
-    _write(path, figure)
-
-
-def plot_panels(
-    path: Path, title: str, epochs: Sequence[float], panels: Mapping[str, Sequence[float]]
-) -> None:
-    """Draw quantities over the epochs, each in a panel, one below the other.
-
-    panels: values at `epochs`, by the label of their axis; at least one. An existing file is
-    replaced. Raises OSError.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure((8, 1 + 2.2 * len(panels)), dpi=120, layout="constrained")
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (label, values) in zip(all_axes, panels.items(), strict=True):
-        axes.plot(epochs, values, color="C0", linewidth=1.8)
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-        axes.margins(x=0, y=0.2)
-        highest = max(values)
-        if min(values) == highest:  # otherwise matplotlib magnifies rounding errors
-            axes.set_ylim(0, 1.25 * highest or 1.0)
-        else:
-            epoch = epochs[list(values).index(highest)]
-            axes.plot(epoch, highest, "o", color="C0")
-            label = f"{highest:.4g} at epoch {epoch:.3g}"
-            axes.annotate(label, (epoch, highest), (8, 6), textcoords=_POINTS, color="C0")
-    all_axes[0].set_title(title, parse_math=False)
-    all_axes[-1].set_xlabel("epoch")
-    _write(path, figure)
-
-
-def plot_lr_range(
-    path: Path,
-    lrs: Sequence[float],
-    losses: Sequence[float],
-    smoothed: Sequence[float],
-    marked: Mapping[str, float],
-) -> None:
-    """Draw losses over learning rates on a logarithmic axis. marked: learning rates by label.
-    Raises OSError.
-
-    All losses are inside the frame. The axis of the loss is logarithmic if it ends far above its
-    start.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure((8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    axes.plot(lrs, losses, color="C0", alpha=0.35, linewidth=1, label="loss of each step")
-    axes.plot(lrs, smoothed, color="C0", linewidth=2, label="smoothed")
-    axes.set_xscale("log")
-    axes.margins(x=0, y=0.08)
-    before = losses[: smoothed.index(min(smoothed)) + 1]
-    if min(losses) > 0 and max(losses) > _FAR * max(before):
-        axes.set_yscale("log")
-    for number, (label, lr) in enumerate(marked.items(), 1):
-        color = f"C{number}"
-        axes.axvline(lr, color=color, linestyle="--", linewidth=1.2)
-        axes.plot(lr, np.interp(lr, lrs, smoothed), "o", color=color, zorder=3)
-        place = axes.get_xaxis_transform()  # y is a share of the axis
-        axes.annotate(label, (lr, 0.02), (8, 6), place, _POINTS, color=color)
-    _finish(axes, "learning rate", "loss")
-    _write(path, figure)
-
-
-def _write(path: Path, figure: "Figure") -> None:
+def write_figure(path: Path, figure: "Figure") -> None:
     """Write a PNG file whole or not at all. Raises OSError."""
     content = _png(figure)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,13 @@
 """Import rules and forbidden calls, checked in the source without running it.
 
-    tools -> commands -> inference -> engine -> {data, models, optim, checkpoint, guards, report}
-          -> {config, parallel, seeding, versions} -> private_names -> {lookup, files}
+    tools -> extras -> commands -> inference -> engine
+          -> {data, models, optim, checkpoint, guards, report}
+          -> {config, parallel, seeding, versions} -> private_names -> {lookup, files, entry_points}
           -> errors -> text
 
 A module imports from its own part and from parts to the right. Parts in braces do not import each
-other. `config` never imports torch.
+other. `config` never imports torch. The core (all parts but tools and extras) never imports extras,
+which import only the public names that docs/architecture.md lists.
 """
 
 import ast
@@ -22,20 +24,21 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "imagenet_cls"
 LEVELS = [
     {"tools", "__main__", "__init__"},
+    {"extras"},
     {"commands"},
     {"inference"},
     {"engine"},
     {"data", "models", "optim", "checkpoint", "guards", "report"},
     {"config", "parallel", "seeding", "versions"},
     {"private_names"},
-    {"lookup", "files"},
+    {"lookup", "files", "entry_points"},
     {"errors"},
     {"text"},
     # the version; imagenet_cls/__init__.py itself imports the Python API when it is used
     {PACKAGE},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-WITHOUT_TORCH = {"config", *LEVELS[7], *LEVELS[8], *LEVELS[9], *LEVELS[10]}
+WITHOUT_TORCH = {"config", *LEVELS[8], *LEVELS[9], *LEVELS[10], *LEVELS[11]}
 FORBIDDEN = re.compile(
     r"^\s*(import|from) "
     r"(c?pickle|cloudpickle|dill|marshal|shelve)\b|(?<![.\w])(eval|exec)\(|\bos\.(system|popen)\("
@@ -66,18 +69,49 @@ def part_of(names: list[str]) -> str:
     return names[1] if names[0] == PACKAGE and len(names) > 1 and names[1] in LEVEL_OF else names[0]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_module_imports_only_from_parts_to_the_right(path: Path) -> None:
-    own = part_of(list(path.relative_to(ROOT).with_suffix("").parts))
-    for name in imports(path):
-        other = part_of(name.split("."))
-        if other != own and name.split(".")[0] in (PACKAGE, "tools"):
-            assert LEVEL_OF[own] < LEVEL_OF[other], f"{own} imports {name}"
-        if own in WITHOUT_TORCH:
-            assert name.split(".")[0] not in ("torch", "torchvision", "timm", "safetensors"), (
-                f"{own} imports {name}"
-            )
-            assert part_of(name.split(".")) != "private_names", f"{own} imports torch through it"
+def test_modules_import_only_from_parts_to_the_right() -> None:
+    for path in MODULES:
+        own = part_of(list(path.relative_to(ROOT).with_suffix("").parts))
+        for name in imports(path):
+            other = part_of(name.split("."))
+            if other != own and name.split(".")[0] in (PACKAGE, "tools"):
+                assert LEVEL_OF[own] < LEVEL_OF[other], f"{path} imports {name}"
+            if own in WITHOUT_TORCH:
+                assert name.split(".")[0] not in ("torch", "torchvision", "timm", "safetensors"), (
+                    f"{path} imports {name}"
+                )
+                assert other != "private_names", f"{path} imports torch through it"
+
+
+def used_names(path: Path) -> Iterator[str]:
+    """The names of the core that a module uses, such as `files.write_file`: those that it imports,
+    and of a module that it imports the attributes.
+    """
+    tree = ast.parse(path.read_text())
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{PACKAGE}."):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}".removeprefix(f"{PACKAGE}.")
+                if (ROOT / PACKAGE / f"{name.replace('.', '/')}.py").exists():
+                    modules[alias.asname or alias.name] = name
+                elif not name.startswith("extras."):
+                    yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = modules.get(node.value.id, "extras.")
+            if not module.startswith("extras."):
+                yield f"{module}.{node.attr}"
+
+
+def test_extras_use_the_public_names_that_the_docs_list() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, section = page.partition("## What extras use\n")
+    rows = re.findall(r"^\| [^|`]+ \| (`.+`) \|$", section.partition("\n## ")[0], re.MULTILINE)
+    listed = [name for row in rows for name in re.findall("`(.+?)`", row)]
+    extras = [path for path in MODULES if (ROOT / PACKAGE / "extras") in path.parents]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {name for path in extras for name in used_names(path)}
 
 
 def imported_modules() -> dict[str, set[str]]:

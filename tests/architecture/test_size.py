@@ -1,8 +1,8 @@
-"""The size of each package in Python tokens, without comments and docstrings, has a ceiling.
+"""The size in Python tokens, without comments and docstrings, has a limit.
 
-Line breaks do not change the number of tokens, so longer lines do not make a package smaller. A
-change that needs more raises the ceiling in its own commit, and says why. An f-string is one token,
-as in Python 3.11, so that each version of Python counts the same.
+Line breaks do not change the number of tokens, so longer lines do not make a package smaller. The
+limits are lowered when the code gets smaller, and never raised: a new feature names what leaves. An
+f-string is one token, as in Python 3.11, so that each version of Python counts the same.
 """
 
 import ast
@@ -12,21 +12,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
-CEILINGS = {
-    "checkpoint": 4_380,
-    "commands": 36_100,
-    "config": 12_790,
-    "data": 34_600,
-    "engine": 23_770,
-    "guards": 2_680,
-    "inference": 12_500,
-    "models": 10_160,
-    "optim": 6_670,
-    "parallel": 10_600,
-    "report": 11_770,
-    "": 4_120,  # modules of the package itself
-}
+ROOT = Path(__file__).resolve().parents[2]
+# Core and extras, and tests.
+LIMITS = {"imagenet_cls": 0, "tests": 0}
 NOT_COUNTED = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -71,13 +59,7 @@ def test_f_string_is_one_token(source: str, expected: int) -> None:
     assert count_tokens(source) == expected
 
 
-@pytest.mark.parametrize("folder", CEILINGS)
-def test_package_is_not_larger_than_its_ceiling(folder: str) -> None:
-    pattern = "*.py" if folder == "" else "**/*.py"
-    files = (PACKAGE / folder).glob(pattern)
-    assert sum(count_tokens(file.read_text()) for file in files) <= CEILINGS[folder]
-
-
-def test_each_folder_has_a_ceiling() -> None:
-    folders = {file.parent.name for file in PACKAGE.glob("*/*.py")}
-    assert folders == {folder for folder in CEILINGS if folder}
+@pytest.mark.parametrize("folder", LIMITS)
+def test_size_is_not_above_its_limit(folder: str) -> None:
+    files = (ROOT / folder).rglob("*.py")
+    assert sum(count_tokens(file.read_text()) for file in files) <= LIMITS[folder]

@@ -28,13 +28,13 @@ from sklearn import metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision.transforms.functional import to_pil_image
 
-from imagenet_cls.commands.report import report_command
-from imagenet_cls.commands.show_batch import describe_target, show_batch_command
-from imagenet_cls.commands.sweep import sweep_command
-from imagenet_cls.commands.sweep_plan import SweepRun, write_runs
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.builtin import ComposedDigits
+from imagenet_cls.extras.before_training.show_batch import describe_target, show_batch_command
+from imagenet_cls.extras.pages.report import report_command
+from imagenet_cls.extras.sweep.command import sweep_command
+from imagenet_cls.extras.sweep.plan import SweepRun, write_runs
 from imagenet_cls.inference.evaluate_weights import (
     OutputRecorder,
     evaluate_weights,

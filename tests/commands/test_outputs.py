@@ -31,16 +31,16 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision.transforms import functional as reference
 
-from imagenet_cls.commands.find_lr import find_lr_command
-from imagenet_cls.commands.plot_schedule import plot_schedule_command
 from imagenet_cls.commands.predict import predict_command
-from imagenet_cls.commands.report import report_command
-from imagenet_cls.commands.show_batch import show_batch_command
-from imagenet_cls.commands.sweep import sweep_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.load import load_config
+from imagenet_cls.extras.before_training.find_lr import find_lr_command
+from imagenet_cls.extras.before_training.plot_schedule import plot_schedule_command
+from imagenet_cls.extras.before_training.show_batch import show_batch_command
+from imagenet_cls.extras.datasets.verify_data import verify_command
+from imagenet_cls.extras.pages.report import report_command
+from imagenet_cls.extras.sweep.command import sweep_command
 
 SECRET = "do-not-write-this-down"
 # A checkpoint uses no code but what is named here, or in the config.

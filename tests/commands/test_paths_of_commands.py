@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 from helpers import arguments, call, train_here
 
-from imagenet_cls.commands.average_checkpoints import average_command
-from imagenet_cls.commands.check_gpu import check_gpu_command
-from imagenet_cls.commands.export import export_command
-from imagenet_cls.commands.find_lr import find_lr_command
-from imagenet_cls.commands.pack import pack_command
-from imagenet_cls.commands.plot_schedule import plot_schedule_command
 from imagenet_cls.commands.predict import predict_command
-from imagenet_cls.commands.prepare_imagenet import prepare_command
 from imagenet_cls.commands.print_config import print_config_command
-from imagenet_cls.commands.publish import publish_command
-from imagenet_cls.commands.report import report_command
-from imagenet_cls.commands.show_batch import show_batch_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.commands.verify_data import verify_command
+from imagenet_cls.extras.before_training.find_lr import find_lr_command
+from imagenet_cls.extras.before_training.plot_schedule import plot_schedule_command
+from imagenet_cls.extras.before_training.show_batch import show_batch_command
+from imagenet_cls.extras.datasets.pack import pack_command
+from imagenet_cls.extras.datasets.prepare_imagenet import prepare_command
+from imagenet_cls.extras.datasets.verify_data import verify_command
+from imagenet_cls.extras.machine.check_gpu import check_gpu_command
+from imagenet_cls.extras.pages.report import report_command
+from imagenet_cls.extras.weights.average_checkpoints import average_command
+from imagenet_cls.extras.weights.export import export_command
+from imagenet_cls.extras.weights.publish import publish_command
 
 Call = Callable[..., tuple[int, str, str]]
 LONG = "x" * 300  # file systems take names of up to 255 bytes

@@ -20,7 +20,7 @@ from helpers import REPOSITORY, environment, fails, succeeds
 from PIL import Image
 
 import imagenet_cls
-from imagenet_cls.commands import python_api
+from imagenet_cls.commands import child, python_api
 from imagenet_cls.commands.own_data import (
     SHORT_KEYS,
     batch_size_for,
@@ -28,12 +28,12 @@ from imagenet_cls.commands.own_data import (
     load_config_or_data,
     load_with_data,
 )
-from imagenet_cls.commands.plot_schedule import plot_schedule_command
 from imagenet_cls.commands.print_config import print_config_command
 from imagenet_cls.commands.python_api import _override_arguments
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ConfigError, DataError, UsageError, UserError
+from imagenet_cls.extras.before_training.plot_schedule import plot_schedule_command
 from imagenet_cls.inference.predictor import find_images
 
 SMALL = {
@@ -448,7 +448,7 @@ def test_command_is_stopped_before_an_exception_of_the_caller_is_raised(
         "for number in (signal.SIGTERM, signal.SIGINT):\n    signal.signal(number, stop)\n"
         "print('started', flush=True)\ntime.sleep(60)\n"
     )
-    monkeypatch.setattr(python_api, "child_command", lambda _: [sys.executable, "-c", program])
+    monkeypatch.setattr(child, "child_command", lambda _: [sys.executable, "-c", program])
 
     class Stream(io.StringIO):
         def write(self, text: str) -> int:

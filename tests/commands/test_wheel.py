@@ -48,10 +48,10 @@ def test_wheel_contains_every_module_template_and_config(wheel: Path) -> None:
     configs = {
         path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.yaml")
     }
-    templates = (REPOSITORY / "imagenet_cls" / "report" / "templates").iterdir()
+    templates = (REPOSITORY / "imagenet_cls" / "extras" / "pages" / "templates").iterdir()
     assert names == {
         "imagenet_cls/py.typed",
-        *(f"imagenet_cls/report/templates/{path.name}" for path in templates),
+        *(f"imagenet_cls/extras/pages/templates/{path.name}" for path in templates),
         *modules,
         *(f"imagenet_cls/_{name}" for name in configs),
     }

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import cache
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 
@@ -21,11 +20,11 @@ from PIL import Image
 
 import imagenet_cls
 from imagenet_cls import errors
-from imagenet_cls.commands.main import COMMANDS
 from imagenet_cls.commands.own_data import SHORT_KEYS
 from imagenet_cls.commands.test import evaluation_parser, load_for_testing
 from imagenet_cls.commands.train import load_for_training, train_parser
 from imagenet_cls.config.load import load_config
+from imagenet_cls.entry_points import COMMANDS, load_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -124,7 +123,7 @@ def options_of(tool: str) -> set[str]:
         words = [sys.executable, ROOT / "tools" / f"{tool}.py", "--help"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True)
         return options_in(done.stdout)
-    command = getattr(import_module(f"imagenet_cls.commands.{tool}"), COMMANDS[name][0])
+    command = load_command(name)
     shown = io.StringIO()
     with redirect_stdout(shown), pytest.raises(SystemExit):
         command(["--help"])

@@ -13,8 +13,8 @@ import pytest
 from helpers import arguments, fails, saved_bytes, train_here
 
 from imagenet_cls.commands.cli import call_command
-from imagenet_cls.commands.pack import pack_command
 from imagenet_cls.commands.train import train_command
+from imagenet_cls.extras.datasets.pack import pack_command
 
 
 def pack(*words: object) -> None:

@@ -31,12 +31,12 @@ from helpers import (
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data import loader
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
 from imagenet_cls.engine.build import build
 from imagenet_cls.errors import ResourceError
+from imagenet_cls.extras.datasets.verify_data import verify_command
 
 Call = Callable[..., tuple[int, str, str]]
 EXCLUDE = {"data__exclude": "${data.root}/" + BAD_IMAGES_FILE}

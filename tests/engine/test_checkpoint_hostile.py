@@ -24,11 +24,11 @@ from helpers import arguments, call, edit_state, fails, newest, read_weights, su
 from safetensors.torch import load_file, save_file
 
 from imagenet_cls.checkpoint.format import read_checkpoint, write_manifest
-from imagenet_cls.commands.average_checkpoints import average_command
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import CheckpointError
+from imagenet_cls.extras.weights.average_checkpoints import average_command
 
 CANARY = "canary"
 # A module of the attacker's: importing it creates the canary.

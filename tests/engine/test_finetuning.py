@@ -25,12 +25,12 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
-from imagenet_cls.commands.average_checkpoints import average_command
-from imagenet_cls.commands.find_batch import find_batch_command
-from imagenet_cls.commands.find_lr import find_lr_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.engine.stored_weights import read_stored_weights
+from imagenet_cls.extras.before_training.find_batch import find_batch_command
+from imagenet_cls.extras.before_training.find_lr import find_lr_command
+from imagenet_cls.extras.weights.average_checkpoints import average_command
 
 PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
 # The page continues from the first run of docs/your_data.md.

@@ -10,8 +10,8 @@ from forked_ranks import KillPoint, RankServer
 from helpers import arguments, losses, newest, saved_bytes, state_digest, succeeds, train_here
 from labeled_digits import write_lists
 
-from imagenet_cls.commands.pack import pack_command
-from imagenet_cls.commands.verify_data import verify_command
+from imagenet_cls.extras.datasets.pack import pack_command
+from imagenet_cls.extras.datasets.verify_data import verify_command
 
 SETTINGS = {
     "data__labels": "multi",

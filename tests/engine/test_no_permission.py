@@ -11,15 +11,15 @@ from pathlib import Path
 from forked_ranks import RankServer
 from helpers import arguments
 
-from imagenet_cls.commands.average_checkpoints import average_command
 from imagenet_cls.commands.cli import main
-from imagenet_cls.commands.pack import pack_command
 from imagenet_cls.commands.predict import predict_command
-from imagenet_cls.commands.prepare_imagenet import prepare_command
 from imagenet_cls.commands.print_config import print_config_command
-from imagenet_cls.commands.report import report_command
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.commands.verify_data import verify_command
+from imagenet_cls.extras.datasets.pack import pack_command
+from imagenet_cls.extras.datasets.prepare_imagenet import prepare_command
+from imagenet_cls.extras.datasets.verify_data import verify_command
+from imagenet_cls.extras.pages.report import report_command
+from imagenet_cls.extras.weights.average_checkpoints import average_command
 
 CHECKPOINT = "run/checkpoints/step-0000001"
 # Exit code, path without permission, command, and its arguments.

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY, call
 
-from imagenet_cls.commands.pack import pack_command
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.commands.verify_data import verify_command
+from imagenet_cls.extras.datasets.pack import pack_command
+from imagenet_cls.extras.datasets.verify_data import verify_command
 
 PAGE = (REPOSITORY / "docs" / "your_data.md").read_text()
 COMMANDS = re.findall(r"^python tools/(\w+)\.py (.*)$", PAGE, re.MULTILINE)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_finders import search_with_a_limit
 
-from imagenet_cls.commands.check_gpu import CHECKS, Check, describe_machine, run_check
+from imagenet_cls.extras.machine.check_gpu import CHECKS, Check, describe_machine, run_check
 
 pytestmark = pytest.mark.gpu
 

@@ -34,13 +34,13 @@ from timm.data import ImageNetInfo
 from torchvision.models import ResNet18_Weights
 
 from imagenet_cls.checkpoint.format import METADATA, class_metadata, write_manifest
-from imagenet_cls.commands.average_checkpoints import average_command
-from imagenet_cls.commands.publish import publish_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.classes import classes_of_outputs, imagenet_outputs, natural_key
 from imagenet_cls.engine.stored_weights import stated_classes
 from imagenet_cls.errors import CheckpointError
+from imagenet_cls.extras.weights.average_checkpoints import average_command
+from imagenet_cls.extras.weights.publish import publish_command
 from imagenet_cls.inference.predictor import Predictor
 
 ALLOW = ["--allow-import", "helpers:plain"]

@@ -27,15 +27,15 @@ from helpers import (
 from PIL import Image
 
 import imagenet_cls
-from imagenet_cls.commands.average_checkpoints import average_command, choose
-from imagenet_cls.commands.export import export_command
 from imagenet_cls.commands.predict import predict_command
-from imagenet_cls.commands.publish import publish_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.data.builtin import ComposedDigits
 from imagenet_cls.data.lists import index_list
 from imagenet_cls.errors import UsageError
-from imagenet_cls.inference.export import METADATA
+from imagenet_cls.extras.weights.average_checkpoints import average_command, choose
+from imagenet_cls.extras.weights.export import export_command
+from imagenet_cls.extras.weights.exported_model import METADATA
+from imagenet_cls.extras.weights.publish import publish_command
 from imagenet_cls.inference.predictor import OnnxPredictor, Predictor
 
 CONFIG = REPOSITORY / "configs/quick/resnet_multilabel.yaml"

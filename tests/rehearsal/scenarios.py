@@ -180,7 +180,7 @@ def run_ddp_second_gpu(folder: Path) -> None:
 
 def run_check_dist(folder: Path) -> None:
     """tools/check_dist.py, and with the GPUs in another order."""
-    from imagenet_cls.commands.check_dist import check_command
+    from imagenet_cls.extras.machine.check_dist import check_command
 
     def properties(device: Any) -> Any:
         return types.SimpleNamespace(name="GPU", uuid=str(device), major=9)
@@ -229,8 +229,8 @@ def run_recipes(folder: Path) -> None:
 
 def run_finders(folder: Path) -> None:
     """tools/find_batch.py and tools/find_lr.py."""
-    from imagenet_cls.commands.find_batch import find_batch_command
-    from imagenet_cls.commands.find_lr import find_lr_command
+    from imagenet_cls.extras.before_training.find_batch import find_batch_command
+    from imagenet_cls.extras.before_training.find_lr import find_lr_command
 
     config = folder / "config.yaml"
     config.write_text("model: {name: 'helpers:noisy'}\noptimizer: {lr: 0.1}\n")

@@ -14,10 +14,10 @@ from helpers import python_path, run
 from imagenet_cls.commands import LIBRARIES
 from imagenet_cls.commands.cli import parse
 from imagenet_cls.commands.configs import configs_command
-from imagenet_cls.commands.export import export_command
-from imagenet_cls.commands.main import COMMANDS
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command, train_parser
+from imagenet_cls.entry_points import COMMANDS
+from imagenet_cls.extras.weights.export import export_command
 from imagenet_cls.text import command_line
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
@@ -224,9 +224,9 @@ def test_libraries_are_those_of_setup_cfg() -> None:
 def test_verify_data_on_ctrl_c_exits_with_130(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"none")
     program = (
-        "import os, runpy, signal, sys, time\nimport imagenet_cls.commands.verify_data\n"
+        "import os, runpy, signal, sys, time\nimport imagenet_cls.extras.datasets.verify_data\n"
         "def interrupted(*_):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
-        f"imagenet_cls.commands.verify_data.image_problem = interrupted\nsys.argv[0] = "
+        f"imagenet_cls.extras.datasets.verify_data.image_problem = interrupted\nsys.argv[0] = "
         f"'verify_data'\n"
         f"runpy.run_path({str(TOOLS / 'verify_data')!r} + '.py', run_name='__main__')"
     )

@@ -21,8 +21,6 @@ from archive_writers import write_imagenet, write_tar, write_zip
 from helpers import datasets_in, peak_kib, write_files
 
 from imagenet_cls.commands.cli import call_command
-from imagenet_cls.commands.pack import pack_command
-from imagenet_cls.commands.verify_data import verify_command
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data import archives
 from imagenet_cls.data.archive_files import Member, archive_members, open_archive
@@ -32,6 +30,8 @@ from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.index import PREPARE_COMMAND
 from imagenet_cls.data.sources import size_fingerprint
 from imagenet_cls.errors import DataError
+from imagenet_cls.extras.datasets.pack import pack_command
+from imagenet_cls.extras.datasets.verify_data import verify_command
 
 
 def files_of(folder: Path) -> list[tuple[str, bytes]]:

@@ -12,7 +12,6 @@ import torch
 from helpers import peak_kib
 from PIL import Image, ImageOps
 
-from imagenet_cls.commands.verify_data import image_problem
 from imagenet_cls.config.schema import EvalConfig
 from imagenet_cls.data import decode
 from imagenet_cls.data.decode import (
@@ -22,6 +21,7 @@ from imagenet_cls.data.decode import (
     exif_orientation,
     rgb_tensor,
 )
+from imagenet_cls.data.every_image import image_problem
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.sources import FolderSource, MapSource, SubsetSource
 from imagenet_cls.data.transforms import EvalTransform

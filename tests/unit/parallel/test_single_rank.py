@@ -11,8 +11,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from imagenet_cls.commands import check_dist
-from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.parallel import process_group
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors, gpu_index
@@ -22,6 +20,7 @@ from imagenet_cls.parallel.process_group import (
     check_backend,
     init_process_groups,
     name_flight_recorder_files,
+    new_process_group,
 )
 from imagenet_cls.parallel.wrap import (
     BatchNormStatistics,
@@ -175,16 +174,7 @@ def test_process_group_is_bound_to_the_gpu_of_its_rank(
     )
     init_process_groups(RankInfo(), gpu, "ddp", backend, "env://", 10.0)
     monkeypatch.setattr(dist, "new_group", lambda **keywords: bound.append(keywords["device_id"]))
-    for name, result in {
-        "check_backend": None,
-        "check_reports": None,
-        "measure_all_reduce": (True, 1.0),
-    }.items():
-        monkeypatch.setattr(check_dist, name, lambda *_, result=result, **__: result)
-    report = check_dist.RankReport(1, 1, "host", "cuda:1", "-", "-", "-", "-", "-")
-    monkeypatch.setattr(check_dist, "describe_rank", lambda _: report)
-    loaded = load_config(None, [f"parallel.backend={backend}"])
-    check_dist.check_ranks(loaded.config, RankContext(RankInfo(1, 1, 2, 2), gpu))
+    new_process_group(backend, RankContext(RankInfo(1, 1, 2, 2), gpu), 10.0)
     # gloo's group exists already
     assert bound == ([torch.device(device_id)] * 2 if device_id else [None])
 

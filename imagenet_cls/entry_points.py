@@ -1,0 +1,106 @@
+"""The commands, and what the core calls of `imagenet_cls.extras`, by name.
+
+The core trains, evaluates and predicts. It imports nothing of the extras, which read the files that
+it writes, or prepare the files that it reads.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from imagenet_cls.errors import UsageError
+
+# Function and description of each command. A function is imported when it is used.
+COMMANDS = {
+    "train": ("commands.train:train_command", "train on a dataset, or from a config"),
+    "test": (
+        "commands.test:evaluate_command",
+        "evaluate a checkpoint, foreign weights or published weights",
+    ),
+    "predict": (
+        "commands.predict:predict_command",
+        "classify images with a checkpoint or an ONNX file",
+    ),
+    "export": ("extras.weights.export:export_command", "write a model as ONNX or torch.export"),
+    "report": ("extras.pages.report:report_command", "write a page about one run or several"),
+    "publish": (
+        "extras.weights.publish:publish_command",
+        "write a timm model as a folder for the Hugging Face Hub",
+    ),
+    "configs": ("commands.configs:configs_command", "list the shipped configs"),
+    "print-config": ("commands.print_config:print_config_command", "print a resolved config"),
+    "sweep": (
+        "extras.sweep.command:sweep_command",
+        "train a grid of settings, seeds or folds, or search settings",
+    ),
+    "plot-schedule": (
+        "extras.before_training.plot_schedule:plot_schedule_command",
+        "plot the learning rate of a config",
+    ),
+    "show-batch": (
+        "extras.before_training.show_batch:show_batch_command",
+        "draw the training images as the model gets them",
+    ),
+    "find-batch": (
+        "extras.before_training.find_batch:find_batch_command",
+        "find the largest micro-batch that fits on a device",
+    ),
+    "find-lr": (
+        "extras.before_training.find_lr:find_lr_command",
+        "plot the loss over a range of learning rates",
+    ),
+    "prepare-imagenet": (
+        "extras.datasets.prepare_imagenet:prepare_command",
+        "unpack the archives of ImageNet",
+    ),
+    "pack": ("extras.datasets.pack:pack_command", "pack a dataset into WebDataset shards"),
+    "verify-data": (
+        "extras.datasets.verify_data:verify_command",
+        "read every image of a dataset, and list the bad ones",
+    ),
+    "average-checkpoints": (
+        "extras.weights.average_checkpoints:average_command",
+        "average the weights of checkpoints",
+    ),
+    "check-dist": (
+        "extras.machine.check_dist:check_command",
+        "check that the ranks can communicate",
+    ),
+    "check-gpu": (
+        "extras.machine.check_gpu:check_gpu_command",
+        "check training on the GPUs of this machine by short runs",
+    ),
+}
+
+# What a part of the core calls for an option, a method or a value.
+EXTRAS = {
+    "data.name=hf:": "extras.datasets.hub:open_hub",
+    "Predictor.features": "extras.weights.feature_model:FeatureModel",
+    "test.py --knn, --linear-probe": "extras.weights.feature_classifiers:evaluate_features",
+    "test.py --report": "extras.pages.evaluation_report:EvaluationReport",
+    "TrainedRun.report": "extras.pages.report:report_command",
+}
+
+
+def load_command(name: str) -> Callable[..., Any]:
+    """The function of a command. Raises UsageError if its module is not installed."""
+    return _load(COMMANDS[name][0], name)
+
+
+def load_extra(name: str) -> Callable[..., Any]:
+    """What `EXTRAS` has for a name. Raises UsageError if its module is not installed."""
+    return _load(EXTRAS[name], name)
+
+
+def _load(place: str, name: str) -> Callable[..., Any]:
+    module, _, attribute = place.partition(":")
+    module = f"imagenet_cls.{module}"
+    try:
+        loaded: Callable[..., Any] = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # a library is missing, not the module
+        raise UsageError(
+            f"{name} needs {module}, which is not installed.", "Install imagenet-cls as a whole."
+        ) from None
+    return loaded

@@ -1,0 +1,1 @@
+"""What stands beside the core: it reads what training writes, or prepares what it reads."""

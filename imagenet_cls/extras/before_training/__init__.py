@@ -1,0 +1,1 @@
+"""Find settings before training, and look at what they mean."""

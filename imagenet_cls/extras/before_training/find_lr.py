@@ -1,0 +1,101 @@
+"""`tools/find_lr.py`: train with a growing learning rate, and plot the loss over it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from imagenet_cls.commands import cli
+from imagenet_cls.commands.distributed import join_alone
+from imagenet_cls.errors import UsageError
+from imagenet_cls.extras.before_training.pictures import add_picture_option, picture_path
+from imagenet_cls.files import explain_write_errors
+
+if TYPE_CHECKING:
+    from imagenet_cls.extras.before_training.lr_range import LrRange
+
+_USAGE = "CONFIG|DATA [key=value ...] [--from LR] [--to LR] [--steps N] [--out FILE.png]"
+_ROWS = 20  # of the table
+_MIN_STEPS = 20
+
+
+def find_lr_command(argv: Sequence[str]) -> None:
+    """Train with a growing learning rate; print and plot the loss and a suggestion. Raises
+    UserError.
+    """
+    parser = cli.build_parser(
+        "find-lr",
+        "Train from the initial weights while the learning rate grows from step to step (the range "
+        "test of Smith 2015, arXiv:1506.01186), and plot the loss over it. Changes no config and "
+        "writes no run folder.",
+        _USAGE,
+    )
+    cli.add_config_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--from",
+        dest="low",
+        type=cli.positive_float,
+        default=1e-6,
+        metavar="LR",
+        help="of the first step (default: 1e-6)",
+    )
+    add(
+        "--to",
+        dest="high",
+        type=cli.positive_float,
+        default=10.0,
+        metavar="LR",
+        help="of the last step (default: 10)",
+    )
+    add("--steps", type=cli.positive, default=100, metavar="N", help="at most (default: 100)")
+    add_picture_option(parser, "lr")
+    arguments = cli.parse(parser, argv)
+    if arguments.low >= arguments.high:
+        raise UsageError(
+            f"--from {arguments.low:g} is not below --to {arguments.high:g}.",
+            "Correct one of them.",
+        )
+    if arguments.steps < _MIN_STEPS:
+        raise UsageError(f"--steps {arguments.steps} are too few.", f"Give {_MIN_STEPS} or more.")
+    loaded = cli.load_one_config(arguments, parser)
+    path = picture_path(arguments, loaded, "lr")
+    config, context = join_alone(loaded)
+    from imagenet_cls.extras.before_training.lr_range import lr_range
+    from imagenet_cls.extras.before_training.pictures import plot_lr_range
+
+    def report(found: "LrRange") -> None:
+        step = len(found.lrs)
+        if step % max(1, arguments.steps // _ROWS) == 0:
+            print(
+                f"{step:6}  {found.lrs[-1]:9.3g}  {found.losses[-1]:9.4f}  "
+                f"{found.smoothed[-1]:9.4f}",
+                flush=True,
+            )
+
+    print(f"{'step':>6}  {'lr':>9}  {'loss':>9}  {'smoothed':>9}")
+    found = lr_range(config, context, arguments.low, arguments.high, arguments.steps, report)
+    print(f"ended {found.end}")
+    lr = found.steepest()
+    if lr is None:
+        print("no suggestion: the loss did not fall; try a lower --from, or more --steps")
+        return
+    with explain_write_errors(path, "Name another file with --out."):
+        plot_lr_range(path, found.lrs, found.losses, found.smoothed, {f"suggestion: {lr:.2g}": lr})
+    batch = config.train.global_batch_size
+    factor = found.lr_factor
+    scaled = ""
+    if factor != 1:
+        scaled = f", which optimizer.lr_base_batch multiplies by {factor:.4g} to {lr:.2g}"
+    print(
+        f"suggestion: optimizer.lr={lr / factor:.2g}{scaled}: where the smoothed loss falls "
+        "fastest with the logarithm of the rate"
+    )
+    tenth = found.lrs[found.lowest()] / 10
+    if tenth < lr:
+        print(
+            f"more careful: optimizer.lr={tenth / factor:.2g}: a tenth of the rate with the lowest "
+            "smoothed loss"
+        )
+    print(
+        f"A suggestion is a hint, not a promise: for a global batch of {batch} images and the peak "
+        f"of the schedule. Factors of parameter groups were applied.\nwrote {path}"
+    )

@@ -1,0 +1,128 @@
+"""The pictures of these commands: their file, and how they are drawn.
+
+matplotlib is imported inside the functions, since that takes half a second.
+"""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from imagenet_cls.commands import cli
+from imagenet_cls.config.load import LoadedConfig
+from imagenet_cls.errors import UsageError
+from imagenet_cls.files import check_replaced
+from imagenet_cls.report.plots import write_figure
+
+_MAX_LABEL = 24  # characters of a line
+_POINTS = "offset points"  # the unit of a distance from the annotated place
+_FAR = 2.5  # times the highest loss before the lowest one
+
+
+def add_picture_option(parser: argparse.ArgumentParser, kind: str) -> None:
+    """Add --out of a command that draws a picture, for `picture_path`."""
+    parser.add_argument(
+        "--out",
+        type=cli.path,
+        metavar="FILE.png",
+        help=f"default: reports/<config name>_{kind}.png",
+    )
+
+
+def picture_path(arguments: argparse.Namespace, loaded: LoadedConfig, kind: str) -> Path:
+    """The file to draw. Raises UsageError for one that is no PNG file, or that is the user's."""
+    out = arguments.out or Path(f"reports/{loaded.name}_{kind}.png")
+    if out.suffix.lower() != ".png" or out.is_dir():
+        raise UsageError(f"--out {out}: the picture is a PNG file.", "Name it *.png.")
+    check_replaced(out)
+    return out
+
+
+def plot_images(path: Path, images: np.ndarray, labels: Sequence[str]) -> None:
+    """Draw images in rows of eight, each with its label above it. An existing file is replaced.
+    Raises OSError.
+
+    images: float (N, H, W, C) from 0 to 1, with one or three channels.
+    """
+    from matplotlib.figure import Figure
+
+    columns = min(8, len(images))
+    rows = math.ceil(len(images) / columns)
+    figure = Figure(figsize=(1.7 * columns, 2.0 * rows), layout="constrained", dpi=120)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat:
+        axes.axis("off")
+    for axes, image, label in zip(grid.flat, images, labels, strict=False):
+        axes.imshow(image, cmap="gray", vmin=0, vmax=1)
+        lines = [line[:_MAX_LABEL] for line in label.split("\n")]
+        axes.set_title("\n".join(lines), fontsize=7, parse_math=False)
+    write_figure(path, figure)
+
+
+def plot_panels(
+    path: Path, title: str, epochs: Sequence[float], panels: Mapping[str, Sequence[float]]
+) -> None:
+    """Draw quantities over the epochs, each in a panel, one below the other.
+
+    panels: values at `epochs`, by the label of their axis; at least one. An existing file is
+    replaced. Raises OSError.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure((8, 1 + 2.2 * len(panels)), dpi=120, layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (label, values) in zip(all_axes, panels.items(), strict=True):
+        axes.plot(epochs, values, color="C0", linewidth=1.8)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+        axes.margins(x=0, y=0.2)
+        highest = max(values)
+        if min(values) == highest:  # otherwise matplotlib magnifies rounding errors
+            axes.set_ylim(0, 1.25 * highest or 1.0)
+        else:
+            epoch = epochs[list(values).index(highest)]
+            axes.plot(epoch, highest, "o", color="C0")
+            label = f"{highest:.4g} at epoch {epoch:.3g}"
+            axes.annotate(label, (epoch, highest), (8, 6), textcoords=_POINTS, color="C0")
+    all_axes[0].set_title(title, parse_math=False)
+    all_axes[-1].set_xlabel("epoch")
+    write_figure(path, figure)
+
+
+def plot_lr_range(
+    path: Path,
+    lrs: Sequence[float],
+    losses: Sequence[float],
+    smoothed: Sequence[float],
+    marked: Mapping[str, float],
+) -> None:
+    """Draw losses over learning rates on a logarithmic axis. marked: learning rates by label.
+    Raises OSError.
+
+    All losses are inside the frame. The axis of the loss is logarithmic if it ends far above its
+    start.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure((8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(lrs, losses, color="C0", alpha=0.35, linewidth=1, label="loss of each step")
+    axes.plot(lrs, smoothed, color="C0", linewidth=2, label="smoothed")
+    axes.set_xscale("log")
+    axes.margins(x=0, y=0.08)
+    before = losses[: smoothed.index(min(smoothed)) + 1]
+    if min(losses) > 0 and max(losses) > _FAR * max(before):
+        axes.set_yscale("log")
+    for number, (label, lr) in enumerate(marked.items(), 1):
+        color = f"C{number}"
+        axes.axvline(lr, color=color, linestyle="--", linewidth=1.2)
+        axes.plot(lr, np.interp(lr, lrs, smoothed), "o", color=color, zorder=3)
+        place = axes.get_xaxis_transform()  # y is a share of the axis
+        axes.annotate(label, (lr, 0.02), (8, 6), place, _POINTS, color=color)
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    write_figure(path, figure)

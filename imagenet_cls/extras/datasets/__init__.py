@@ -1,0 +1,1 @@
+"""Prepare and check datasets; datasets of the Hugging Face Hub."""

@@ -1,0 +1,1 @@
+"""Check a machine: GPUs, and the connection of ranks."""

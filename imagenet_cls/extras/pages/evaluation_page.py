@@ -1,0 +1,232 @@
+"""The report of an evaluation.
+
+Statistics of classes, confusion and calibration, and a page of them.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from imagenet_cls.extras.pages.figures import Figure, confusion_figure
+from imagenet_cls.extras.pages.render import render
+from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, user_metrics
+from imagenet_cls.text import utf8_text
+
+Statistics = dict[str, Any]
+
+_CALIBRATION_BINS = 15  # as in Guo et al., "On calibration of modern neural networks", 2017
+_MAX_PAIRS, _MAX_EXAMPLES = 20, 12
+_PERCENT, _COUNT = ".2f", ",d"
+_WEIGHTS = {"raw": "raw", "ema": "EMA"}
+_DETAILS = (
+    ("images", "images", _COUNT),
+    ("correct", "correct", _COUNT),
+    ("balanced accuracy (mean recall of the classes), %", "balanced_accuracy_pct", _PERCENT),
+    ("mean F1 of the classes, %", "macro_f1_pct", _PERCENT),
+    ("negative log-likelihood", "nll", ".4f"),
+    ("expected calibration error (0 to 1)", "ece", ".4f"),
+    ("mean confidence", "mean_confidence", ".4f"),
+)
+_LABEL_COLUMNS = (
+    ("mAP %", "map_pct", ".3f"),
+    ("micro F1 %", "micro_f1_pct", ".3f"),
+    ("macro F1 %", "macro_f1_pct", ".3f"),
+    ("best micro F1 %", "best_micro_f1_pct", ".3f"),
+    ("at threshold", "best_threshold", _PERCENT),
+)
+
+
+def evaluation_statistics(
+    rows: np.ndarray, classes: Sequence[str], name_of: Callable[[int], str]
+) -> tuple[Statistics, np.ndarray]:
+    """The statistics of an evaluation, and the confusion matrix, int64 (K, K): a row for each true
+    class.
+
+    rows: a record for each image, with `index`, `target`, `loss`, and `top` and `probabilities` of
+    the likeliest classes, likeliest first. K is the number of classes, or higher where a wider head
+    predicts more. name_of: the name of an image by its index. The precision of a class that is
+    never predicted, and the recall of one without images, are NaN.
+    """
+    from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+    index = rows["index"]
+    target = rows["target"]
+    prediction = rows["top"][:, 0]
+    confidence = rows["probabilities"][:, 0]
+    correct = target == prediction
+    count = max(len(classes), prediction.max() + 1)
+    labels = [
+        *map(utf8_text, classes),
+        *(f"class {number}" for number in range(len(classes), count)),
+    ]
+    confusion = confusion_matrix(target, prediction, labels=range(count))
+    precision, recall, f1, images = precision_recall_fscore_support(
+        target, prediction, labels=range(count), zero_division=np.nan
+    )
+    predicted = confusion.sum(axis=0)
+    wrong = confusion.copy()
+    np.fill_diagonal(wrong, 0)
+    mistaken = wrong.argmax(axis=1)
+    calibration = calibration_bins(confidence, correct)
+
+    def examples(order: np.ndarray) -> list[Statistics]:
+        return [
+            {
+                "index": int(index[i]),
+                "image": utf8_text(name_of(int(index[i]))),
+                "target": labels[target[i]],
+                "prediction": labels[prediction[i]],
+                "confidence": confidence[i],
+            }
+            for i in order[:_MAX_EXAMPLES]
+        ]
+
+    by_confidence = np.argsort(-confidence, kind="stable")
+    statistics = {
+        "images": len(rows),
+        "num_classes": len(classes),
+        "correct": int(correct.sum()),
+        "top1_pct": 100 * correct.mean(),
+        "balanced_accuracy_pct": 100 * recall[images > 0].mean(),
+        "macro_f1_pct": 100 * np.nanmean(f1),
+        "nll": rows["loss"].mean(),
+        "ece": sum(
+            r["images"] * abs(r["accuracy_pct"] / 100 - r["confidence"]) for r in calibration
+        )
+        / len(rows),
+        "mean_confidence": confidence.mean(),
+        "classes": [
+            {
+                "name": labels[k],
+                "precision_pct": p,
+                "recall_pct": r,
+                "f1_pct": f,
+                "images": int(images[k]),
+                "predicted": int(predicted[k]),
+                "mistaken_for": labels[mistaken[k]] if wrong[k].any() else None,
+                "mistaken_images": int(wrong[k, mistaken[k]]),
+            }
+            for k, (p, r, f) in enumerate(
+                (100 * np.stack([precision, recall, f1], axis=1)).tolist()
+            )
+        ],
+        "confused": confused_pairs(confusion, labels),
+        "calibration": calibration,
+        "mistakes": examples(by_confidence[~correct[by_confidence]]),
+        "hits": examples(by_confidence[correct[by_confidence]][::-1]),
+    }
+    return statistics, confusion
+
+
+def calibration_bins(confidence: np.ndarray, correct: np.ndarray) -> list[Statistics]:
+    """The bins of equal width that have images: `low` < confidence <= `high`."""
+    edges = np.linspace(0, 1, _CALIBRATION_BINS + 1)
+    number = np.searchsorted(edges[1:-1], confidence)
+    return [
+        {
+            "low": edges[n],
+            "high": edges[n + 1],
+            "images": int((number == n).sum()),
+            "confidence": confidence[number == n].mean(),
+            "accuracy_pct": 100 * correct[number == n].mean(),
+        }
+        for n in np.unique(number)
+    ]
+
+
+def confused_pairs(confusion: np.ndarray, labels: Sequence[str]) -> list[Statistics]:
+    """The most frequent mistakes: true class, predicted class, images, and their share of the true
+    class.
+    """
+    wrong = confusion.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:_MAX_PAIRS]
+    pairs = [divmod(int(place), len(labels)) for place in order]
+    return [
+        {
+            "target": labels[k],
+            "prediction": labels[m],
+            "images": int(wrong[k, m]),
+            "share_pct": 100 * wrong[k, m] / confusion[k].sum(),
+        }
+        for k, m in pairs
+        if wrong[k, m]
+    ]
+
+
+def evaluation_page(
+    statistics: Mapping[str, Any],
+    confusion: np.ndarray | None,
+    thumbnails: Mapping[int, bytes],
+    link_js: bool = False,
+) -> bytes:
+    """The page of an evaluation. statistics: also `model`, `origin`, `weights`, `messages`,
+    `settings`, and `metrics` by weights.
+
+    confusion: None with several labels for an image. thumbnails: JPEG files of `mistakes` and
+    `hits`, by index. link_js: see `render`.
+    """
+    classes = statistics["classes"]
+    by_f1 = sorted(
+        classes, key=lambda row: math.inf if math.isnan(row["f1_pct"]) else row["f1_pct"]
+    )
+    results = statistics["metrics"]
+    result = results.get(statistics["weights"], {})
+    messages = [*statistics["messages"]]
+    if "classes" in result:
+        messages.append(
+            f"Masked: the outputs of all but {result['classes']} classes are ignored "
+            "(eval.classes=present)."
+        )
+    has_top5 = len(classes) >= MIN_CLASSES_FOR_TOP5
+    columns = _result_columns(results, has_top5)
+    figures: list[Figure] = []
+    details: Sequence[tuple[str, str, str]] = ()
+    if confusion is not None:
+        details = _DETAILS
+        figures = [
+            confusion_figure(confusion, [row["name"] for row in classes]),
+            {"title": "Reliability diagram", "bins": statistics["calibration"]},
+            {"title": "Confidences", "bins": statistics["calibration"]},
+        ]
+    return render(
+        "evaluation.html",
+        figures,
+        link_js,
+        title=f"Evaluation of {statistics['model']} ({statistics['origin']})",
+        has_top5=has_top5,
+        result=result,
+        messages=messages,
+        columns=[("weights", ""), *((title, style) for title, _, style in columns)],
+        results=[[name, *(row.get(key) for _, key, _ in columns)] for name, row in results.items()],
+        weights=_WEIGHTS[statistics["weights"]],
+        details=[[title, format(statistics[key], style)] for title, key, style in details],
+        num_bins=_CALIBRATION_BINS,
+        classes=by_f1,
+        statistics=statistics,
+        thumbnails=thumbnails,
+    )
+
+
+def _result_columns(
+    results: Mapping[str, Mapping[str, Any]], has_top5: bool
+) -> list[tuple[str, str, str]]:
+    """The columns of the results of weights: title, key, format."""
+    columns = [("top-1 %", "top1_pct", ".3f")]
+    if any("map_pct" in row for row in results.values()):
+        columns = list(_LABEL_COLUMNS)
+    elif has_top5:
+        columns.append(("top-5 %", "top5_pct", ".3f"))
+    columns += [
+        ("loss", "loss", ".4f"),
+        ("images", "images", _COUNT),
+    ]
+    if any("real_pct" in row for row in results.values()):
+        columns += [
+            ("ReaL %", "real_pct", ".3f"),
+            ("images with ReaL labels", "real_images", _COUNT),
+        ]
+    own = dict.fromkeys(name for row in results.values() for name in user_metrics(row))
+    return [*columns, *((name, name, ".4f") for name in own)]

@@ -1,0 +1,142 @@
+"""The report of an evaluation, for `test.py --report`: a page, its numbers, confusions."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional
+
+from imagenet_cls.errors import UsageError
+from imagenet_cls.extras.pages.evaluation_page import evaluation_page, evaluation_statistics
+from imagenet_cls.extras.pages.render import (
+    PLOTLY_FILE,
+    plotly_script,
+    to_jpeg,
+)
+from imagenet_cls.files import explain_write_errors, write_file
+from imagenet_cls.inference.evaluate_weights import WeightsEvaluation, prediction_rows
+from imagenet_cls.inference.label_rows import class_statistics
+from imagenet_cls.lookup import check_packages
+from imagenet_cls.report.jsonl import finite_json
+from imagenet_cls.text import utf8_text
+
+_THUMBNAIL_PX = 160
+_MAX_EXAMPLES = 12  # with several labels
+_REMEDY = "Name another folder with --report."
+
+
+class EvaluationReport:
+    """A folder with report.html, report.json and, with one label for an image, confusion.csv.
+
+    An earlier report in it will be replaced. link_js: whether the page links to Plotly's script
+    beside it, instead of a copy in the page. Raises UsageError for a folder with another page and
+    for missing packages, ResourceError if it can't be written.
+    """
+
+    def __init__(self, folder: Path, link_js: bool):
+        check_packages("report", "jinja2", "plotly")
+        self.folder = folder
+        self.link_js = link_js
+        self.page = folder / "report.html"
+        if folder.is_file():
+            raise UsageError(f"{folder} is a file.", _REMEDY)
+        is_new = not self.page.exists()
+        others = [folder / name for name in ("report.json", "confusion.csv")]
+        found = [path for path in others if path.exists()]
+        if is_new and found:
+            raise UsageError(f"{found[0]} was not written by this command.", _REMEDY)
+        if not is_new and others[0] not in found:
+            raise UsageError(f"{self.page} was not written by this command.", _REMEDY)
+        with explain_write_errors(folder, _REMEDY):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.page.touch()
+            if is_new:
+                self.page.unlink()
+
+    def write(self, evaluation: WeightsEvaluation) -> None:
+        """Write the files. evaluation: with recorded rows. Raises ResourceError."""
+        images = evaluation.images
+        rows = evaluation.rows
+        assert rows is not None
+        classes = images.classes
+        if evaluation.present is not None:  # the report has only the classes that have images
+            present = evaluation.present.numpy()
+            classes = tuple(classes[i] for i in present)
+            rows = rows.copy()
+            # Only the likeliest class is used below. It is present; less likely ones may be absent,
+            # and get wrong numbers.
+            for name in ("target", "top"):
+                rows[name] = np.searchsorted(present, rows[name])
+        confusion = None
+        if evaluation.threshold is not None:
+            statistics = multilabel_statistics(evaluation)
+        else:
+            statistics, confusion = evaluation_statistics(rows, classes, images.name)
+        statistics = {
+            "model": evaluation.model_name,
+            "origin": evaluation.origin,
+            "weights": evaluation.kind,
+            "messages": evaluation.messages,
+            "metrics": evaluation.results,
+            "settings": evaluation.settings,
+            **statistics,
+        }
+        thumbnails = {}
+        for example in [*statistics["mistakes"], *statistics.get("hits", [])]:
+            pixels, _ = images.load(example["index"])
+            picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+            thumbnails[example["index"]] = to_jpeg(picture, _THUMBNAIL_PX)
+        page = evaluation_page(statistics, confusion, thumbnails, self.link_js)
+        folder = self.folder
+        with explain_write_errors(folder, _REMEDY):
+            (folder / "confusion.csv").unlink(missing_ok=True)  # of an earlier report
+            if confusion is not None:
+                names = [row["name"] for row in statistics["classes"]]
+                write_file(folder / "confusion.csv", confusion_table(confusion, names))
+            write_file(folder / "report.json", finite_json(statistics))
+            if self.link_js:
+                write_file(folder / PLOTLY_FILE, plotly_script())
+            write_file(self.page, page)
+
+
+def multilabel_statistics(evaluation: WeightsEvaluation) -> dict[str, Any]:
+    """The statistics of an evaluation with several labels: those of the classes, and the images
+    with the highest loss as `mistakes`.
+    """
+    rows = evaluation.rows
+    assert rows is not None and evaluation.threshold is not None
+    names = list(map(utf8_text, evaluation.images.classes))
+    logits, targets = (torch.from_numpy(rows[name].astype("f4")) for name in ("logits", "target"))
+    losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    worst = losses.mean(1).argsort(descending=True, stable=True)[:_MAX_EXAMPLES]
+    mistakes = []
+    for row in prediction_rows(replace(evaluation, rows=rows[worst.numpy()])):
+        texts = {
+            "image": utf8_text(row["image"]),
+            "target": list(map(utf8_text, row["target"])),
+            "top": [(utf8_text(name), probability) for name, probability in row["top"]],
+        }
+        mistakes.append(row | texts)
+    return {
+        "images": len(rows),
+        "num_classes": len(names),
+        "threshold": evaluation.threshold,
+        "classes": class_statistics(rows, names, evaluation.threshold),
+        "mistakes": mistakes,
+    }
+
+
+def confusion_table(confusion: np.ndarray, names: Sequence[str]) -> str:
+    """The confusion matrix as CSV. names: of the classes."""
+    table = io.StringIO(newline="")
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["true \\ predicted", *names])
+    for name, counts in zip(names, confusion.tolist(), strict=True):
+        writer.writerow([name, *counts])
+    return table.getvalue()

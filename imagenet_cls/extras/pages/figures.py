@@ -1,0 +1,121 @@
+"""The data of the figures of a page. templates/figures.js makes traces of Plotly of them."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from imagenet_cls.report.jsonl import Record, main_metrics
+from imagenet_cls.report.plots import columns, mean_points
+
+# Of a field of the records: title of its figure, and format of d3 for an exact value.
+_CURVES = {
+    "loss": ("Loss", ".5f"),
+    "top1_pct": ("Top-1 on validation images, %", ".3f"),
+    "map_pct": ("mAP on validation images, %", ".3f"),
+    "lr": ("Learning rate", ".6g"),
+    "images_per_sec": ("Images per second", ",.1f"),
+}
+_ALL_POINTS = 12_000  # of the training curves of a figure
+_MOST_POINTS = 1_000  # of a training curve
+_MAX_CLASSES = 50  # up to which the confusion matrix has a row for each class
+_MAX_BLOCKS = 125  # of classes, else
+Figure = dict[str, Any]
+
+
+def curve_figures(runs: Sequence[Sequence[Record]]) -> list[Figure]:
+    """Loss, top-1 or mAP, learning rate and speed over the steps. runs: the records of each."""
+    most = min(_MOST_POINTS, _ALL_POINTS // len(runs))
+    steps = [record["step"] for metrics in runs for record in metrics]
+    resumed = []
+    for run, metrics in enumerate(runs):
+        events = [record for record in metrics if record["kind"] == "event"]
+        resumed += [
+            [run, event["step"]] for event in events if event["message"].startswith("resumed from ")
+        ]
+    figures = []
+    unused = {"top1_pct", "map_pct"} - main_metrics(chain(*runs)).keys()
+    for key, (title, number_format) in _CURVES.items():
+        if key in unused:
+            continue
+        curves = []
+        for run, metrics in enumerate(runs):
+            curves += [{"run": run, **curve} for curve in _curves(metrics, key, most)]
+        figures.append(
+            {
+                "title": title,
+                "format": number_format,
+                "steps": [min(steps, default=0), max(steps, default=1)],
+                "resumed": resumed,
+                "curves": curves,
+            }
+        )
+    return figures
+
+
+def _curves(metrics: Sequence[Record], key: str, most: int) -> Iterator[Figure]:
+    """Of the training steps, with at most `most` points, and of the evaluations of each weights.
+
+    size: the number of values of which a point is the mean.
+    """
+    training = [record for record in metrics if record["kind"] == "train" and key in record]
+    # The top-1 of training is of augmented, often mixed images.
+    if training and key != "top1_pct":
+        size = math.ceil(len(training) / most)
+        steps, values = mean_points(*columns(training, key), most)
+        curve = {"weights": "", "x": steps.tolist(), "y": _numbers(values), "size": size}
+        if key == "images_per_sec":
+            _, waits = mean_points(*columns(training, "data_wait_pct"), most)
+            curve["waiting"] = _numbers(waits)
+        yield curve
+    for weights in ("raw", "ema"):
+        results = [record for record in metrics if record.get("weights") == weights]
+        results = [record for record in results if key in record]
+        if results:
+            steps, values = columns(results, key)
+            epochs = [record.get("epoch") for record in results]
+            yield {
+                "weights": weights,
+                "x": steps.tolist(),
+                "y": _numbers(values),
+                "epochs": epochs,
+            }
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+    """For JSON: six digits are exact enough. NaN is a gap."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def similarity_order(confusion: np.ndarray) -> np.ndarray:
+    """The classes in an order that places those next to each other that are confused.
+
+    It is the order of the leaves of an average linkage. The distance of two classes is 1 - (p + q)
+    / 2, where p and q are the shares of the images of each that are predicted as the other.
+    """
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
+    shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    distances = 1 - (shares + shares.T) / 2
+    np.fill_diagonal(distances, 0)
+    return leaves_list(linkage(squareform(distances), "average"))
+
+
+def confusion_figure(confusion: np.ndarray, labels: Sequence[str]) -> Figure:
+    """The confusion matrix. labels: of the classes. Of many classes: the mistakes only, in blocks
+    of classes in the order of `similarity_order`; labels: a list for each block.
+    """
+    figure = {"title": "Confusion matrix", "has_blocks": len(labels) > _MAX_CLASSES}
+    if not figure["has_blocks"]:
+        return figure | {"labels": labels, "counts": confusion.tolist()}
+    order = similarity_order(confusion)
+    mistakes = confusion[np.ix_(order, order)]
+    np.fill_diagonal(mistakes, 0)
+    size = math.ceil(len(labels) / _MAX_BLOCKS)
+    starts = range(0, len(labels), size)
+    sums = np.add.reduceat(np.add.reduceat(mistakes, starts, axis=0), starts, axis=1)
+    blocks = [[labels[k] for k in order[start : start + size]] for start in starts]
+    return figure | {"labels": blocks, "counts": sums.tolist()}

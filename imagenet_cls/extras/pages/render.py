@@ -1,0 +1,89 @@
+"""Self-contained HTML pages from the templates in this folder. Nothing is loaded from a network.
+
+Jinja2 assembles a page and escapes all values. The script of the page draws its figures by Plotly.
+"""
+
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from imagenet_cls.text import utf8_text
+
+PLOTLY_FILE = "plotly.min.js"
+DURATION = "duration"  # the format of a number of hours
+_TEMPLATES = Path(__file__).parent / "templates"
+_SECONDS_BELOW_HOURS = 2 / 60
+_MINUTES_BELOW_HOURS = 2
+
+
+def plotly_script() -> str:
+    """The content of `PLOTLY_FILE`, about 5 MB."""
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+def render(template: str, figures: Sequence[Any], link_js: bool, **values: Any) -> bytes:
+    """A page. template: a file of the folder templates/. figures: their data, for its script.
+
+    link_js: whether the page links to `PLOTLY_FILE` beside it, which is not written here.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_encodable,
+    )
+    environment.filters |= {"cell": format_cell, "data_url": data_url}
+    script = None
+    if not link_js:
+        script = plotly_script() if figures else ""
+    page = environment.get_template(template)
+    return page.render(figures=figures, script=script, **values).encode()
+
+
+def _encodable(value: Any) -> Any:
+    # not the markup of a macro or of the script
+    return utf8_text(value) if type(value) is str else value
+
+
+def format_cell(value: Any, number_format: str) -> Any:
+    """A value of a table. number_format: such as `.2f`; `DURATION`; "" for text. None and NaN are
+    dashes.
+    """
+    if value is None or value != value:
+        return "–"
+    if isinstance(value, str) or not number_format:
+        return value
+    if number_format == DURATION:
+        return format_duration(value)
+    return format(value, number_format)
+
+
+def format_duration(hours: float) -> str:
+    """Seconds below two minutes, minutes below two hours, then hours."""
+    if hours < _SECONDS_BELOW_HOURS:
+        return f"{3600 * hours:.3g} s"
+    if hours < _MINUTES_BELOW_HOURS:
+        return f"{60 * hours:.3g} min"
+    return f"{hours:,.1f} h"
+
+
+def to_jpeg(picture: Image.Image, most_px: int) -> bytes:
+    """A JPEG file of a picture, made smaller where a side has more than `most_px` pixels."""
+    file = io.BytesIO()
+    picture.thumbnail((most_px, most_px))
+    picture.convert("RGB").save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+def data_url(jpeg: bytes) -> str:
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"

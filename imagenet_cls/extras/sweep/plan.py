@@ -1,0 +1,205 @@
+"""The runs of a sweep: from the values on the command line to the arguments of each run.
+
+`sweep.json` in the folder of the sweep lists all its runs, also those of earlier calls.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import yaml
+
+from imagenet_cls.commands.own_data import value_of_override
+from imagenet_cls.commands.train import load_run
+from imagenet_cls.config.load import LoadedConfig
+from imagenet_cls.errors import CheckpointError, ConfigError, UsageError, explain_content_errors
+from imagenet_cls.files import explain_write_errors, write_file
+
+# Keys whose values repeat a setting: the table has their mean.
+REPEATS = ("seed", "data.fold")
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+RANGE = re.compile(rf"(log:)?({_NUMBER})\.\.({_NUMBER})")
+WHOLE_NUMBER = re.compile(r"[-+]?\d+")
+# Larger ranges and grids are most likely typing errors.
+_MAX_VALUES = 1000
+_MAX_RUNS = 10_000
+
+
+@dataclass
+class SweepRun:
+    """A run of a sweep.
+
+    name: the name of its folder. values: the values of the swept keys. fixed: the other arguments
+    of `train`, without those of the run folder. of_folds: the arguments that --folds adds. search:
+    the arguments of the search that drew the values; empty in a grid. pruned: whether the search
+    stopped the run.
+    """
+
+    name: str
+    values: dict[str, Any]
+    fixed: list[str]
+    of_folds: list[str] = field(default_factory=list)
+    search: list[str] = field(default_factory=list)
+    pruned: bool = False
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        return {key: value for key, value in self.values.items() if key not in REPEATS}
+
+    @property
+    def conditions(self) -> list[str]:
+        """The arguments that the seeds or folds of a setting have in common, and the number of
+        folds.
+        """
+        fold = str(self.values.get("data.fold", "null"))
+        num_folds = fold.rpartition(",")[2].strip(" ]")
+        folds = [] if num_folds == "null" else [f"data.fold=[...,{num_folds}]"]
+        return [*self.fixed, *self.of_folds, *folds]
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*self.fixed, *self.of_folds, *overrides_of(self.values)]
+
+    @property
+    def best_arguments(self) -> list[str]:
+        """The arguments of the setting alone, without seed and fold."""
+        return [*self.fixed, *overrides_of(self.setting)]
+
+
+def overrides_of(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def read_runs(folder: Path) -> dict[str, SweepRun]:
+    """All runs of a sweep by name; none for a new folder. Raises CheckpointError."""
+    file = folder / "sweep.json"
+    if not file.exists():
+        return {}
+    with explain_content_errors(CheckpointError, file):
+        runs = [SweepRun(**run) for run in json.loads(file.read_bytes())]
+        for run in runs:  # a TypeError for other types
+            texts = [] if run.search else run.values.values()
+            "".join([run.name, *run.values, *run.conditions, *run.search, *texts])
+            hash(tuple(run.values.items()))
+    return {run.name: run for run in runs}
+
+
+def write_runs(folder: Path, runs: Iterable[SweepRun]) -> None:
+    file = folder / "sweep.json"
+    with explain_write_errors(file, "Free space, or name another folder with --out."):
+        write_file(file, json.dumps([asdict(run) for run in runs], indent=1))
+
+
+def split_overrides(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each `key=value,value`. Of equal keys the last one counts."""
+    pairs = [override.partition("=") for override in overrides]
+    return {key.strip(): split_values(text) for key, _, text in pairs}
+
+
+def split_values(text: str) -> list[str]:
+    """The values between the commas that are neither in brackets nor in quotes."""
+    flow = f"[{text}]"
+    try:
+        items = yaml.compose(flow).value
+    except yaml.YAMLError:  # the loader explains what is wrong with it
+        return [text]
+    values = [flow[item.start_mark.index : item.end_mark.index] for item in items]
+    return list(dict.fromkeys(values)) if len(values) > 1 else [text]
+
+
+def expand_range(key: str, text: str) -> list[str]:
+    """The whole numbers of `0..2`; any other value as it is. Raises UsageError."""
+    match = RANGE.fullmatch(text)
+    if match is None:
+        return [text]
+    numbers = range(0)
+    if not match[1] and all(WHOLE_NUMBER.fullmatch(end) for end in match.groups()[1:]):
+        numbers = range(int(match[2]), int(match[3]) + 1)
+    if not 0 < len(numbers) <= _MAX_VALUES:
+        raise UsageError(
+            f"{key}={text}: without --search, a range has 1 to {_MAX_VALUES} whole numbers.",
+            "Give one such as 0..2, or list the values: 0.1,0.2.",
+        )
+    return [str(number) for number in numbers]
+
+
+def load_grid(
+    folder: Path, source: Sequence[str], overrides: Sequence[str], folds: int | None
+) -> tuple[list[SweepRun], list[LoadedConfig]]:
+    """The runs of `plan_grid` for a folder, and their configs. With folds, `data.stratify` is set
+    where the config neither sets it nor has groups. Raises UsageError, and ConfigError with the
+    problems of all configs.
+    """
+    runs = plan_grid(source, overrides, folds, read_runs(folder).values())
+    configs = load_runs([run.arguments for run in runs])
+    if folds is None:
+        return runs, configs
+    for run, loaded in zip(runs, configs, strict=True):
+        if "data.stratify" not in loaded.origins and loaded.config.data.group is None:
+            run.of_folds = [*run.of_folds, "data.stratify=true"]
+    return runs, load_runs([run.arguments for run in runs])
+
+
+def plan_grid(
+    source: Sequence[str], overrides: Sequence[str], folds: int | None, known: Iterable[SweepRun]
+) -> list[SweepRun]:
+    """A run for each combination of values, and each fold.
+
+    A name has the keys with several values, and those that the names of `known` runs have: a sweep
+    may grow by single values.
+    """
+    known = list(known)
+    # Equal values are written as they were first: `1e-3` and `0.001` are one setting.
+    first: dict[tuple[str, Any], str] = {}
+    for run in known:
+        for key, texts in split_overrides(run.arguments).items():
+            first.setdefault((key, value_of_override(key, texts[0])), texts[0])
+    values: dict[str, list[str]] = {}
+    for key, texts in split_overrides(overrides).items():
+        expanded = [value for text in texts for value in expand_range(key, text)]
+        equal = [first.setdefault((key, value_of_override(key, text)), text) for text in expanded]
+        values[key] = list(dict.fromkeys(equal))
+    swept = {*REPEATS, *(key for run in known for key in run.values)}
+    swept |= {key for key, texts in values.items() if len(texts) > 1}
+    fixed = [f"{key}={texts[0]}" for key, texts in values.items() if key not in swept]
+    of_folds = []
+    if folds is not None:
+        if "data.fold" in values:
+            raise UsageError("data.fold: --folds trains all folds.", "Give one of them.")
+        of_folds = [f"{key}=null" for key in ("data.val", "data.val_fraction") if key not in values]
+        values["data.fold"] = [f"[{number},{folds}]" for number in range(folds)]
+    keys = sorted(swept & values.keys(), key=lambda key: (key in REPEATS, key))
+    count = prod(len(values[key]) for key in keys)
+    if count > _MAX_RUNS:
+        raise UsageError(f"{count:,} runs are more than {_MAX_RUNS:,}.", "Give fewer values.")
+    runs = []
+    for combination in product(*(values[key] for key in keys)):
+        chosen = dict(zip(keys, combination, strict=True))
+        runs.append(SweepRun(name_of(chosen), chosen, [*source, *fixed], of_folds))
+    return runs
+
+
+def name_of(values: Mapping[str, str]) -> str:
+    """The name of a run folder, without characters that paths or shells treat specially."""
+    text = re.sub(r"[\[\]]", "", ",".join(overrides_of(values)))
+    return quote(text, safe="=,:+") or "run"
+
+
+def load_runs(runs: Sequence[Sequence[str]]) -> list[LoadedConfig]:
+    """The configs of runs. runs: their arguments. Raises ConfigError with the problems of all."""
+    configs = []
+    lines = []
+    for arguments in runs:
+        try:
+            configs.append(load_run(arguments)[0])
+        except ConfigError as error:
+            lines += error.lines
+    if lines:
+        raise ConfigError(list(dict.fromkeys(lines)))
+    return configs

@@ -1,0 +1,1 @@
+"""Use trained weights elsewhere: export, publish, average, features."""

@@ -1,0 +1,80 @@
+"""`tools/export.py`: write a trained model as ONNX or torch.export, and compare it with PyTorch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from imagenet_cls.commands import cli
+from imagenet_cls.errors import UsageError
+from imagenet_cls.files import check_output_path, write_output
+from imagenet_cls.lookup import check_packages
+from imagenet_cls.text import printable
+
+SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
+
+
+def export_command(argv: Sequence[str]) -> None:
+    """Export a model, compare it with PyTorch, and then write the file. Raises CheckpointError if
+    their logits differ.
+    """
+    parser = cli.build_parser(
+        "export", "Write a trained model as ONNX or torch.export, and compare it with PyTorch."
+    )
+    cli.add_weights_arguments(parser)
+    parser.add_argument("--format", choices=tuple(SUFFIXES), help="onnx, or torch for torch.export")
+    parser.add_argument(
+        "--out",
+        type=cli.path,
+        metavar="FILE",
+        help="default: model.onnx or model.pt2, in the run folder, or for another CHECKPOINT in "
+        "the working directory",
+    )
+    parser.add_argument(
+        "--preprocess",
+        choices=("none", "normalize"),
+        nargs="?",
+        const="normalize",
+        default="none",
+        help="none: the graph takes normalized float32 images; normalize: it takes uint8 images. "
+        "Both are resized and cropped before. Default: none; without a value: normalize",
+    )
+    parser.add_argument(
+        "--opset",
+        type=cli.positive,
+        metavar="N",
+        help="version of ONNX's operators; default: torch's",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.format is None:
+        raise UsageError("No --format is given.", "Add --format onnx or --format torch.")
+    suffix = SUFFIXES[arguments.format]
+    is_run = (arguments.checkpoint / "config.yaml").is_file()
+    folder = arguments.checkpoint if is_run else Path()
+    out = arguments.out or folder / f"model{suffix}"
+    if out.suffix != suffix:
+        raise UsageError(
+            f"--out {out}: the file's name must end in {suffix}.",
+            "Change it, or give another --format.",
+        )
+    if arguments.opset and arguments.format != "onnx":
+        raise UsageError(
+            f"--opset {arguments.opset}: only ONNX has opsets.",
+            "Leave it out, or give --format onnx.",
+        )
+    check_output_path(out)
+    from imagenet_cls.extras.weights.exported_model import BATCHES, compare, export_model
+    from imagenet_cls.inference.predictor import Predictor
+
+    if arguments.format == "onnx":
+        check_packages("onnx", "onnx", "onnxscript", "onnxruntime")
+    predictor = Predictor(arguments.checkpoint, "cpu", arguments.weights, arguments.allow_import)
+    export = export_model(predictor, arguments.format, arguments.preprocess, arguments.opset)
+    lines = compare(predictor, export)
+    write_output(out, export.content)
+    batches = " and ".join(map(str, BATCHES))
+    for line in (
+        *predictor.warnings,
+        f"random images, in batches of {batches}: {lines[0]}",
+        *lines[1:],
+    ):
+        print(printable(line))
+    print(f"wrote the {predictor.weights} weights of {predictor.path} to {out}")

@@ -1,0 +1,263 @@
+"""sweep.py with its runs: two at once, failed, killed, stopped, searched, as jobs of SLURM."""
+
+import csv
+import errno
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import IO, Any
+
+import pytest
+from helpers import (
+    REPOSITORY,
+    arguments,
+    call,
+    environment,
+    evaluations,
+    newest,
+    run,
+    steps_done,
+    succeeds,
+    wait_for,
+)
+
+from imagenet_cls.extras.sweep import command as sweep
+from imagenet_cls.extras.sweep.command import sweep_command
+from imagenet_cls.extras.sweep.plan import SweepRun, read_runs, write_runs
+from imagenet_cls.files import take_lock
+
+TOOL = [sys.executable, str(REPOSITORY / "tools" / "sweep.py")]
+RUNS_FAILED = 7
+
+
+def words(digits: Path | str, out: Path, **changes: Any) -> list[str]:
+    """Arguments of sweep.py for runs of two steps."""
+    changes = {"train__max_steps": 2, "eval__batch_size": 512} | changes
+    return [*arguments(digits, out, **changes)[:-2], "--out", str(out)]
+
+
+def table(out: Path) -> list[dict[str, str]]:
+    with (out / "table.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def best_top1(folder: Path) -> float:
+    return max(record["top1_pct"] for record in evaluations(folder))
+
+
+def test_two_runs_at_once_of_which_one_fails(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPUs of the environment, which are not there, and the CPU threads are divided."""
+    for name, value in environment(CUDA_VISIBLE_DEVICES="5,7").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    out = tmp_path / "out"
+    argv = words(digits, out, model__checkpoint="null,missing.pth")
+    code, printed, err = call(sweep_command, *argv, "--parallel", 2)
+    assert code == RUNS_FAILED
+    good, bad = "model.checkpoint=null", "model.checkpoint=missing.pth"
+    assert bad in err and good not in err
+    assert f"{bad}: failed with exit code 4: {out / bad}.log" in printed.splitlines()
+    assert "missing.pth" in (out / f"{bad}.log").read_text()
+    rows = table(out)
+    assert [list(row.values())[0:4:3] for row in rows] == [["null", "1"], ["missing.pth", "0"]]
+    assert float(rows[0]["mean top1_pct"]) == best_top1(out / good)
+    assert re.search(r"best setting: python tools/train\.py .*model\.checkpoint=null$", printed)
+    assert f"--work-dir {out / 'best'} " in printed
+    page = (out / "report.html").read_text()
+    assert "<h2>Settings</h2>" in page and "<td>missing.pth</td>" in page
+    variables = json.loads((out / good / "env.json").read_text())["variables"]
+    assert variables["CUDA_VISIBLE_DEVICES"] == "5"
+    assert variables["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+def test_run_folder_in_use_is_an_error(digits: Path, tmp_path: Path) -> None:
+    """As that of a run that still saves after its sweep was killed."""
+    out = tmp_path / "out"
+    folder = out / "seed=1"
+    folder.mkdir(parents=True)
+    with take_lock(folder, ""):
+        assert run([*TOOL, *words(digits, out, seed="0,1")]).returncode == 2
+    assert not list(out.glob("*.log"))
+
+
+def test_runs_that_another_sweep_has_just_added_are_kept(
+    tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    other = SweepRun("trial-000", {"optimizer.lr": 0.1}, ["demo"], search=["demo"], pruned=True)
+
+    def lock_later(folder: Path, remedy: str) -> IO[str]:
+        write_runs(folder, [other])
+        return take_lock(folder, remedy)
+
+    monkeypatch.setattr("imagenet_cls.extras.sweep.command.take_lock", lock_later)
+    monkeypatch.setattr(sweep.Runner, "run", lambda *_: [])
+    assert call(sweep_command, "demo", "seed=0", "--out", out)[0] == 0
+    runs = read_runs(out)
+    assert set(runs) == {"trial-000", "seed=0"} and runs["trial-000"] == other
+
+
+def test_runs_are_stopped_when_the_sweep_fails(
+    tmp_path: Path, call: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def fail(runner: sweep.Runner, slot: int) -> None:
+        started.append(runner.running[slot][1])
+        raise OSError(errno.ENOSPC, "No space left on device", "sweep.json")
+
+    program = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(sweep, "child_command", lambda _: program)
+    monkeypatch.setattr(sweep.Runner, "poll", fail)
+    assert call(sweep_command, "demo", "seed=0,1", "--out", tmp_path / "out")[0] == 5
+    assert [process.returncode for process in started] == [-signal.SIGTERM]
+
+
+def start(argv: list[str]) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*TOOL, *argv],
+        env=environment(),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def children(pid: int) -> list[int]:
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+# Runs of 14 slow steps, which the tests below stop or extend.
+SLOW: dict[str, Any] = {
+    "model": "noisy",
+    "model__kwargs": "{pause_sec: 0.1}",
+    "train__max_steps": 14,
+    "checkpoint__every_steps": 2,
+    "seed": "0..2",
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sweep") / "out"
+    assert run([*TOOL, *words(digits, out, **SLOW), "--parallel", "2"]).returncode == 0
+    return out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_sweep_that_is_stopped_and_started_again_gives_the_same_table(
+    digits: Path, tmp_path: Path, undisturbed: Path, number: signal.Signals
+) -> None:
+    """A finished run is kept, and an interrupted one resumes."""
+    out = tmp_path / "out"
+    first, second = out / "seed=0", out / "seed=1"
+    with start(words(digits, out, **SLOW)) as process:
+        wait_for(lambda: steps_done(second) >= 4, "the second run")
+        runs = children(process.pid)
+        process.send_signal(number)
+        if number == signal.SIGKILL:
+            for pid in runs:
+                os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=240)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 130)
+    log = Path(f"{first}.log").read_text()
+    assert run([*TOOL, *words(digits, out, **SLOW)]).returncode == 0
+    assert Path(f"{first}.log").read_text() == log
+    assert "resumed from" in Path(f"{second}.log").read_text()
+    (row,) = table(out)
+    assert [row] == table(undisturbed)
+    results = [best_top1(folder) for folder in (first, second, out / "seed=2")]
+    assert float(row["mean top1_pct"]) == pytest.approx(fmean(results))
+    assert float(row["std"]) == pytest.approx(stdev(results))
+    assert (row["finished"], row["runs"]) == ("3", "3")
+
+
+@pytest.mark.nightly
+def test_sweep_grows_and_a_changed_config_is_the_error_of_the_run(
+    digits: Path, undisturbed: Path
+) -> None:
+    more = SLOW | {"seed": 0, "optimizer__lr": "0.01,0.02", "train__max_steps": 2}
+    done = run([*TOOL, *words(digits, undisturbed, **more), "--parallel", "2"])
+    assert done.returncode == 0 and done.stdout.count(": started") == 2
+    rows = table(undisturbed)
+    assert {row["optimizer.lr"]: row["runs"] for row in rows} == {"": "3", "0.01": "1", "0.02": "1"}
+    changed = more | {"optimizer__lr": 0.02, "loss__label_smoothing": 0.3}
+    assert run([*TOOL, *words(digits, undisturbed, **changed)]).returncode == RUNS_FAILED
+    log = (undisturbed / "optimizer.lr=0.02,seed=0.log").read_text()
+    assert "--allow-change loss.label_smoothing" in log
+    assert table(undisturbed) == rows  # the results are those of the earlier arguments
+    metric = more | {"optimizer__lr": 0.03, "checkpoint__best": "loss"}
+    done = run([*TOOL, *words(digits, undisturbed, **metric)])
+    assert done.returncode == 2 and "checkpoint.best" in done.stderr
+
+
+@pytest.mark.nightly
+def test_search_prunes_and_continues(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs with a tiny learning rate are pruned: they save, and are not started again. A run that
+    is not finished resumes with its values.
+    """
+    pytest.importorskip("optuna", reason="needs the extra search")
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    changes: dict[str, Any] = {"model": "noisy", "model__kwargs": "{pause_sec: 0.1}"}
+    changes |= {"train__max_steps": 30, "eval__every_epochs": 1, "seed": 0}
+    out = tmp_path / "out"
+    argv = words(digits, out, **changes, optimizer__lr="log:1e-4..0.1", train__epochs=3)
+    code, printed, _ = call(sweep_command, *argv, "--search", 8, "--parallel", 2)
+    pruned = re.findall(r"^(\S+): pruned$", printed, re.M)
+    finished = re.findall(r"^(\S+): finished$", printed, re.M)
+    assert code == 0 and pruned and len(pruned) + len(finished) == 8
+    for name in pruned:
+        assert "saved in" in " ".join((out / f"{name}.log").read_text().split())
+    logs = {path: path.read_text() for path in out.glob("*.log")}
+    # The best run, since another one may be pruned when it resumes.
+    best = max(finished, key=lambda name: best_top1(out / name))
+    shutil.rmtree(newest(out / best))
+    printed = succeeds(sweep_command, *argv, "--search", 9)
+    assert re.findall(r"^(\S+): started", printed, re.M) == [best, "trial-008"]
+    assert [path.stem for path in logs if logs[path] != path.read_text()] == [best]
+    assert "resumed from" in (out / f"{best}.log").read_text()
+    rows = table(out)
+    assert len(rows) == 9
+    results = [float(row["mean top1_pct"]) for row in rows if row["finished"] == "1"]
+    assert results == sorted(results, reverse=True) and results[0] >= best_top1(out / best)
+
+
+@pytest.mark.nightly
+def test_printed_commands_that_ran_as_jobs_are_the_runs_of_the_sweep(
+    digits: Path, tmp_path: Path, slurm: dict[str, str]
+) -> None:
+    """They are submitted as in docs/sweep.md. Names have escapes."""
+    argv = words(f"{digits},{digits}/.", tmp_path / "out")
+    page = (REPOSITORY / "docs" / "sweep.md").read_text()
+    (submit,) = re.findall(r"--dry-run (> runs\.txt\ngrep .*)", page)
+    submit = submit.replace("runs.txt", str(tmp_path / "runs.txt"))
+    submit = submit.replace(" --wrap", f" --output={tmp_path}/%j.log --wrap")
+    line = f"{shlex.join([*TOOL, *argv])} --dry-run {submit}"
+    path = f"{Path(sys.executable).parent}:{slurm['PATH']}"  # the commands begin with `python`
+    done = run(["bash", "-c", line], **slurm | {"PATH": path})
+    assert done.returncode == 0 and done.stdout.count("Submitted batch job") == 2
+
+    def no_job() -> bool:
+        return run(["squeue", "--noheader"], **slurm).stdout == ""
+
+    wait_for(no_job, "the jobs")
+    done = run([*TOOL, *argv])
+    assert done.returncode == 0 and ": started" not in done.stdout
+    assert [row["finished"] for row in table(tmp_path / "out")] == ["1", "1"]
+    folders = list((tmp_path / "out").glob("*/"))
+    assert [steps_done(folder) for folder in folders] == [2, 2]
+    assert all("%2F" in folder.name for folder in folders)

@@ -1,0 +1,151 @@
+"""The table of a sweep: which runs are of one setting, and the order of the settings."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import arguments, call, edit_state, newest, train_here
+
+from imagenet_cls.commands.python_api import TrainedRun
+from imagenet_cls.errors import CheckpointError, UsageError
+from imagenet_cls.extras.sweep import results as sweep_results
+from imagenet_cls.extras.sweep.command import sweep_command
+from imagenet_cls.extras.sweep.plan import plan_grid, write_runs
+from imagenet_cls.extras.sweep.results import read_table
+
+
+def test_runs_with_other_arguments_are_of_another_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = plan_grid(["demo"], ["optimizer.lr=0.1,0.2", "seed=0,1", "train.epochs=5"], None, [])
+    runs += plan_grid(["demo"], ["optimizer.lr=0.1", "seed=2", "train.epochs=9"], None, runs)
+    write_runs(tmp_path, runs)
+    top1 = dict(zip([run.name for run in runs], [60.0, 62.0, 70.0, 72.0, 99.0], strict=True))
+    monkeypatch.setattr(
+        sweep_results, "best_result", lambda folder: ("top1_pct", top1[folder.name])
+    )
+    metric, rows = read_table(tmp_path)
+    assert metric == "top1_pct"
+    assert [(row.setting, row.results) for row in rows] == [
+        ({"optimizer.lr": "0.2", "others": "train.epochs=5"}, [70.0, 72.0]),
+        ({"optimizer.lr": "0.1", "others": "train.epochs=5"}, [60.0, 62.0]),
+        ({"optimizer.lr": "0.1", "others": "train.epochs=9"}, [99.0]),  # of one run
+    ]
+
+
+def test_other_numbers_of_folds_are_other_settings(tmp_path: Path) -> None:
+    runs = plan_grid(["demo"], ["seed=0"], 2, [])
+    write_runs(tmp_path, runs)
+    _, (row,) = read_table(tmp_path)
+    assert row.setting == {} and len(row.runs) == 2
+    write_runs(tmp_path, [*runs, *plan_grid(["demo"], ["seed=0"], 3, runs)])
+    assert sorted(len(row.runs) for row in read_table(tmp_path)[1]) == [2, 3]
+
+
+def test_whole_numbers_below_zero_are_a_range() -> None:
+    runs = plan_grid(["demo"], ["augment.pad_px=-1..+1"], None, [])
+    assert [run.values["augment.pad_px"] for run in runs] == ["-1", "0", "1"]
+
+
+@pytest.fixture(scope="module")
+def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """Arguments of a run of one step without its seed, of which a config file sets some, and its
+    folder.
+    """
+    folder = tmp_path_factory.mktemp("trained")
+    demo, *overrides = arguments(digits, folder / "seed=0")[:-2]
+    (folder / "base.yaml").write_text("train: {max_steps: 1}")
+    (folder / "sweep.yaml").write_text(f"_base_: [{demo}, base.yaml]")
+    words = [str(folder / "sweep.yaml"), *overrides]
+    train_here([*words, "seed=0", "--work-dir", str(folder / "seed=0")])
+    return words, folder / "seed=0"
+
+
+def copy_runs(
+    trained: tuple[list[str], Path], out: Path, seeds: str, edit: Callable[[Any, int], object]
+) -> None:
+    """Write a sweep of copies of a run. edit: changes the `state.json` of a seed."""
+    (source, *overrides), folder = trained
+    runs = plan_grid([source], [*overrides, f"seed={seeds}"], None, [])
+    for seed, run in enumerate(runs):
+        checkpoint = newest(Path(shutil.copytree(folder, out / run.name)))
+
+        def edit_seed(state: dict[str, Any], seed: int = seed) -> None:
+            state["config"]["seed"] = seed
+            edit(state, seed)
+
+        edit_state(checkpoint, edit_seed)
+    write_runs(out, runs)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "of_seeds", "is_comparable"),
+    [
+        ("config.train.max_steps", 9, (1,), False),
+        ("config.train.max_steps", 9, (0, 1), True),  # the file was changed after both
+        ("config.model.pretrained", True, (1,), False),
+        ("config.model.kwargs", {"width": 8}, (1,), False),
+        ("config.checkpoint.best", "loss", (1,), False),
+        ("config.seed", 9, (0, 1), False),  # not what the arguments say
+        ("val_digest", "other", (1,), False),
+        ("val_digest", "other", (0, 1), True),
+        ("data_sizes", "other", (1,), False),
+        ("config.data.root", "moved", (1,), True),
+        ("config.log.every_steps", 7, (1,), True),
+    ],
+)
+def test_runs_of_one_setting_with_other_configs_or_data_are_an_error(
+    trained: tuple[list[str], Path],
+    tmp_path: Path,
+    place: str,
+    value: Any,
+    of_seeds: tuple[int, ...],
+    is_comparable: bool,
+) -> None:
+    *sections, name = place.split(".")
+
+    def edit(state: dict[str, Any], seed: int) -> None:
+        for section in sections:
+            state = state[section]
+        if seed in of_seeds:
+            state[name] = value
+
+    copy_runs(trained, tmp_path, "0,1", edit)
+    code, out, err = call(sweep_command, "--table", "--out", tmp_path)
+    if is_comparable:
+        assert code == 0 and "the best setting" in out
+    else:
+        key = {"val_digest": "validation images", "data_sizes": "training files"}.get(name, name)
+        assert code == UsageError.exit_code and key in err and "the best setting" not in out
+
+
+def test_changed_config_file_is_an_error_before_another_run_starts(
+    trained: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    copy_runs(trained, tmp_path, "0", lambda state, seed: None)
+    words, folder = trained
+    base = folder.with_name("base.yaml")
+    before = base.read_text()
+    base.write_text("train: {max_steps: 2}")
+    code, _, err = call(sweep_command, *words, "seed=1", "--out", tmp_path)
+    assert code == UsageError.exit_code and "train.max_steps" in err
+    assert not (tmp_path / "seed=1.log").exists()
+    base.write_text(before)
+    for other in (["train.max_steps=2"], []):  # another setting, and the same one
+        more = [*other, "seed=1", "--out", tmp_path, "--dry-run"]
+        assert call(sweep_command, *words, *more)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "best", [3, {"raw": {}}, {"raw": {"top1_pct": []}}, {"raw": {"top1_pct": 5.0, "step": None}}]
+)
+def test_run_with_invalid_results_is_not_finished(
+    trained: tuple[list[str], Path], tmp_path: Path, best: Any
+) -> None:
+    copy_runs(trained, tmp_path, "0", lambda state, seed: state["progress"].update(best=best))
+    code, out, _ = call(sweep_command, "--table", "--out", tmp_path)
+    assert code == 0 and "the best setting" not in out
+    with pytest.raises(CheckpointError):
+        assert TrainedRun(tmp_path / "seed=0").best
