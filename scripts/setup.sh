@@ -93,7 +93,7 @@ install_package() {  # uv ignores pip's files and variables, so pip is tried if 
 
 reason() { (grep -m 1 -E 'ERROR: |[eE]rror: ' "$log" || tail -n 1 "$log") | sed 's/^ *//' | cut -c 1-300; }
 
-works() { (cd / && "$venv_python" -c 'import imagenet_cls, matplotlib, omegaconf, rich, sklearn, timm, torch, torchvision'); }
+works() { (cd / && "$venv_python" -c 'import imagenet_cls, matplotlib, omegaconf, sklearn, timm, torch, torchvision, tqdm'); }
 
 if is_installed; then
     exit 0

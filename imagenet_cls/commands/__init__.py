@@ -28,7 +28,6 @@ LIBRARIES = (
     "omegaconf",
     "tensorboard",
     "safetensors",
-    "rich",
     "tqdm",
     "matplotlib",
     "sklearn",

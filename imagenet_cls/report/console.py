@@ -1,16 +1,13 @@
 """What a run prints on stdout, and the log files that receive the messages of libraries.
 
-On a terminal there are a progress bar, which disappears at the end, and colors, unless NO_COLOR is
-set; elsewhere there are plain lines. The run continues if stdout fails or nobody reads it. The bar
-is drawn when a record arrives and not by a thread, so that no lock is held when DataLoader forks
-its workers. The cursor is never hidden, so that even SIGKILL leaves a usable terminal.
+On a terminal there are progress bars; elsewhere there are plain lines. The run continues if stdout
+fails. A bar is drawn when a record arrives and not by a thread, so that no lock is held when
+DataLoader forks its workers.
 """
 
 import contextlib
-import io
 import logging
 import os
-import queue
 import sys
 import threading
 import time
@@ -19,9 +16,7 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from rich.console import Console as RichConsole
-from rich.highlighter import RegexHighlighter
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from tqdm import tqdm
 
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.report.jsonl import Record
@@ -31,95 +26,46 @@ WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoin
 # 0: print no lines about steps, which another process shows.
 STEP_LINES_VARIABLE = "IMAGENET_CLS_STEP_LINES"
 _EVAL_LINE_SEC = 10.0  # between two plain lines about one evaluation
-_MAX_WAITING = 10_000  # texts that wait for a slow reader
-_LAST_TEXT_SEC = 5.0  # the longest wait for a slow reader at the end
 
 
-class BackgroundStream:
-    """Writes text in a thread: `write` neither blocks nor raises.
-
-    If the reader is too slow, the oldest texts are dropped. After an error, nothing more is written
-    (the file descriptor becomes /dev/null). `logging.handlers.QueueListener` is not used: its
-    `stop` waits forever for a pipe that nobody reads.
+class OutputStream:
+    """A text stream whose errors end no run: after one, such as that of a reader that has gone or
+    of a full disk, its file descriptor becomes /dev/null.
     """
 
-    def __init__(self, stream: io.TextIOWrapper):
+    def __init__(self, stream: TextIO):
         self._stream = stream
-        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)  # encoding, isatty, fileno
 
-    def flush(self) -> None:
-        """Flush what was printed without the console."""
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
     def write(self, text: str) -> None:
-        self.flush()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_waiting, name="console", daemon=True)
-            self._thread.start()
-        # an ASCII-only stdout gets escapes
-        self._put(text.encode(self._stream.encoding, "backslashreplace"))
+        encoding = self._stream.encoding or "utf-8"
+        try:
+            # an ASCII-only stdout gets escapes
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self._stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
-    def wait(self) -> None:
-        """Wait until all is written, for at most five seconds."""
-        if self._thread is not None:
-            self._put(None)
-            self._thread.join(_LAST_TEXT_SEC)
-            self._thread = None
-
-    def _put(self, item: bytes | None) -> None:
-        if self._waiting.qsize() >= _MAX_WAITING:
-            with contextlib.suppress(queue.Empty):
-                self._waiting.get_nowait()
-        self._waiting.put(item)
-
-    def _write_waiting(self) -> None:
-        """Run in the thread. Writes by os.write: a lock of Python's streams could be held when
-        DataLoader forks its workers.
-        """
-        while (data := self._waiting.get()) is not None:
-            try:
-                while data:
-                    data = data[os.write(self._stream.fileno(), data) :]
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+    def flush(self) -> None:
+        """Do nothing: `write` flushes."""
 
 
-class Highlighter(RegexHighlighter):
-    """Colors warnings, and the best result so far in the line of an epoch. The name of each group
-    is its color.
-    """
+class Bar(tqdm):
+    """A bar of tqdm without its thread, which would hold a lock while workers are forked."""
 
-    highlights = (r"(?m)^(?P<yellow>warning: .*)", r"(?P<green>\S+ % \*)")
-
-
-class VisibleCursor(RichConsole):
-    """A console of rich whose bars do not hide the cursor."""
-
-    def show_cursor(self, show: bool = True) -> bool:
-        """Do nothing. A process that ends while the cursor is hidden would leave it hidden."""
-        return False
+    monitor_interval = 0
 
 
 class Console:
-    """The lines and the progress bar of a run, on stdout by default."""
+    """The lines and the progress bars of a run, on stdout by default."""
 
     def __init__(self, stream: TextIO | None = None):
-        self._stream = stream or sys.stdout
-        with contextlib.suppress(OSError):  # not a file: in a test or a notebook
-            if isinstance(self._stream, io.TextIOWrapper) and self._stream.fileno() >= 0:
-                self._stream = cast(TextIO, BackgroundStream(self._stream))
-        self._terminal: RichConsole | None = None
-        if self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-            self._terminal = VisibleCursor(
-                file=self._stream, markup=False, emoji=False, highlighter=Highlighter()
-            )
-        self._bar: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
+        self._stream = cast(TextIO, OutputStream(stream or sys.stdout))
+        terminal = os.environ.get("TERM")
+        self._has_bars = self._stream.isatty() and terminal not in ("dumb", "unknown")
+        self._bars: dict[str, Bar] = {}
         self._pace_from: tuple[int, float] | None = None  # step and time of the first train record
         self._eval_line_at = 0.0
 
@@ -130,86 +76,69 @@ class Console:
             self.message(f"{name:<{width}}  {value}")
 
     def message(self, text: str) -> None:
-        """Print a message, above the bar if there is one. Control characters in it are escaped."""
-        text = "\n".join(map(printable, text.split("\n")))
-        if self._terminal is not None:
-            self._terminal.print(text, soft_wrap=True)
-        else:
-            self._stream.write(f"{text}\n")
+        """Print a message, above the bars if there are any. Control characters in it are
+        escaped.
+        """
+        lines = "\n".join(map(printable, text.split("\n")))
+        Bar.write(f"{lines}\n", file=self._stream, end="")
 
     def show_step(self, record: Record, total_steps: int, total_epochs: int) -> None:
         """Show the last step of a logging interval. record: a record of kind "train", see `jsonl`.
 
-        A plain line has few fields, so that it fits into 80 columns in a long run. A terminal shows
-        as many fields as fit beside the bar.
+        A plain line has few fields, so that it fits into 80 columns in a long run.
         """
         step = record["step"]
         epoch = f"epoch {record['epoch'] + 1}/{total_epochs}"
         numbers = [f"loss {record['loss']:.4f}", f"top-1 {record['top1_pct']:.1f} %"]
         if "images_per_sec" in record:
             numbers.append(f"{record['images_per_sec']:.0f} img/s")
-        eta = f"eta {self._eta(step, total_steps)}"
-        if self._terminal is None:
-            if os.environ.get(STEP_LINES_VARIABLE) != "0":
-                self.message("  ".join([epoch, f"step {step}", *numbers, eta]))
-            return
-        fields = [f"{step}/{total_steps}", eta, *numbers, f"lr {_format_lr(record['lr'])}"]
-        if "data_wait_pct" in record:
-            fields.append(f"waiting for data {record['data_wait_pct']:.0f} %")
-        # as wide as "evaluating", whose bar is below it
-        self._draw("train", f"{epoch:10}", step, total_steps, fields)
+        if self._has_bars:
+            self._draw("train", epoch, step, total_steps, "  ".join(numbers))
+        elif os.environ.get(STEP_LINES_VARIABLE) != "0":
+            eta = f"eta {self._eta(step, total_steps)}"
+            self.message("  ".join([epoch, f"step {step}", *numbers, eta]))
 
     def eval_progress(self, images_done: int, images_total: int) -> None:
         """Show how far an evaluation is, without a terminal every ten seconds. images_done: 0 in
         its first call.
         """
-        numbers = f"{images_done}/{images_total} images"
         now = time.monotonic()
-        if self._terminal is not None:
-            self._draw("eval", "evaluating", images_done, images_total, [numbers])
+        if self._has_bars:
+            self._draw("eval", "evaluating", images_done, images_total, "")
         elif images_done == 0:
             self._eval_line_at = now
         elif now - self._eval_line_at >= _EVAL_LINE_SEC:
             self._eval_line_at = now
-            self.message(f"evaluating  {numbers}")
+            self.message(f"evaluating  {images_done}/{images_total} images")
 
     def eval_result(self, text: str) -> None:
-        """Print the result of an evaluation in place of the bars."""
-        self._remove_bars()
+        """Print the result of an evaluation in place of its bar."""
+        if "eval" in self._bars:
+            self._bars.pop("eval").close()
         self.message(text)
 
     def close(self) -> None:
-        """Remove the bars, and wait for the last text. May be called again."""
-        self._remove_bars()
-        if isinstance(self._stream, BackgroundStream):
-            self._stream.wait()
+        """Remove the bars. May be called again."""
+        for bar in self._bars.values():
+            bar.close()
+        self._bars = {}
 
-    def _remove_bars(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _draw(self, task: str, description: str, done: int, total: int, fields: list[str]) -> None:
-        """Draw the bar of a task ("train" or "eval"). The last fields are left out where the
-        terminal is narrow.
-        """
-        assert self._terminal is not None
-        if self._bar is None:
-            self._bar = _create_bar(self._terminal)
-            self._bar.start()
-            self._tasks = {}
-        if task not in self._tasks:
-            self._tasks[task] = self._bar.add_task(description, total=total, numbers="")
-        width = self._terminal.width - len(description) - _bar_width(self._terminal) - 2
-        while fields and len(" ".join(fields)) > width:
-            fields.pop()
-        self._bar.update(
-            self._tasks[task],
-            description=description,
-            completed=done,
-            numbers=" ".join(fields),
-            refresh=True,
-        )
+    def _draw(self, name: str, description: str, done: int, total: int, numbers: str) -> None:
+        """Draw the bar "train" or "eval"."""
+        if name not in self._bars:
+            self._bars[name] = Bar(
+                total=total,
+                initial=done,
+                file=self._stream,
+                leave=False,
+                dynamic_ncols=True,
+                bar_format="{desc} {bar} {n_fmt}/{total_fmt} [{remaining}{postfix}]",
+            )
+        bar = self._bars[name]
+        bar.set_description_str(description, refresh=False)
+        bar.set_postfix_str(numbers, refresh=False)
+        bar.n = done
+        bar.refresh()
 
     def _eta(self, step: int, total_steps: int) -> str:
         """Time to the last step at the pace since the first record, evaluations and checkpoints
@@ -223,28 +152,6 @@ class Console:
         minutes, seconds = divmod(round(sec_per_step * (total_steps - step)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}"
-
-
-def _create_bar(console: RichConsole) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=_bar_width(console)),
-        TextColumn("{task.fields[numbers]}", markup=False),
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        redirect_stdout=False,  # a worker that prints would take the bar's lock in a forked process
-        redirect_stderr=False,
-    )
-
-
-def _bar_width(console: RichConsole) -> int:
-    return max(5, min(40, console.width - 105))
-
-
-def _format_lr(lr: float) -> str:
-    """The learning rate with four decimals, or in scientific notation if it is small or large."""
-    return f"{lr:.4f}" if lr == 0 or 1e-3 <= lr < 1e4 else f"{lr:.2e}"
 
 
 class RankLogHandler(logging.FileHandler):

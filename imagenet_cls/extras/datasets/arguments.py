@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from rich import progress
-from rich.console import Console
+from tqdm import tqdm
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.own_data import is_config
@@ -50,5 +49,5 @@ def load_config_if_given(source: str, overrides: Sequence[str]) -> Config | None
 
 def track(items: Sequence[T], description: str) -> Iterable[T]:
     """Iterate, with a progress bar on stderr if that is a terminal."""
-    console = Console(stderr=True)
-    return progress.track(items, description, console=console, disable=not console.is_terminal)
+    iterator: Iterable[T] = tqdm(items, description, leave=False, disable=None)
+    return iterator

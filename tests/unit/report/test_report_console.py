@@ -108,42 +108,6 @@ def test_output_whose_reader_left_is_silenced():
             console.close()
 
 
-FULL_PIPE_SCRIPT = """
-from imagenet_cls.parallel import exit
-from imagenet_cls.report import console
-exit._OUTPUT_TIMEOUT_SEC = console._LAST_TEXT_SEC = 0.2
-output = console.Console()
-for number in range(20000):
-    output.message(f"line {number}")
-output.close()
-exit.print_error("the error" * 1000, 5)  # does not fit into the pipe
-"""
-
-
-def test_pipe_that_nobody_reads_blocks_neither_messages_nor_the_exit():
-    reader, writer = os.pipe()
-    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    process = subprocess.Popen(
-        [sys.executable, "-c", FULL_PIPE_SCRIPT], stdout=writer, stderr=writer
-    )
-    os.close(writer)
-    assert process.wait(timeout=120) == 5
-    with os.fdopen(reader) as shown:
-        assert shown.read().startswith("line ")
-
-
-def test_slow_reader_gets_the_newest_lines():
-    reader, writer = os.pipe()
-    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    with os.fdopen(writer, "w") as stream, os.fdopen(reader) as shown:
-        console = Console(stream)
-        for number in range(20000):
-            console.message(f"line {number}")
-        lines = iter(shown.readline, "line 19999\n")
-        assert len(list(lines)) < 19999
-        console.close()
-
-
 TERMINAL_SCRIPT = """
 import signal, sys, time
 from imagenet_cls.report.console import Console
@@ -173,7 +137,7 @@ console.close()
 
 
 @cache
-def on_terminal(mode: str, stop_with: int | None = None, **variables: str) -> tuple[str, int, bool]:
+def on_terminal(mode: str, stop_with: int | None = None) -> tuple[str, int, bool]:
     """Returns what the script shows on a pseudo-terminal, its exit status, whether the settings are
     as before.
     """
@@ -181,14 +145,14 @@ def on_terminal(mode: str, stop_with: int | None = None, **variables: str) -> tu
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(slave)
     environment = {**os.environ, "TERM": "xterm", "PYTHONUTF8": "1"}
-    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+    for name in ("COLUMNS", "LINES"):
         environment.pop(name, None)
     process = subprocess.Popen(
         [sys.executable, "-c", TERMINAL_SCRIPT, mode],
         stdout=slave,
         stderr=slave,
         stdin=slave,
-        env=environment | variables,
+        env=environment,
     )
     shown = b""
     deadline = time.monotonic() + 240
@@ -206,58 +170,39 @@ def on_terminal(mode: str, stop_with: int | None = None, **variables: str) -> tu
     return shown.decode(), status, same
 
 
-def test_terminal_shows_a_bar_with_numbers_in_80_columns():
+def test_terminal_shows_bars_in_80_columns():
     shown, status, same = on_terminal("end")
     assert (status, same) == (0, True)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
-    assert "hello [bold]terminal[/bold]" in text and "━" in text
-    # at the beginning of a line, after the bar was erased
-    assert re.search(r"[\r\n]above the bar\r\n", text), text[-800:]
-    # as many whole fields as fit
-    numbers = (
-        r" +5/176 eta \d:\d\d:\d\d loss 0\.0412 top-1 98\.4 % 4210 img/s( lr 0\.0500)? *[\r\n]"
-    )
-    assert re.search(rf"epoch 3/8 +\S+{numbers}", text), text[-800:]
-    drawn = re.split(r"[\r\n]|\x1b\[[0-9]*[A-Z]", re.sub(r"\x1b\[[0-9;]*m", "", shown))
+    drawn = re.split(r"[\r\n]|\x1b\[[0-9;]*[A-Z]", shown)
     assert max(map(len, drawn)) <= 80
-    assert re.search(r"evaluating \S+ +180/359 images", text)
-    assert "epoch 3/8  val 97.20 % *  EMA 96.94 %\r\n" in text
-    assert text.rstrip().endswith("the end")
-
-
-def test_wide_terminal_shows_all_fields(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
-    stream = Terminal()
-    console = Console(stream)
-    console.show_step(RECORD, total_steps=180, total_epochs=8)
-    assert "lr 0.0500 waiting for data 3 %" in stream.getvalue()
-    console.close()
+    (bar, *_) = [line for line in drawn if line.startswith("epoch 3/8 ") and "5/176" in line]
+    assert "loss 0.0412  top-1 98.4 %  4210 img/s" in bar
+    assert any(line.startswith("evaluating ") and "180/359" in line for line in drawn)
 
 
 def screen(shown: str) -> list[str]:
     """The lines that remain on a terminal after what is shown: a line feed, a carriage return, and
-    the sequences of rich for "cursor up" and "erase line".
+    "cursor up".
     """
     lines = [""]
-    row = 0
-    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", shown):
+    row, column = 0, 0
+    for part in re.findall(r"\x1b\[A|\r|\n|[^\x1b\r\n]+", shown):
         if part == "\n":
             row += 1
             lines += [""] * (row + 1 - len(lines))
-        elif part == "\x1b[1A":
+        elif part == "\x1b[A":
             row -= 1
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif part[0] not in "\r\x1b":
-            lines[row] += part
-    return [line for line in lines if line.strip()]
+        elif part == "\r":
+            column = 0
+        else:
+            lines[row] = lines[row][:column] + part + lines[row][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines if line.strip()]
 
 
-def test_bar_disappears_after_each_evaluation_and_lines_remain():
+def test_bars_disappear_and_lines_remain():
     shown, _, _ = on_terminal("end")
     before, _, after = shown.partition("warning: one")
-    assert screen(before)[-1] == "epoch 3/8  val 97.20 % *  EMA 96.94 %"
     assert "evaluating" in before and "evaluating" not in after and "6/176" in after
     assert screen(shown) == [
         "hello [bold]terminal[/bold]",
@@ -269,22 +214,12 @@ def test_bar_disappears_after_each_evaluation_and_lines_remain():
     ]
 
 
-def test_terminal_colors_the_best_result_and_warnings_unless_no_color_is_set():
-    shown, _, _ = on_terminal("end")
-    assert "epoch 3/8  val \x1b[32m97.20 % *\x1b[0m  EMA 96.94 %\r\n" in shown
-    assert "\x1b[33mwarning: one\x1b[0m\r\nno warning: two \\x1b[31m\r\n" in shown
-    plain, _, _ = on_terminal("end", NO_COLOR="1")
-    assert "epoch 3/8  val 97.20 % *  EMA 96.94 %\r\n" in plain
-    assert re.findall(r"\x1b\[[0-9;]*m", plain) == []
-
-
 @pytest.mark.parametrize(
     "stop_with", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)]
 )
 def test_terminal_after_interrupt_is_usable(stop_with):
     shown, status, same = on_terminal("wait", stop_with)
-    assert same
-    assert "\x1b[?25l" not in shown, "the cursor was hidden"
+    assert same and "\x1b[?25l" not in shown, "the cursor was hidden"
     assert status == (0 if stop_with == signal.SIGINT else -signal.SIGKILL)
     assert stop_with == signal.SIGKILL or shown.rstrip().endswith("the end")
 
