@@ -69,12 +69,8 @@ class ImageSource(Protocol):
         """All targets (`data.targets`) without reading images; None where they are not known."""
         return None
 
-    def collection(self) -> str:
-        """A text that identifies the collection that the images are of."""
-        return self.digest()
-
     def image_ids(self) -> Sequence[Hashable]:
-        """What identifies each image in the collection; equal for rows of the same image."""
+        """What identifies each image; equal for rows of the same image."""
         return range(len(self))
 
 
@@ -187,9 +183,6 @@ class FolderSource(EncodedSource):
 
     def digest(self) -> str:
         return self.index.digest
-
-    def collection(self) -> str:
-        return str(self.index.root)
 
     def image_ids(self) -> Sequence[Hashable]:
         return self.index.image_ids()
@@ -404,9 +397,6 @@ class SubsetSource(ImageSource):
         if targets is None:
             return None
         return map_targets(targets[self.rows], self.target_map, len(self.classes))
-
-    def collection(self) -> str:
-        return self.source.collection()
 
     def image_ids(self) -> Sequence[Hashable]:
         ids = self.source.image_ids()

@@ -1,5 +1,6 @@
 """What a run prints at its start, after an evaluation, and at its end."""
 
+import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -10,13 +11,15 @@ import torch
 
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import Progress, best_metric, best_weights
-from imagenet_cls.config.schema import EmaConfig, MixConfig
+from imagenet_cls.config.schema import DataConfig, EmaConfig, MixConfig
+from imagenet_cls.data.classes import HOLD_OUT_ADVICE
 from imagenet_cls.data.index import describe_unread
 from imagenet_cls.data.samplers import samples_per_epoch
 from imagenet_cls.data.sources import (
     EncodedSource,
     FolderSource,
     ImageSource,
+    size_fingerprint,
     without_subsets,
 )
 from imagenet_cls.data.targets import class_sizes
@@ -24,7 +27,6 @@ from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.build import TrainingParts, batch_norm_images
 from imagenet_cls.engine.loaders import describe_workers
 from imagenet_cls.engine.meter import Meter
-from imagenet_cls.engine.overlap import same_images_warning
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
 from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, Record, describe_result, main_metric
@@ -223,9 +225,25 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
         warnings.append(
             "frozen parameters have random values; set model.pretrained=true or model.checkpoint"
         )
-    if parts.context.is_main and (warning := same_images_warning(config.data, parts.data)):
-        warnings.append(warning)
+    if parts.context.is_main:
+        same = same_images_warning(config.data, parts.data.train, parts.data.val)
+        warnings += [same] if same else []
     return warnings
+
+
+def same_images_warning(data: DataConfig, train: ImageSource, val: ImageSource) -> str | None:
+    """A warning if training and validation part have the same path, or images with the same names,
+    classes and sizes.
+    """
+    paths = [os.path.realpath(Path(data.root) / part) for part in (data.train, data.val) if part]
+    is_same_path = len(paths) == 2 and paths[0] == paths[1]
+    digests = [(source.digest(), size_fingerprint(source)) for source in (train, val)]
+    if not is_same_path and digests[0] != digests[1]:
+        return None
+    return (
+        f"the validation part has the images of the training part ({len(val)} of {len(train)}); "
+        f"name another data.val, or hold out some: {HOLD_OUT_ADVICE}"
+    )
 
 
 def _batch_norm_batch(parts: TrainingParts) -> str:

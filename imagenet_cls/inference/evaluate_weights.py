@@ -106,9 +106,7 @@ def evaluate_weights(
     )
     recorder = OutputRecorder(kinds, context.device, kind if record else None)
     outputs = recorder.watch(evaluation.outputs(trained.models))
-    user_metrics = build_metrics(
-        config.eval.metrics, trained.num_classes, kinds, context, config.data.labels == "multi"
-    )
+    user_metrics = build_metrics(config.eval.metrics, trained.num_classes, kinds, context)
     results = evaluation.results(outputs, kinds, trained.num_classes, user_metrics)
     counts = all_reduce_sum(recorder.nonfinite, context).tolist()
     if any(counts):
@@ -248,7 +246,8 @@ def check_not_trained_on(
     test_set: DataConfig | None,
     images: ImageSource,
 ) -> list[str]:
-    """A warning if the images to evaluate are training images of the checkpoint's run, or may be.
+    """A warning if the images to evaluate are the training images of the checkpoint's run, or may
+    be some of them.
 
     images: the images of the validation part, or of the test set. Raises DataError as
     `check_split`.
@@ -256,12 +255,7 @@ def check_not_trained_on(
     data = config.data
     if trained.data_digest is None:
         return []
-    is_training_part = images.digest() == trained.data_digest
-    if test_set is not None and not is_training_part:
-        # the location as a training part, which is compared with the training part of the run
-        location = replace(test_set, train=test_set.val or "", exclude=data.exclude)
-        is_training_part = has_training_images(trained, location)
-    if is_training_part:
+    if images.digest() == trained.data_digest:
         return ["warning: these images have the names and classes of the run's training images"]
     if test_set is None and data.val is None and data.name != "synthetic":
         return check_split(data, trained)

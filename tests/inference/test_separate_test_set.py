@@ -123,9 +123,6 @@ def test_test_set_gets_the_classes_of_the_checkpoint(run_folder: Path, tmp_path:
 def test_training_images_as_test_set_are_a_warning(
     run_folder: Path, data: Path, tmp_path: Path
 ) -> None:
-    for path in ("photos", "both/train", "both.zip/train"):
-        out = succeeds(evaluate_command, run_folder, *ALLOW, "--data", path)
-        assert "200 images" in out and "warning: " in out
     words = arguments(
         data / "both", tmp_path / "run", **FOLDER | {"data__train": "train", "data__val": "val"}
     )
