@@ -1,5 +1,6 @@
 """Optimizer state as named tensors and JSON values, and back, bit for bit."""
 
+import json
 from collections.abc import Collection
 from copy import deepcopy
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.errors import CheckpointError
+from imagenet_cls.errors import CheckpointError, ConfigError
 from imagenet_cls.private_names import base_optimizer
 
 _SEPARATOR = "//"
@@ -61,6 +62,27 @@ def optimizer_to_tensors(
             found[f"{name}{_SEPARATOR}{key}"] = tensor
     values = {"groups": groups, "parameters": parameters}
     return copy_to_host(found), deepcopy(values)
+
+
+def check_state(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """Raise ConfigError if a checkpoint can't store the state of an optimizer after its first step:
+    it stores tensors and JSON. name: `optimizer.name`.
+    """
+    state = optimizer.state_dict()
+    # such as the generator state of timm's kron
+    others = ", ".join(map(str, state.keys() - {"state", "param_groups"}))
+    try:
+        for owner in (*state["state"].values(), *state["param_groups"]):
+            json.dumps(_split(owner)[1])
+    except (TypeError, ValueError) as error:
+        others = str(error)
+    if others:
+        raise ConfigError(
+            [
+                f"optimizer.name: a checkpoint can't store the state of {name!r} ({others}); use "
+                "another optimizer"
+            ]
+        )
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -18,7 +18,8 @@ from imagenet_cls.parallel.signals import set_parent_death_signal
 def child_command(name: str) -> list[str]:
     """The command line, without arguments, of a process that runs a command of `entry_points`.
 
-    The process imports the same package as this one, and no modules of the working directory (-P).
+    The process imports the same package as this one, for which this function may set PYTHONPATH,
+    and no modules of the working directory (-P).
     """
     root = Path(__file__).resolve().parents[2]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -38,16 +39,16 @@ def start_child(
     """Start a command in a process that receives SIGTERM when this one ends (Linux), and no Ctrl-C
     of the terminal.
 
-    name: of a command in `entry_points`. error_file: a new file for
-    `read_error`. env: further variables. cpus: those that it may use; none for all. options: of
-    Popen.
+    name: of a command in `entry_points`. error_file: a new file for `read_error`. env: further
+    variables. cpus: those that it may use; none for all. options: of Popen.
     """
+    command = child_command(name)
     variables = {**os.environ, **(env or {})}
     variables.pop(CHILD_ERROR_FILE_VARIABLE, None)  # of this process, if it is a child
     if error_file is not None:
         variables[CHILD_ERROR_FILE_VARIABLE] = str(error_file)
     return subprocess.Popen(
-        [*child_command(name), *argv],
+        [*command, *argv],
         stdin=subprocess.DEVNULL,
         env=variables,
         process_group=0,

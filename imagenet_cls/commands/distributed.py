@@ -119,11 +119,10 @@ def run_on_ranks(
     """Run a command on one rank or many: `work` on each. Returns the exit code.
 
     name, command: the command that calls this, in the process that the user starts and in the
-    ranks that it starts. parser: gets the options of ranks. load: returns the config. check: called
-    before the ranks are started (with True), and in a single process (with False), both before
-    torch is imported, which takes seconds.
+    ranks that it starts. parser: with the options of `add_rank_options`. load: returns the config.
+    check: called before the ranks are started (with True), and in a single process (with False),
+    both before torch is imported, which takes seconds.
     """
-    add_rank_options(parser)
     arguments, rank_info = parse_rank_arguments(parser, argv)
     if rank_info is None:  # this process starts the ranks
         loaded = load(arguments)

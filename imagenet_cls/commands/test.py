@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import check_components, ranks_to_start, run_on_ranks
+from imagenet_cls.commands.distributed import (
+    add_rank_options,
+    check_components,
+    ranks_to_start,
+    run_on_ranks,
+)
 from imagenet_cls.commands.own_data import is_config, key_of
 from imagenet_cls.config.check import EVALUATED, code_names
 from imagenet_cls.config.layers import shipped_configs
@@ -113,6 +118,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "the average is evaluated if it has one",
     )
     cli.add_allow_import(parser)
+    add_rank_options(parser)
     return parser
 
 

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import check_components, ranks_to_start, run_on_ranks
+from imagenet_cls.commands.distributed import (
+    add_rank_options,
+    check_components,
+    ranks_to_start,
+    run_on_ranks,
+)
 from imagenet_cls.commands.own_data import load_config_or_data
 from imagenet_cls.config.keys import sections, value_types
 from imagenet_cls.config.load import LoadedConfig, load_config
@@ -106,6 +111,7 @@ def train_parser() -> argparse.ArgumentParser:
         "--device", metavar="DEVICE", help="the same as device=DEVICE; 0 is the first GPU"
     )
     parser.add_argument("--syncbn", action="store_true", help="the same as parallel.sync_bn=true")
+    add_rank_options(parser)
     return parser
 
 

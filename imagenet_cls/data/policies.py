@@ -16,16 +16,15 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN
 from torch import Tensor
 from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 
-from imagenet_cls.config.schema import AugmentConfig, height_width
-from imagenet_cls.errors import Problem
+from imagenet_cls.config.schema import AugmentConfig
+from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import (
+    component,
     did_you_mean,
     import_factory,
     is_factory_name,
     kwargs_problems,
 )
-from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
-from imagenet_cls.text import shorten
 
 Policy = Callable[[Tensor], Tensor]
 
@@ -39,9 +38,6 @@ FROM_TORCHVISION: dict[str, Callable[..., Any]] = {
 
 FROM_TIMM = ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a")
 
-# A policy is tried on this many images, and on sides of at most 224 pixels.
-_TRIALS, _TRIAL_PX = 16, 224
-
 
 def build_policy(
     config: AugmentConfig, size_px: int, mean: Sequence[float] = IMAGENET_DEFAULT_MEAN
@@ -52,16 +48,51 @@ def build_policy(
     mean: per channel (C: 3 or 1), of values scaled to 0..1; timm fills empty corners with it. The
     policy interpolates as the crop does; for `random` timm draws for each operation, and
     torchvision takes bilinear. timm's translations are at most 0.45 of the side
-    (`timm.data.transforms_factory`). Expects a config without `policy_problems`.
+    (`timm.data.transforms_factory`). Expects a config without `policy_problems`. Raises ConfigError
+    for settings and arguments that the library rejects, and what a user's factory raises.
     """
     name = config.policy
     if name is None:
         return None
-    if name in FROM_TORCHVISION:
-        return OnPillow(_torchvision_policy(name, config))
-    if is_factory_name(name):
-        return import_factory(name)(**config.policy_kwargs)
-    return OnPillow(_timm_policy(name, config.interpolation, size_px, mean))
+    policy: Policy
+    with component("augment.policy", name, config.policy_kwargs):
+        if name in FROM_TORCHVISION:
+            policy = OnPillow(_torchvision_policy(name, config))
+        elif is_factory_name(name):
+            policy = import_factory(name)(**config.policy_kwargs)
+        else:
+            policy = OnPillow(_timm_policy(name, config.interpolation, size_px, mean))
+    return CheckedPolicy(name, policy)
+
+
+class CheckedPolicy:
+    """A policy whose images are checked.
+
+    Called with a tensor. Raises ConfigError if a library's policy fails, or if the result is no
+    uint8 tensor of the same shape.
+    """
+
+    def __init__(self, name: str, policy: Policy):
+        self.name = name
+        self.policy = policy
+
+    def __call__(self, image: Tensor) -> Tensor:
+        if not isinstance(self.policy, OnPillow):  # a user's, which may write into its argument
+            image = image.clone(memory_format=torch.contiguous_format)
+        with component("augment.policy", self.name, {}):
+            result: object = self.policy(image)
+        if isinstance(result, Tensor):
+            if result.dtype == torch.uint8 and result.shape == image.shape:
+                return result
+            found = f"{result.dtype} {tuple(result.shape)}"
+        else:
+            found = f"a {type(result).__name__}"
+        raise ConfigError(
+            [
+                f"augment.policy: {self.name!r} returned {found} for an image; return uint8 of "
+                f"{tuple(image.shape)}, as given"
+            ]
+        )
 
 
 class OnPillow:
@@ -128,27 +159,23 @@ def _torchvision_policy(name: str, config: AugmentConfig) -> Any:
     return FROM_TORCHVISION[name](**kwargs)
 
 
-def policy_problems(config: AugmentConfig, channels: int = 3) -> list[Problem]:
-    """All problems of `augment.policy` and `augment.policy_kwargs` that show without data.
-
-    If there is none, the policy is tried on a few images: it must return uint8 images of the same
-    size.
+def policy_problems(config: AugmentConfig) -> list[Problem]:
+    """All problems of `augment.policy` and `augment.policy_kwargs` that show without building the
+    policy.
     """
     name = config.policy
     if name is None or (":" not in name and config.policy_kwargs):
         text = "is an argument of torchvision's policies and your own only"
         return [Problem(f"augment.policy_kwargs.{kwarg}", text) for kwarg in config.policy_kwargs]
     if ":" not in name:
-        problems = _timm_policy_problems(name)
-    else:
-        if name.startswith(TORCHVISION) and name not in FROM_TORCHVISION:
-            return [_unknown(name)]
-        try:
-            factory = FROM_TORCHVISION.get(name) or import_factory(name)
-        except LookupError as error:
-            return [Problem("augment.policy", str(error))]
-        problems = kwargs_problems("augment.policy_kwargs", factory, config.policy_kwargs)
-    return problems or _trial_problems(config, channels)
+        return _timm_policy_problems(name)
+    if name.startswith(TORCHVISION) and name not in FROM_TORCHVISION:
+        return [_unknown(name)]
+    try:
+        factory = FROM_TORCHVISION.get(name) or import_factory(name)
+    except LookupError as error:
+        return [Problem("augment.policy", str(error))]
+    return kwargs_problems("augment.policy_kwargs", factory, config.policy_kwargs)
 
 
 def _timm_policy_problems(name: str) -> list[Problem]:
@@ -170,27 +197,3 @@ def _unknown(name: str) -> Problem:
     hint = did_you_mean(name if ":" in name else name.partition("-")[0], names)
     allowed = f"(allowed: {', '.join(names)} or my_module:my_factory)"
     return Problem("augment.policy", f"unknown policy {name!r}{hint} {allowed}")
-
-
-def _trial_problems(config: AugmentConfig, channels: int) -> list[Problem]:
-    height, width = (min(side, _TRIAL_PX) for side in height_width(config.size_px))
-    pixels = np.arange(channels * height * width, dtype=np.uint32).astype(np.uint8)
-    image = torch.from_numpy(pixels.reshape(channels, height, width))
-    try:
-        with preserve_rng_state():
-            policy = build_policy(config, min(height, width), IMAGENET_DEFAULT_MEAN[:channels])
-            for number in range(_TRIALS):
-                seed_generators(hash_key("policy trial", number))
-                result: Any = policy(image.clone()) if callable(policy) else policy
-                kind = str(type(result))
-                if isinstance(result, Tensor):
-                    if result.dtype == torch.uint8 and result.shape == image.shape:
-                        continue
-                    kind = f"{result.dtype} {tuple(result.shape)}"
-                text = f"{config.policy!r} returned {kind}; return a function from uint8 images "
-                text += f"to uint8 images of {tuple(image.shape)}, as given"
-                return [Problem("augment.policy", text)]
-    except Exception as error:
-        reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
-        return [Problem("augment.policy", f"{config.policy!r} fails on an image: {reason}")]
-    return []

@@ -27,7 +27,7 @@ from imagenet_cls.config.schema import (
     height_width,
 )
 from imagenet_cls.data.decode import MAX_PIXELS
-from imagenet_cls.data.policies import OnPillow, build_policy, to_pil_image
+from imagenet_cls.data.policies import build_policy, to_pil_image
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.errors import DataError
 from imagenet_cls.private_names import interpolate_antialiased
@@ -203,8 +203,6 @@ class TrainTransform:
         """
         policy = self.policies[image.shape[1], image.shape[2]]
         if policy is not None:
-            if not isinstance(policy, OnPillow):  # a user's, which may write into its argument
-                image = image.clone(memory_format=torch.contiguous_format)
             image = policy(image)
         jitter_prob = self.augment.color_jitter.prob
         if self.jitter is not None and (jitter_prob == 1 or draw_bernoulli(jitter_prob)):

@@ -44,7 +44,7 @@ from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.ema import ModelEma, build_ema
 from imagenet_cls.models.head import head_names
 from imagenet_cls.models.teacher import Teacher
-from imagenet_cls.optim.build import build_optimizer
+from imagenet_cls.optim.build import build_optimizer, initial_momentum
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import TrainingLoss, build_loss, build_training_loss
 from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
@@ -199,6 +199,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     optimizer = build_optimizer(
         replace(config.optimizer, lr=lr), parameter_groups(model, config.optimizer, head)
     )
+    check_momentum(config, optimizer)
     scaler = torch.amp.GradScaler(device.type, enabled=autocast_dtype == torch.float16)
     train_loader = build_train_loader(config, data.train, plan, context, mean)
     normalize = Normalize(mean, std, device, train.channels_last)
@@ -249,13 +250,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
         batch_norm_statistics=statistics,
         train_loader=train_loader,
         evaluation=evaluation,
-        metrics=build_metrics(
-            config.eval.metrics,
-            num_classes,
-            weight_kinds,
-            context,
-            config.data.labels == "multi",
-        ),
+        metrics=build_metrics(config.eval.metrics, num_classes, weight_kinds, context),
     )
 
 
@@ -379,6 +374,18 @@ def check_ema_updates(ema: EmaConfig, plan: Plan) -> None:
             [
                 f"ema.every_steps: {ema.every_steps} is more than the {steps} steps of the run, so "
                 f"the EMA would never be updated; give at most {steps}"
+            ]
+        )
+
+
+def check_momentum(config: Config, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if the schedule sets a momentum that the optimizer does not have."""
+    is_scheduled = config.schedule.kwargs.get("max_momentum") is not None
+    if config.schedule.name == "one_cycle" and is_scheduled and initial_momentum(optimizer) is None:
+        raise ConfigError(
+            [
+                f"schedule.kwargs.max_momentum: {config.optimizer.name!r} has no momentum to "
+                "schedule; leave it out, or choose another optimizer"
             ]
         )
 

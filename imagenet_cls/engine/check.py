@@ -15,7 +15,7 @@ from imagenet_cls.guards.agreement import check_same_code, check_same_config
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.build import model_problems
 from imagenet_cls.models.teacher import distillation_problems
-from imagenet_cls.optim.build import initial_momentum, optimizer_problems
+from imagenet_cls.optim.build import optimizer_problems
 from imagenet_cls.optim.losses import loss_problems
 from imagenet_cls.optim.schedule import scaled_lr, schedule_problems
 from imagenet_cls.parallel.collectives import run_on_main
@@ -47,8 +47,8 @@ def raise_problems(problems: list[Problem], loaded: LoadedConfig) -> None:
 
 
 def config_problems(config: Config, world_size: int | None, training: bool = True) -> list[Problem]:
-    """All problems of a config. If a module in `imports` can't be imported, only this problem: it
-    may define the names that other keys refer to.
+    """The problems of a config that show before its components are built. If a module in `imports`
+    can't be imported, only this problem: it may define the names that other keys refer to.
 
     world_size: None where it is not known yet. training: false for an evaluation, of which only
     model, data and metrics are checked.
@@ -58,39 +58,20 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
             import_from_cwd(name)
         except LookupError as error:
             return [Problem("imports", str(error))]
-    channels = config.data.channels
-    problems = model_problems(config.model, training and config.train.grad_checkpointing, channels)
+    problems = model_problems(config.model, config.data.channels)
     problems += data_problems(config.data)
     problems += metric_problems(config.eval.metrics)
     if training:
-        problems += policy_problems(config.augment, channels)
+        problems += policy_problems(config.augment)
         problems += loss_problems(config.loss, config.data.labels)
         problems += distillation_problems(config.distill)
         lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
         problems += schedule_problems(config.schedule, config.train.epochs, lr)
-        problems += optimizer_problems(config.optimizer) or momentum_problems(config)
+        problems += optimizer_problems(config.optimizer)
         problems += writer_problems(config.log)
     if world_size is not None:
         problems += rank_problems(config, world_size, training)
     return problems
-
-
-def momentum_problems(config: Config) -> list[Problem]:
-    """The problem of `one_cycle` with min_momentum or max_momentum for an optimizer without
-    momentum, if any. The section `optimizer` must have no problems.
-    """
-    if config.schedule.name != "one_cycle":
-        return []
-    names = [name for name in ("min_momentum", "max_momentum") if name in config.schedule.kwargs]
-    if not names or initial_momentum(config.optimizer) is not None:
-        return []
-    return [
-        Problem(
-            f"schedule.kwargs.{names[0]}",
-            f"{config.optimizer.name!r} has no momentum to schedule; leave it out, or choose "
-            "another optimizer",
-        )
-    ]
 
 
 def rank_problems(config: Config, world_size: int, training: bool = True) -> list[Problem]:

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from imagenet_cls.config.schema import Config, TrainConfig, format_size, height_width
 from imagenet_cls.data.samplers import samples_per_epoch
 from imagenet_cls.data.transforms import size_px_at
 from imagenet_cls.errors import DataError, Problem
-from imagenet_cls.optim.build import initial_momentum
+from imagenet_cls.optim.build import initial_momentum, optimizer_of_layer
 from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 
 
@@ -200,7 +202,8 @@ def schedule_curves(
     schedule = build_schedule(config.schedule, lr, plan.steps_per_epoch, plan.epochs)
     steps = range(plan.total_steps)
     curves = {"learning rate": [schedule(step) for step in steps]}
-    if (constant := initial_momentum(config.optimizer)) is not None:
+    optimizer = optimizer_of_layer(config.optimizer, nn.Linear(1, 1))
+    if (constant := initial_momentum(optimizer)) is not None:
         scheduled = map(schedule.momentum, steps)
         curves["momentum"] = [constant if momentum is None else momentum for momentum in scheduled]
     curves["resolution (px)"] = [

@@ -13,6 +13,7 @@ from itertools import islice
 from torch import nn
 
 from imagenet_cls.checkpoint.format import checkpoint_path
+from imagenet_cls.checkpoint.optimizer_state import check_state
 from imagenet_cls.checkpoint.progress import RESULT_FIELDS, Progress, stops_early
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.data.loader import TrainBatch
@@ -126,6 +127,8 @@ class Run:
         collective.
         """
         step = self.progress.step
+        if step == 1:  # not as late as the first save
+            check_state(self.parts.optimizer, self.parts.config.optimizer.name)
         due = self.due()
         if self.hang_log:
             self.hang_log.reset()

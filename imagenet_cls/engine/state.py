@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from imagenet_cls.checkpoint.format import (
     Snapshot,
@@ -35,7 +35,7 @@ from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import state_dict_mismatch
-from imagenet_cls.optim.build import layer_with_gradients, optimizer_of_layer
+from imagenet_cls.optim.build import optimizer_of_layer
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.jsonl import missing_steps
@@ -394,7 +394,9 @@ def check_optimizer_state(snapshot: Snapshot, now: OptimizerConfig, device: torc
     changed = changed_optimizer_kwargs(snapshot.state, now)
     if not changed:
         return
-    layer = layer_with_gradients(device)
+    layer = nn.Linear(2, 3, device=device)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
     before = config_from_state(snapshot.state, snapshot.path).optimizer
     old = optimizer_of_layer(before, layer)
     new = optimizer_of_layer(now, layer)

@@ -5,7 +5,6 @@ From torchmetrics, or modules with the same methods.
 
 import inspect
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
@@ -25,12 +24,11 @@ from imagenet_cls.parallel.collectives import (
 )
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.jsonl import EVAL_FIELDS
-from imagenet_cls.text import first_line, printable
+from imagenet_cls.text import printable
 
 UserMetrics = dict[str, Any]
 """The metrics of one kind of weights, by the names of their factories."""
 
-_TRIAL_IMAGES = 8
 _DOCS = "docs/extending.md, A metric"
 
 
@@ -47,37 +45,12 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
 
 
 def build_metrics(
-    names: Sequence[str],
-    num_classes: int,
-    weights: Sequence[str],
-    context: RankContext,
-    multilabel: bool = False,
+    names: Sequence[str], num_classes: int, weights: Sequence[str], context: RankContext
 ) -> dict[str, UserMetrics]:
-    """The metrics of each set of weights. Raises ConfigError for an object that can't be used. A
-    collective. multilabel: whether targets are int64 (B, classes).
-
-    They are tried on a few images, so that a mistake ends the run at its start. Exceptions of
-    `compute` are ignored: the metric may need more images.
-    """
-    metrics = {
+    """The metrics of each set of weights. Raises ConfigError for an object that can't be used."""
+    return {
         kind: {name: build_metric(name, num_classes, context) for name in names} for kind in weights
     }
-    targets = torch.arange(min(num_classes, _TRIAL_IMAGES), device=context.device)
-    logits = torch.eye(len(targets), num_classes, device=context.device)
-    if multilabel:
-        targets = logits.long()
-    results = {}
-    for name, metric in metrics[weights[0]].items():
-        with warnings.catch_warnings(action="ignore"):
-            try:
-                metric.update(logits, targets)
-            except Exception as error:
-                problem = f"update(logits, targets) raised {first_line(error)}; see {_DOCS}"
-                raise metric_error(name, problem, context) from error
-            with suppress(Exception):
-                results[name] = metric.compute()
-    values_by_field(results, context)
-    return metrics
 
 
 def metric_error(name: str, problem: str, context: RankContext) -> UserError:

@@ -1,21 +1,19 @@
 """Build the model of a config's `model` section on the CPU.
 
-With timm, torchvision or the user's factory. Checks the section before ranks start: names, tags,
-published weights and arguments.
+With timm, torchvision or the user's factory. Checks the section before ranks start: names, tags and
+published weights.
 
 Random numbers are drawn only to initialize weights, so the same seed gives the same weights.
 """
 
 import logging
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 import huggingface_hub
 import timm
-import torch
 import torchvision
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -25,6 +23,7 @@ import imagenet_cls.models.cifar  # noqa: F401 (registers its models with timm)
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError, UserError
 from imagenet_cls.lookup import (
+    component,
     did_you_mean,
     import_factory,
     is_model_source,
@@ -32,7 +31,6 @@ from imagenet_cls.lookup import (
     keyword_names,
     kwargs_problems,
 )
-from imagenet_cls.models.adapt import checkpoint_activations, freeze, split_batch_norm
 from imagenet_cls.models.head import head_names
 from imagenet_cls.text import first_line
 
@@ -55,8 +53,9 @@ def build_model(config: ModelConfig, num_classes: int, channels: int = 3) -> nn.
     channels: the channels of the images; timm's models are built for them. Published weights
     (`model.pretrained`) are downloaded once; a head of another size is initialized.
     `model.checkpoint` is not read: see `weights.load_weights`. Raises ResourceError if published
-    weights can't be downloaded, CheckpointError where they don't fit the kwargs, ConfigError for a
-    malformed name on the Hub, UserError where the user's factory does not return a module.
+    weights can't be downloaded, CheckpointError where they don't fit the kwargs, ConfigError for
+    kwargs that the library rejects and for a malformed name on the Hub, UserError where the user's
+    factory does not return a module, and what this factory raises.
     """
     if config.pretrained:
         # Printed at once: no setting of huggingface_hub shortens its retries.
@@ -88,7 +87,8 @@ def build_model(config: ModelConfig, num_classes: int, channels: int = 3) -> nn.
                 "Remove arguments that change shapes from model.kwargs, or set "
                 "model.pretrained=false.",
             ) from error
-        raise
+        with component("model.name", config.name, config.kwargs):
+            raise
 
 
 def _build(config: ModelConfig, num_classes: int, channels: int) -> nn.Module:
@@ -255,15 +255,10 @@ def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], li
     return [fmean(mean)], [fmean(std)]
 
 
-def model_problems(
-    config: ModelConfig, grad_checkpointing: bool = False, channels: int = 3
-) -> list[Problem]:
-    """All problems of the section that can be found without data. Downloads no weights; of a model
-    on the Hub, only its config.
+def model_problems(config: ModelConfig, channels: int = 3) -> list[Problem]:
+    """Problems of the section that show without building the model. channels: `data.channels`.
 
-    grad_checkpointing: `train.grad_checkpointing`. channels: `data.channels`. Builds on the meta
-    device, or where that fails on the CPU: timm's and torchvision's factories take `**kwargs`, so
-    only this trial shows which argument the constructor rejects.
+    timm's and torchvision's factories take `**kwargs`, so `build_model` finds the unknown ones.
     """
     if is_user_factory(config.name):
         return _factory_problems(config)
@@ -278,35 +273,8 @@ def model_problems(
         for name in config.kwargs
         if name in RESERVED
     ]
-    kwargs = {
-        name: value for name, value in config.kwargs.items() if name not in (*RESERVED, "weights")
-    }
-    model, problems = _try_build(config.name, kwargs, config.num_classes or 1000, channels)
-    problems = reserved + problems
-    if is_torchvision:
-        problems += _torchvision_problems(config, model)
-    elif model is not None:
-        problems += _timm_weights_problems(config, model)
-    if model is not None:
-        problems += _adaptation_problems(config, model, grad_checkpointing)
-    return problems
-
-
-def _adaptation_problems(
-    config: ModelConfig, model: nn.Module, grad_checkpointing: bool
-) -> list[Problem]:
-    """Adapt the built model as a run does, and return the problems of the first step that fails."""
-    try:
-        # new layers of split_batch_norm are on the same device
-        with next(model.parameters()).device:
-            split_batch_norm(model, config, splits=2)
-            freeze(model, config, config.num_classes or 1000)
-            if grad_checkpointing:
-                checkpoint_activations(model)
-    except ConfigError as error:
-        parts = (line.partition(": ") for line in error.lines)
-        return [Problem(key, text) for key, _, text in parts]
-    return []
+    find = _torchvision_problems if is_torchvision else _timm_weights_problems
+    return reserved + find(config)
 
 
 def _name_problem(name: str) -> Problem | None:
@@ -335,25 +303,27 @@ def _name_problem(name: str) -> Problem | None:
     return None
 
 
-def _timm_weights_problems(config: ModelConfig, model: nn.Module) -> list[Problem]:
-    cfg: dict[str, Any] | None = getattr(model, "pretrained_cfg", None)
-    if not config.pretrained or not cfg:  # without a config it is unknown whether there are weights
+def _timm_weights_problems(config: ModelConfig) -> list[Problem]:
+    if not config.pretrained or is_model_source(config.name):
         return []
-    if cfg.get("architecture") == "fbnetc_100" and "bn_eps" not in config.kwargs:
+    cfg = timm.models.get_pretrained_cfg(config.name.partition(".")[0])
+    if cfg is None:  # it is unknown whether there are weights
+        return []
+    if cfg.architecture == "fbnetc_100" and "bn_eps" not in config.kwargs:
         text = "is 0.001 with the published weights only; set it, for other ranks and checkpoints"
         return [Problem("model.kwargs.bn_eps", text)]
-    if any(cfg.get(key) for key in ("url", "hf_hub_id", "file")):
+    is_given = config.kwargs.keys() & {"pretrained_cfg", "pretrained_cfg_overlay"}
+    if cfg.has_weights or is_given:
         return []
     text = f"no weights are published for {config.name!r}; set it to false, or use model.checkpoint"
     return [Problem("model.pretrained", text)]
 
 
-def _torchvision_problems(config: ModelConfig, model: nn.Module | None) -> list[Problem]:
+def _torchvision_problems(config: ModelConfig) -> list[Problem]:
     """The problems of wrong weights, and of models that normalize their input.
 
     ConvNeXt and a few more ignore unknown arguments, so those are not found.
     """
-    problems = []
     name = config.name.removeprefix(TORCHVISION)
     published = [
         member
@@ -363,23 +333,24 @@ def _torchvision_problems(config: ModelConfig, model: nn.Module | None) -> list[
     given = config.kwargs.get("weights", "DEFAULT")
     if "weights" in config.kwargs and not config.pretrained:
         text = "has no effect without model.pretrained=true"
-        problems.append(Problem("model.kwargs.weights", text))
-    elif given not in (*published, "DEFAULT"):
+        return [Problem("model.kwargs.weights", text)]
+    if given not in (*published, "DEFAULT"):
         hint = did_you_mean(str(given), published)
         text = f"unknown {given!r}{hint} (allowed: {', '.join(published)})"
-        problems.append(Problem("model.kwargs.weights", text))
-    elif config.pretrained:
-        # `image_size` of the vision transformers; the weights set it, but not on other ranks
-        (size, _) = _torchvision_weights(config).meta["min_size"]
-        if getattr(model, "image_size", size) != size:
-            text = f"these published weights take {size}; set it to {size}, or use a model of timm"
-            problems.append(Problem("model.kwargs.image_size", text))
-    if config.pretrained and hasattr(model, "transform_input"):
+        return [Problem("model.kwargs.weights", text)]
+    if not config.pretrained:
+        return []
+    if name in ("googlenet", "inception_v3"):
         text = (
             "normalizes its input again if it has published weights; use timm's model of that name"
         )
-        problems.append(Problem("model.pretrained", text))
-    return problems
+        return [Problem("model.pretrained", text)]
+    # `image_size` of the vision transformers; the weights set it, but not on other ranks
+    (size, _) = _torchvision_weights(config).meta["min_size"]
+    if name.startswith("vit_") and config.kwargs.get("image_size", 224) != size:
+        text = f"these published weights take {size}; set it to {size}, or use a model of timm"
+        return [Problem("model.kwargs.image_size", text)]
+    return []
 
 
 def _factory_problems(config: ModelConfig) -> list[Problem]:
@@ -401,57 +372,3 @@ def _factory_problems(config: ModelConfig) -> list[Problem]:
             Problem("model.pretrained", "is not for your own factory; use model.checkpoint")
         )
     return problems
-
-
-def _try_build(
-    name: str, kwargs: Mapping[str, Any], num_classes: int, channels: int
-) -> tuple[nn.Module | None, list[Problem]]:
-    """The model without the arguments that its constructor rejects, and problems.
-
-    None if it can't be built. Python names only the first rejected argument, so the model is built
-    again without it.
-    """
-    try:
-        config = ModelConfig(name, kwargs=dict(kwargs))
-        return _build_on_meta_or_cpu(config, num_classes, channels), []
-    except ResourceError:
-        raise
-    except (CheckpointError, ConfigError) as error:
-        text = first_line(error).removeprefix("model.name: ")
-        return None, [Problem("model.name", text)]
-    except Exception as error:
-        _, _, quoted = str(error).partition("unexpected keyword argument")
-        quoted = quoted.partition("Did you mean")[0]  # added by Python 3.13
-        rejected = [word for word in re.findall(r"'(\w+)'", quoted) if word in kwargs]
-        if not rejected:
-            text = f"the model can't be built: {type(error).__name__}: {first_line(error)}"
-            return None, [Problem("model.kwargs" if kwargs else "model.name", text)]
-    others = {key: value for key, value in kwargs.items() if key not in rejected}
-    model, problems = _try_build(name, others, num_classes, channels)
-    return model, [*(_unknown_argument(word, model) for word in rejected), *problems]
-
-
-def _build_on_meta_or_cpu(config: ModelConfig, num_classes: int, channels: int) -> nn.Module:
-    """Build on the meta device, and where that fails on the CPU, whose error counts."""
-    try:
-        with torch.device("meta"):
-            return build_model(config, num_classes, channels)
-    except ResourceError:  # a failed download, after retries
-        raise
-    except Exception:
-        return build_model(config, num_classes, channels)
-
-
-def _unknown_argument(name: str, model: nn.Module | None) -> Problem:
-    """model: its class and, while these take `**kwargs`, its base classes have the allowed
-    arguments.
-    """
-    allowed: list[str] = []
-    for owner in type(model).__mro__ if model is not None else ():
-        names, takes_any = keyword_names(owner)
-        allowed += [name for name in names if name not in (*RESERVED, "cfg", *allowed)]
-        if not takes_any:
-            break
-    listing = f" (arguments of {type(model).__name__}: {', '.join(allowed)})" if allowed else ""
-    text = f"unknown argument{did_you_mean(name, allowed)}{listing}"
-    return Problem(f"model.kwargs.{name}", text)

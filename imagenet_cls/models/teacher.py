@@ -151,6 +151,8 @@ def _load_network(
                 if name in state:
                     _check_classes(config, state[name].shape[0], num_classes)
             load_weights(network, state, num_classes, head_may_differ=False)
+    except ConfigError as error:
+        raise ConfigError(list(map(_teacher_keys, error.lines))) from error
     except (CheckpointError, ResourceError) as error:
         raise type(error)(_teacher_keys(error.problem), _teacher_keys(error.remedy)) from error
     return network, mean_std or model_mean_std(network)

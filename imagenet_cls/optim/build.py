@@ -1,6 +1,5 @@
 """Builds the optimizer of a config's `optimizer` section, and checks the section."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -8,11 +7,12 @@ from typing import Any
 
 import timm.optim
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from imagenet_cls.config.schema import NOT_NEGATIVE, OptimizerConfig
 from imagenet_cls.errors import Problem, UserError
 from imagenet_cls.lookup import (
+    component,
     did_you_mean,
     import_factory,
     is_factory_name,
@@ -21,7 +21,6 @@ from imagenet_cls.lookup import (
     number_problem,
 )
 from imagenet_cls.optim.groups import parameter_groups
-from imagenet_cls.text import first_line, shorten
 
 TIMM = "timm:"
 BUILT_IN: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -50,13 +49,14 @@ def build_optimizer(
 
     `sgd` and `adamw` are fused, `rmsprop` is foreach, unless kwargs choose an implementation. A
     user's factory is called as `factory(groups, lr=..., weight_decay=..., **kwargs)`. Raises
-    UserError where it does not return an optimizer, and the constructor's ValueError for bad
-    numbers.
+    UserError where it does not return an optimizer, and ConfigError for numbers that the
+    constructor of a library rejects.
     """
     factory, _ = _factory_and_signature(optimizer)
-    built = factory(
-        groups, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs
-    )
+    with component("optimizer.name", optimizer.name, optimizer.kwargs):
+        built = factory(
+            groups, lr=optimizer.lr, weight_decay=optimizer.weight_decay, **optimizer.kwargs
+        )
     if not isinstance(built, torch.optim.Optimizer):
         raise UserError(
             f"optimizer.name: {optimizer.name!r} returned {type(built).__name__}.",
@@ -99,47 +99,30 @@ def _factory_and_signature(
 
 
 def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
-    """All problems of the section that can be found without a model, by a step of a small layer on
-    the CPU. Some optimizers (torch's LBFGS and SparseAdam) fail only in the step.
-
-    An optimizer of another library than torch and timm may need a GPU: of its errors, only a
-    TypeError or ValueError of the constructor is a problem.
-    """
+    """Problems of the section that show without building the optimizer."""
     try:
         _, signature = _factory_and_signature(optimizer)
     except (LookupError, AssertionError, ImportError) as error:
         return [Problem("optimizer.name", str(error))]
-    lr_scales = [
+    problems = [
         Problem("optimizer.lr_scales", f"{pattern!r}: {text}")
         for pattern, factor in optimizer.lr_scales.items()
         if (text := number_problem(factor, NOT_NEGATIVE))
     ]
+    names, takes_any = keyword_names(signature)
+    if not takes_any and not {"lr", "weight_decay"} <= {*names}:
+        text = f"{optimizer.name!r} must take the arguments lr and weight_decay"
+        problems.append(Problem("optimizer.name", text))
     # Whatever the first parameter is called, it receives the groups.
-    passed = (*keyword_names(signature)[0][:1], "params", "lr", "weight_decay")
-    problems = kwargs_problems("optimizer.kwargs", signature, optimizer.kwargs, passed)
-    return lr_scales + (problems or _step_problems(optimizer))
+    passed = (*names[:1], "params", "lr", "weight_decay")
+    return problems + kwargs_problems("optimizer.kwargs", signature, optimizer.kwargs, passed)
 
 
-def initial_momentum(optimizer: OptimizerConfig) -> float | None:
-    """The momentum (Adam's first beta) that the optimizer starts with; None where it has none or
-    needs a GPU.
-    """
-    try:
-        group = optimizer_of_layer(optimizer, layer_with_gradients()).param_groups[0]
-    except Exception:
-        return None
+def initial_momentum(optimizer: torch.optim.Optimizer) -> float | None:
+    """The momentum (Adam's first beta) that an optimizer starts with; None where it has none."""
+    group = optimizer.param_groups[0]
     momentum = group["momentum"] if "momentum" in group else group.get("betas", [None])[0]
     return None if momentum is None else float(momentum)
-
-
-def layer_with_gradients(device: torch.device | None = None) -> nn.Linear:
-    """A layer with a (3, 2) weight, a (3,) bias and gradients."""
-    layer = nn.Linear(2, 3, device=device)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.fill_(0.5)
-            parameter.grad = torch.full_like(parameter, 0.25)
-    return layer
 
 
 def optimizer_of_layer(optimizer: OptimizerConfig, layer: nn.Module) -> torch.optim.Optimizer:
@@ -147,42 +130,4 @@ def optimizer_of_layer(optimizer: OptimizerConfig, layer: nn.Module) -> torch.op
     the real model.
     """
     plain = replace(optimizer, layer_decay=None, lr_scales={})
-    return build_optimizer(optimizer, parameter_groups(layer, plain))
-
-
-def _step_problems(optimizer: OptimizerConfig) -> list[Problem]:
-    built = None
-    try:
-        built = optimizer_of_layer(optimizer, layer_with_gradients())
-        if problems := _state_problems(optimizer.name, built.state_dict()):
-            return problems  # before a step, which with timm's kron compiles
-        built.step()
-        return _state_problems(optimizer.name, built.state_dict())
-    except UserError as error:
-        text = f"{error.problem} {error.remedy}".removeprefix("optimizer.name: ")
-        return [Problem("optimizer.name", text)]
-    except Exception as error:
-        package = getattr(_factory_and_signature(optimizer)[1], "__module__", "").partition(".")[0]
-        concerns_arguments = built is None and isinstance(error, TypeError | ValueError)
-        if package not in ("torch", "timm") and not concerns_arguments:
-            return []
-        text = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
-        return [Problem("optimizer", f"{optimizer.name!r} fails with these settings: {text}")]
-
-
-def _state_problems(name: str, state: dict[str, Any]) -> list[Problem]:
-    """A problem for an optimizer's `state_dict()` that a checkpoint can't store: it stores tensors
-    and JSON.
-    """
-    owners = (*state.get("state", {}).values(), *state.get("param_groups", []))
-    values = [{key: v for key, v in owner.items() if not isinstance(v, Tensor)} for owner in owners]
-    try:
-        json.dumps(values)
-        # such as the generator state of timm's kron
-        found = ", ".join(map(str, state.keys() - {"state", "param_groups"}))
-    except (TypeError, ValueError) as error:
-        found = first_line(error)
-    if not found:
-        return []
-    text = f"a checkpoint can't store the state of {name!r} ({found}); use another optimizer"
-    return [Problem("optimizer.name", text)]
+    return build_optimizer(plain, parameter_groups(layer, plain))

@@ -276,7 +276,8 @@ def test_labels_above_the_pictures_of_a_batch(
     assert describe_target(torch.zeros(3), "abc", True) == ""
     drawn: list[str] = []
     monkeypatch.setattr(
-        "imagenet_cls.report.plots.plot_images", lambda path, images, labels: drawn.extend(labels)
+        "imagenet_cls.extras.before_training.show_batch.plot_images",
+        lambda path, images, labels: drawn.extend(labels),
     )
     words = [*arguments(tmp_path, tmp_path)[:-2], *MULTILABEL]
     succeeds(show_batch_command, *words, "--out", tmp_path / "batch.png")

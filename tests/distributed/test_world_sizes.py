@@ -134,7 +134,7 @@ def label_scores(context: RankContext, num_images: int) -> dict[str, Any]:
     ]
     labels = EvaluationLabels(threshold=0.5)
     metric = ["helpers:label_precision"]
-    own = build_metrics(metric, 7, ["raw", "ema"], context, multilabel=True)
+    own = build_metrics(metric, 7, ["raw", "ema"], context)
     results = compute_results(outputs, ["raw", "ema"], context, 7, labels, own)
     for result in results.values():
         del result["seconds"]

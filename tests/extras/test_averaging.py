@@ -109,7 +109,8 @@ def test_choose_by_each_rule(run: Path, tmp_path: Path) -> None:
     steps, best_steps = [11, 22, 33, 44, 55], [11, 22, 22, 44, 44]
     results = [70.0, 72.0, 71.9, 73.0, 72.5]
     for path, value, step in zip(checkpoints(run), results, best_steps, strict=True):
-        raw = {"latest": {"raw": {"top1_pct": value}}, "best": {"raw": {"step": step}}}
+        result = {"top1_pct": value}
+        raw = {"latest": {"raw": result}, "best": {"raw": {"step": step, **result}}}
         altered(
             path,
             tmp_path / "checkpoints" / path.name,

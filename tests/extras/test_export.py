@@ -24,12 +24,12 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import nn
 
+from imagenet_cls import lookup
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.extras.weights import exported_model as export
 from imagenet_cls.extras.weights.export import export_command
-from imagenet_cls.inference import predictor as predictors
 from imagenet_cls.inference.predictor import OnnxModel, OnnxPredictor, Predictor, read_image
 
 TRUST = ("--allow-import", "helpers:plain")
@@ -301,9 +301,7 @@ def test_export_of_a_run_is_written_into_its_folder(call: Callable, run: Path) -
 def test_missing_package_is_named(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        predictors, "find_spec", lambda name: None if name == "onnxscript" else name
-    )
+    monkeypatch.setattr(lookup, "find_spec", lambda name: None if name == "onnxscript" else name)
     err = fails(
         2, export_command, run, "--format", "onnx", "--out", tmp_path / "model.onnx", *TRUST
     )

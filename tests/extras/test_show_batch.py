@@ -19,7 +19,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What was last drawn: images, labels."""
     found: dict[str, Any] = {}
     monkeypatch.setattr(
-        "imagenet_cls.report.plots.plot_images",
+        "imagenet_cls.extras.before_training.show_batch.plot_images",
         lambda path, images, labels: found.update(path=path, images=images, labels=labels),
     )
     return found

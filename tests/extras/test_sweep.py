@@ -117,7 +117,7 @@ def test_runs_are_stopped_when_the_sweep_fails(
         raise OSError(errno.ENOSPC, "No space left on device", "sweep.json")
 
     program = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(sweep, "child_command", lambda _: program)
+    monkeypatch.setattr(sweep, "start_child", lambda *_, **__: subprocess.Popen(program))
     monkeypatch.setattr(sweep.Runner, "poll", fail)
     assert call(sweep_command, "demo", "seed=0,1", "--out", tmp_path / "out")[0] == 5
     assert [process.returncode for process in started] == [-signal.SIGTERM]

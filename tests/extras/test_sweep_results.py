@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from helpers import arguments, call, edit_state, newest, train_here
 
 from imagenet_cls.commands.python_api import TrainedRun
@@ -70,13 +71,14 @@ def copy_runs(
     (source, *overrides), folder = trained
     runs = plan_grid([source], [*overrides, f"seed={seeds}"], None, [])
     for seed, run in enumerate(runs):
-        checkpoint = newest(Path(shutil.copytree(folder, out / run.name)))
+        copy = Path(shutil.copytree(folder, out / run.name))
 
-        def edit_seed(state: dict[str, Any], seed: int = seed) -> None:
+        def edit_seed(state: dict[str, Any], seed: int = seed, copy: Path = copy) -> None:
             state["config"]["seed"] = seed
             edit(state, seed)
+            (copy / "config.yaml").write_text(yaml.safe_dump(state["config"]))
 
-        edit_state(checkpoint, edit_seed)
+        edit_state(newest(copy), edit_seed)
     write_runs(out, runs)
 
 

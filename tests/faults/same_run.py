@@ -19,7 +19,8 @@ from tracker import read_rows
 STEPS, STEPS_PER_EPOCH, ACCUMULATION, SAVED_EVERY = 40, 10, 2, 5
 MICRO_BATCH = 2  # small, since RandAugment takes most of the time
 CLASSES, EVAL_IMAGES = 10, 40
-MEASURED = ("images_per_sec", "data_wait_pct", "memory_mib", "seconds")  # different in each run
+# different in each run, or in the last record of an interval only
+MEASURED = ("images_per_sec", "data_wait_pct", "memory_mib", "seconds", "total_steps")
 
 
 def global_batch(ranks: int) -> int:

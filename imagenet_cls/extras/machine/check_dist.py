@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import run_on_ranks
+from imagenet_cls.commands.distributed import add_rank_options, run_on_ranks
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.collectives import all_gather_objects, run_on_main
@@ -38,7 +38,7 @@ def check_command(argv: Sequence[str]) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="device=cpu, parallel.backend=gloo, ..."
     )
-
+    add_rank_options(parser)
     return run_on_ranks("check-dist", check_command, parser, argv, load_over_gloo, check_ranks)
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import yaml
-
 from imagenet_cls.commands.own_data import value_of_override
 from imagenet_cls.commands.train import load_run
 from imagenet_cls.config.load import LoadedConfig
+from imagenet_cls.config.reader import parse
 from imagenet_cls.errors import CheckpointError, ConfigError, UsageError, explain_content_errors
 from imagenet_cls.files import explain_write_errors, write_file
 
@@ -106,8 +105,8 @@ def split_values(text: str) -> list[str]:
     """The values between the commas that are neither in brackets nor in quotes."""
     flow = f"[{text}]"
     try:
-        items = yaml.compose(flow).value
-    except yaml.YAMLError:  # the loader explains what is wrong with it
+        items = parse(flow, "").value
+    except ConfigError:  # the loader explains what is wrong with it
         return [text]
     values = [flow[item.start_mark.index : item.end_mark.index] for item in items]
     return list(dict.fromkeys(values)) if len(values) > 1 else [text]

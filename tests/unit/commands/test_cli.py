@@ -224,10 +224,10 @@ def test_libraries_are_those_of_setup_cfg() -> None:
 def test_verify_data_on_ctrl_c_exits_with_130(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"none")
     program = (
-        "import os, runpy, signal, sys, time\nimport imagenet_cls.extras.datasets.verify_data\n"
+        "import os, runpy, signal, sys, time\n"
+        "from imagenet_cls.data import every_image\n"
         "def interrupted(*_):\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
-        f"imagenet_cls.extras.datasets.verify_data.image_problem = interrupted\nsys.argv[0] = "
-        f"'verify_data'\n"
+        "every_image.image_problem = interrupted\nsys.argv[0] = 'verify_data'\n"
         f"runpy.run_path({str(TOOLS / 'verify_data')!r} + '.py', run_name='__main__')"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -254,9 +254,9 @@ def test_predict_with_a_missing_checkpoint_names_it_before_torch_is_imported() -
 
 
 def test_export_without_a_format_exits_with_2(
-    call: Callable[..., tuple[int, str, str]],
+    call: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    assert call(export_command, "run")[0] == 2
+    assert call(export_command, tmp_path)[0] == 2
 
 
 @pytest.mark.parametrize("command", ["train", "print-config"])

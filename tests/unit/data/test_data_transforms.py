@@ -205,12 +205,15 @@ def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
     assert sides == [32, 32, 64, 96, 96]
     # timm's shifts in pixels are at most 0.45 of the side
     shifts = [
-        policy.policy.ops[0].hparams["translate_const"] for policy in transform.policies.values()
+        policy.policy.policy.ops[0].hparams["translate_const"]
+        for policy in transform.policies.values()
     ]
     assert list(transform.policies) == [(32, 32), (64, 64), (96, 96)] and shifts == [14, 28, 43]
     wide = TrainTransform(AugmentConfig(size_px=[32, 96], policy="rand-m9-mstd0.5"))
     (policy,) = wide.policies.values()
-    assert policy.policy.ops[0].hparams["translate_const"] == 14, "of the short side, as in timm"
+    assert policy.policy.policy.ops[0].hparams["translate_const"] == 14, (
+        "of the short side, as in timm"
+    )
     assert only_split(wide, image).shape == (3, 32, 96)
 
 

@@ -51,8 +51,8 @@ def test_model_of_a_source_is_checked_built_and_loaded(
     )
     model = ModelConfig(name, pretrained=True)
     assert model_problems(model) == []
-    (problem,) = model_problems(ModelConfig(name, kwargs={"zebra": 1}))
-    assert problem.key == "model.kwargs.zebra"
+    with pytest.raises(ConfigError, match=r"^model\.kwargs\.zebra: "):
+        build_model(ModelConfig(name, kwargs={"zebra": 1}), 7)
     built = build_model(model, 7)
     assert all(
         torch.equal(value, saved.state_dict()[key]) for key, value in built.state_dict().items()
@@ -68,10 +68,8 @@ def test_model_of_a_source_is_checked_built_and_loaded(
 def test_hub_without_network_is_a_resource_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
 
     def fail(*_: object, **__: object) -> None:
-        calls.append(1)
         raise OSError("no such host")
 
     monkeypatch.setattr("socket.getaddrinfo", fail)
@@ -80,19 +78,18 @@ def test_hub_without_network_is_a_resource_error(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     for pretrained in (True, False):
         with pytest.raises(ResourceError) as caught:
-            model_problems(ModelConfig("hf-hub:someone/vit", pretrained=pretrained))
+            build_model(ModelConfig("hf-hub:someone/vit", pretrained=pretrained), 7)
         message = str(caught.value)
         assert (
             "no such host" in message
             and "local-dir:FOLDER" in message
             and len(message.splitlines()) <= 3
         )
-    assert len(calls) < 16  # not tried again on the CPU
 
 
 def test_second_revision_of_a_name_is_an_error() -> None:
-    (problem,) = model_problems(ModelConfig("hf-hub:someone/vit@main@v2"))
-    assert problem.key == "model.name" and "only contain one @" in problem.message
+    with pytest.raises(ConfigError, match=r"^model\.name: "):
+        build_model(ModelConfig("hf-hub:someone/vit@main@v2"), 7)
 
 
 def test_wrong_folder_is_an_error(saved: nn.Module, digits: Path, tmp_path: Path) -> None:
@@ -104,14 +101,11 @@ def test_wrong_folder_is_an_error(saved: nn.Module, digits: Path, tmp_path: Path
         "--dry-run",
     ]
     for name in (tmp_path / "missing", tmp_path):
-        with pytest.raises(ConfigError, match=r"model.name: .*config.json"):
-            train_here([*words, f"model.name=local-dir:{name}"])
-        # as prediction builds it
         with pytest.raises(CheckpointError, match=r"model.name: .*config.json"):
-            build_model(ModelConfig(f"local-dir:{name}"), 7)
+            train_here([*words, f"model.name=local-dir:{name}"])
     (tmp_path / "config.json").write_text('{"architecture": "bert"}')
-    (problem,) = model_problems(ModelConfig(f"local-dir:{tmp_path}"))
-    assert "bert" in problem.message
+    with pytest.raises(ConfigError, match="bert"):
+        build_model(ModelConfig(f"local-dir:{tmp_path}"), 7)
     save(saved, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="local-dir:"):

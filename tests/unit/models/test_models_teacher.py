@@ -164,7 +164,6 @@ def test_factory_without_weights_is_initialized_by_key() -> None:
         (TeacherConfig(None), "soft", []),
         (TeacherConfig("resnet1"), "none", []),
         (TeacherConfig("resnet5O", True), "soft", ["name"]),
-        (TeacherConfig("resnet10t", kwargs={"drop_rat": 0.1}), "soft", ["kwargs.drop_rat"]),
         (TeacherConfig("resnet10t", kwargs={"num_classes": 3}), "soft", ["kwargs.num_classes"]),
         (TeacherConfig("helpers:plain", True), "soft", ["pretrained"]),
     ],
@@ -175,3 +174,8 @@ def test_problems_have_the_teachers_keys(
     problems = distillation_problems(DistillConfig(kind, teacher=teacher))
     assert [problem.key for problem in problems] == [f"distill.teacher.{key}" for key in keys]
     assert not any(" model." in problem.message for problem in problems)
+
+
+def test_argument_that_the_model_rejects_has_the_teachers_key() -> None:
+    with pytest.raises(ConfigError, match=r"^distill\.teacher\.kwargs\.drop_rat: "):
+        built(TeacherConfig("resnet10t", kwargs={"drop_rat": 0.1}))

@@ -283,17 +283,14 @@ def test_choose_interface_for_a_master_named_loopback_uses_the_default_route() -
 
 
 def test_cpu_threads_share_the_cores_and_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    def threads(ranks: int) -> int:
-        return cpu_threads(RankInfo(local_world_size=ranks))
-
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
     monkeypatch.setattr(cpus, "cgroup_cpus", lambda: math.inf)
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    assert (threads(1), threads(8), threads(100)) == (64, 8, 1)
+    assert (cpu_threads(1), cpu_threads(8), cpu_threads(100)) == (64, 8, 1)
     monkeypatch.setattr(cpus, "cgroup_cpus", lambda: 4.5)
-    assert (threads(1), threads(2), threads(8)) == (4, 2, 1)
+    assert (cpu_threads(1), cpu_threads(2), cpu_threads(8)) == (4, 2, 1)
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS
-    assert threads(1) >= 1
+    assert cpu_threads(1) >= 1
 
 
 CONTAINER_V1 = "9:name=systemd:/\n4:cpu,cpuacct:/docker/4711\n3:cpuset:/docker/4711\n"
