@@ -45,10 +45,12 @@ from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.plan import Due
 from imagenet_cls.engine.precision import autocast
+from imagenet_cls.engine.profiler import StepProfiler
 from imagenet_cls.engine.run import Run
 from imagenet_cls.engine.run_folder import RunFolder
 from imagenet_cls.engine.state import open_saver
 from imagenet_cls.engine.train import train
+from imagenet_cls.guards.hang import HangLog
 from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.parallel.environment import RankInfo
@@ -161,7 +163,15 @@ class TrainingLoop:
             )
         saver = open_saver(self.parts, self.progress, RunFolder(folder), self.reporter)
         self.stop_signals = StopSignalHandler(context)
-        self.run = PartialRun(self.parts, self.progress, self.reporter, saver, self.stop_signals)
+        self.run = PartialRun(
+            self.parts,
+            self.progress,
+            self.reporter,
+            saver,
+            self.stop_signals,
+            HangLog(folder / "stacks.log", after_sec=3600),
+            StepProfiler(None, folder, context.device.type),
+        )
 
     def __call__(self, steps: int) -> None:
         self.parts.plan = replace(self.parts.plan, total_steps=self.progress.step + steps)

@@ -130,7 +130,6 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     from imagenet_cls.data.datasets import open_datasets  # imports torch
 
     data = open_datasets(loaded.config.data)
-    assert data.train is not None
     batch = batch_size_for(len(data.train))
     notes = []
     if not has_checkpoint and not loaded.config.model.pretrained:

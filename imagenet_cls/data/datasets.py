@@ -91,15 +91,22 @@ TORCHVISION_RESERVED = ("root", "train", "transform", "target_transform", "trans
 
 @dataclass(frozen=True)
 class DataSets:
-    """An open dataset. A part that was not asked for is None.
+    """An open dataset: its parts by name.
 
     classes: names, in the order of the targets. note: for the user, about images that are left out.
     """
 
-    train: ImageSource | None
-    val: ImageSource | None
+    parts: Mapping[str, ImageSource]
     classes: tuple[str, ...]
     note: str | None = None
+
+    @property
+    def train(self) -> ImageSource:
+        return self.parts["train"]
+
+    @property
+    def val(self) -> ImageSource:
+        return self.parts["val"]
 
 
 def open_datasets(
@@ -153,7 +160,7 @@ def open_datasets(
             raise DataError(f"{place}: part {part!r} holds no image.", f"Correct one of {keys}.")
         opened[part] = source
     names = next(iter(opened.values())).classes
-    return DataSets(opened.get("train"), opened.get("val"), names, "; ".join(notes) or None)
+    return DataSets(opened, names, "; ".join(notes) or None)
 
 
 def describe_part(config: DataConfig, part: str) -> str:

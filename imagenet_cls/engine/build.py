@@ -18,7 +18,7 @@ from imagenet_cls.config.schema import (
     height_width,
 )
 from imagenet_cls.data.builtin import BatchLoader
-from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.device import DevicePrefetch, Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import check_shared_memory, open_file_warning
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
@@ -59,18 +59,6 @@ from imagenet_cls.parallel.wrap import (
 )
 
 
-@dataclass(frozen=True)
-class RunData:
-    """The images of a run. classes: the names of the classes. note: a message about images that are
-    left out, if any.
-    """
-
-    train: ImageSource
-    val: ImageSource
-    classes: tuple[str, ...]
-    note: str | None
-
-
 @dataclass
 class TrainingParts:
     """The components of a training run."""
@@ -79,20 +67,17 @@ class TrainingParts:
     context: RankContext
     devices: Devices  # of this rank
     plan: Plan
-    data: RunData
+    data: DataSets
     num_classes: int  # outputs of the model
     messages: list[str]  # lines to print at the start
     model: nn.Module
     wrapped: nn.Module  # the module to call in training: `ModelWithLoss`, in DDP or by itself
     ema: ModelEma
-    mean: list[float]  # the normalization of the images, per channel
-    std: list[float]
     prefetch: DevicePrefetch
     preprocess: TrainPreprocess
     autocast_dtype: torch.dtype | None  # None: fp32, no autocast
     teacher_digest: str | None  # of the teacher's weights
     optimizer: torch.optim.Optimizer
-    lr: float  # the peak learning rate, scaled for the batch
     schedule: Schedule
     sam: Sam
     scaler: torch.amp.GradScaler
@@ -135,72 +120,23 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
 
     load_initial_weights: whether to load the weights that the config names; false for a run that
     resumes. Raises UserError.
-
-    The order matters:
-    * the modules of `imports` may register models. The checks before training imported them only in
-      the launching process or on rank 0;
-    * DDP gives all ranks the weights of rank 0, and then the EMA copies them;
-    * the EMA copies the model before it is compiled;
-    * BatchNorm's buffers get their final addresses before the compiled model runs;
-    * the passes that rebuild DDP's buckets clear the gradients, which `Updater` may then allocate.
     """
     device = context.device
     train = config.train
-    augment = config.augment
+    # They may register models. The checks before training imported them only in the launching
+    # process or on rank 0.
     for name in config.imports:
         import_from_cwd(name)
     set_deterministic(train.deterministic, device)
     check_compiler(train, device)
     autocast_dtype = choose_precision(train, device)
-
-    allow_missing = config.eval.classes == "present"
-    data = open_same_data(config.data, context, allow_missing)
-    num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
-    if config.data.labels == "multi" and num_classes != len(data.classes):
-        problem = f"{num_classes}, but there are {len(data.classes)} labels; use null"
-        raise ConfigError([f"model.num_classes: {problem}"])
     devices = rank_devices(config, context)
-    samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
-    plan = plan_run(train, samples, context.world_size, len(devices.all))
-    check_ema_updates(config.ema, plan)
-    memory_use = shared_memory_use(config, len(data.val), plan, context)
-    check_shared_memory(memory_use, context.rank_info.local_world_size)
-
-    smallest_norm_batch = min(batch_norm_images(config, plan))
-    model, model_messages = build_training_model(
-        config, num_classes, data.classes, context, load_initial_weights, smallest_norm_batch
+    data, num_classes, plan = build_data(config, context, len(devices.all))
+    built = build_model_parts(
+        config, context, devices, data, num_classes, plan, load_initial_weights
     )
-    mean, std = choose_mean_std(config.data, model)
-    labels = evaluation_labels(config, data.val, data.classes)
-    evaluation = Evaluation(
-        config,
-        data.val,
-        context,
-        devices,
-        mean,
-        std,
-        labels,
-        is_compiled=bool(train.compile),
-        keep_workers=True,
-    )
-    teacher = build_distillation_teacher(config, num_classes, data.classes, context, (mean, std))
-    parallel = config.parallel
-    criterion = build_run_criterion(config, data.train, num_classes, teacher, devices.output)
-    model_with_loss = ModelWithLoss(wrap_data_parallel(model, devices), criterion)
-    wrapped = wrap_ddp(model_with_loss, context, parallel.mode, parallel.find_unused_parameters)
-    check_same_weights(model, context)
-    ema = build_ema(model, config.ema, train.global_batch_size)
-    statistics = BatchNormStatistics(model, context)
-    for module in (model, model_with_loss):  # evaluations call the model alone
-        compile_module(module, train, augment)
-    head = head_names(model, num_classes)
-    lr, scaling_message = scaled_lr(config.optimizer, train.global_batch_size)
-    # Some of timm's optimizers decay by lr ** 2 / max_lr, and take this lr as the highest.
-    optimizer = build_optimizer(
-        replace(config.optimizer, lr=lr), parameter_groups(model, config.optimizer, head)
-    )
-    check_momentum(config, optimizer)
-    scaler = torch.amp.GradScaler(device.type, enabled=autocast_dtype == torch.float16)
+    optimization = build_optimization(config, built.model, num_classes, plan, autocast_dtype)
+    mean, std = built.mean_std
     train_loader = build_train_loader(config, data.train, plan, context, mean)
     normalize = Normalize(mean, std, device, train.channels_last)
 
@@ -208,15 +144,15 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     targets = torch.zeros(micro_batch, dtype=torch.int64, device=device)
     if config.data.labels == "multi" or config.mix.is_on:
         targets = torch.zeros(micro_batch, num_classes, device=device)
-    rebuild_buckets_with_zeros(config, plan, wrapped, normalize, targets, autocast_dtype)
-    keep_gradients = overwrites_gradients(train) and plan.accumulation > 1
-    weight_kinds = ["raw"] if ema.module is None else ["raw", "ema"]
-    messages = [devices.note, data.note, scaling_message]
+    # These passes clear the gradients, which `Updater` may then allocate.
+    rebuild_buckets_with_zeros(config, plan, built.wrapped, normalize, targets, autocast_dtype)
+    messages = [devices.note, data.note, optimization.note]
     if context.is_main:
         messages += [exif_warning(data.train), open_file_warning(config.data, data.train)]
     if train.precision == "auto" and device.type == "cuda" and autocast_dtype != torch.bfloat16:
         used = "fp32" if autocast_dtype is None else "fp16"
         messages.append(f"train.precision=auto uses {used}: this GPU only emulates bf16")
+    weight_kinds = ["raw"] if built.ema.module is None else ["raw", "ema"]
     return TrainingParts(
         config=config,
         context=context,
@@ -224,48 +160,164 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
         plan=plan,
         data=data,
         num_classes=num_classes,
-        messages=[message for message in [*messages, *model_messages] if message],
-        model=model,
-        wrapped=wrapped,
-        ema=ema,
-        mean=mean,
-        std=std,
+        messages=[message for message in [*messages, *built.messages] if message],
+        model=built.model,
+        wrapped=built.wrapped,
+        ema=built.ema,
         prefetch=DevicePrefetch(device),
         preprocess=TrainPreprocess(
             normalize,
-            augment.erasing,
+            config.augment.erasing,
             build_mixing(config.mix, num_classes, config.data.labels == "multi"),
             config.seed,
             context.rank,
             config.mix.off_epoch,
         ),
         autocast_dtype=autocast_dtype,
-        teacher_digest=None if teacher is None else model_digest(teacher.network),
-        optimizer=optimizer,
-        lr=lr,
-        schedule=build_schedule(config.schedule, lr, plan.steps_per_epoch, train.epochs),
-        sam=Sam(model, optimizer, train.sam_rho, train.sam_every_steps, keep_gradients),
-        scaler=scaler,
-        updater=Updater(model, optimizer, train, scaler, head, keep_gradients),
-        batch_norm_statistics=statistics,
+        teacher_digest=built.teacher_digest,
+        optimizer=optimization.optimizer,
+        schedule=optimization.schedule,
+        sam=optimization.sam,
+        scaler=optimization.scaler,
+        updater=Updater(
+            built.model,
+            optimization.optimizer,
+            train,
+            optimization.scaler,
+            head_names(built.model, num_classes),
+            keeps_gradients(train, plan),
+        ),
+        batch_norm_statistics=built.batch_norm_statistics,
         train_loader=train_loader,
-        evaluation=evaluation,
+        evaluation=Evaluation(
+            config,
+            data.val,
+            context,
+            devices,
+            mean,
+            std,
+            evaluation_labels(config, data.val, data.classes),
+            is_compiled=bool(train.compile),
+            keep_workers=True,
+        ),
         metrics=build_metrics(config.eval.metrics, num_classes, weight_kinds, context),
     )
 
 
-def open_same_data(data: DataConfig, context: RankContext, allow_missing: bool) -> RunData:
+def build_data(
+    config: Config, context: RankContext, devices_per_rank: int
+) -> tuple[DataSets, int, Plan]:
+    """The images, the number of the model's outputs, and the plan of the run. Raises UserError."""
+    data = open_same_data(config.data, context, config.eval.classes == "present")
+    num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
+    if config.data.labels == "multi" and num_classes != len(data.classes):
+        problem = f"{num_classes}, but there are {len(data.classes)} labels; use null"
+        raise ConfigError([f"model.num_classes: {problem}"])
+    samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
+    plan = plan_run(config.train, samples, context.world_size, devices_per_rank)
+    check_ema_updates(config.ema, plan)
+    memory_use = shared_memory_use(config, len(data.val), plan, context)
+    check_shared_memory(memory_use, context.rank_info.local_world_size)
+    return data, num_classes, plan
+
+
+@dataclass
+class ModelParts:
+    """The model, and what wraps or copies it. mean_std: the normalization of the images, per
+    channel. messages: about its weights.
+    """
+
+    model: nn.Module
+    wrapped: nn.Module
+    ema: ModelEma
+    batch_norm_statistics: BatchNormStatistics
+    mean_std: tuple[list[float], list[float]]
+    teacher_digest: str | None
+    messages: list[str]
+
+
+def build_model_parts(
+    config: Config,
+    context: RankContext,
+    devices: Devices,
+    data: DataSets,
+    num_classes: int,
+    plan: Plan,
+    load_initial_weights: bool,
+) -> ModelParts:
+    """The model with its loss, in DDP, DataParallel or by itself. A collective.
+
+    The order matters:
+    * DDP gives all ranks the weights of rank 0, and then the EMA copies them;
+    * the EMA copies the model before it is compiled;
+    * BatchNorm's buffers get their final addresses before the compiled model runs.
+    """
+    parallel = config.parallel
+    smallest_norm_batch = min(batch_norm_images(config, plan))
+    model, messages = build_training_model(
+        config, num_classes, data.classes, context, load_initial_weights, smallest_norm_batch
+    )
+    mean_std = choose_mean_std(config.data, model)
+    teacher = build_distillation_teacher(config, num_classes, data.classes, context, mean_std)
+    criterion = build_run_criterion(config, data.train, num_classes, teacher, devices.output)
+    model_with_loss = ModelWithLoss(wrap_data_parallel(model, devices), criterion)
+    wrapped = wrap_ddp(model_with_loss, context, parallel.mode, parallel.find_unused_parameters)
+    check_same_weights(model, context)
+    ema = build_ema(model, config.ema, config.train.global_batch_size)
+    statistics = BatchNormStatistics(model, context)
+    for module in (model, model_with_loss):  # evaluations call the model alone
+        compile_module(module, config.train, config.augment)
+    teacher_digest = None if teacher is None else model_digest(teacher.network)
+    return ModelParts(model, wrapped, ema, statistics, mean_std, teacher_digest, messages)
+
+
+@dataclass
+class Optimization:
+    """What changes the weights. note: about a learning rate that is scaled for the batch."""
+
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    sam: Sam
+    scaler: torch.amp.GradScaler
+    note: str | None
+
+
+def build_optimization(
+    config: Config,
+    model: nn.Module,
+    num_classes: int,
+    plan: Plan,
+    autocast_dtype: torch.dtype | None,
+) -> Optimization:
+    """The optimizer of the model's parameters, and its schedule. Raises ConfigError."""
+    train = config.train
+    lr, note = scaled_lr(config.optimizer, train.global_batch_size)
+    # Some of timm's optimizers decay by lr ** 2 / max_lr, and take this lr as the highest.
+    settings = replace(config.optimizer, lr=lr)
+    head = head_names(model, num_classes)
+    optimizer = build_optimizer(settings, parameter_groups(model, config.optimizer, head))
+    check_momentum(config, optimizer)
+    device_type = next(model.parameters()).device.type
+    return Optimization(
+        optimizer,
+        build_schedule(config.schedule, lr, plan.steps_per_epoch, train.epochs),
+        Sam(model, optimizer, train.sam_rho, train.sam_every_steps, keeps_gradients(train, plan)),
+        torch.amp.GradScaler(device_type, enabled=autocast_dtype == torch.float16),
+        note,
+    )
+
+
+def open_same_data(data: DataConfig, context: RankContext, allow_missing: bool) -> DataSets:
     """The training and the validation images, after a check that all ranks have the same.
     allow_missing: whether validation images may lack classes.
     """
     opened = run_on_main_first(context, lambda: open_datasets(data, allow_missing=allow_missing))
-    assert opened.train is not None and opened.val is not None
     sources = {"training images": opened.train, "validation images": opened.val}
     digests = {
         name: f"{source.digest()} {size_fingerprint(source)}" for name, source in sources.items()
     }
     check_same_data(digests, context)
-    return RunData(opened.train, opened.val, opened.classes, opened.note)
+    return opened
 
 
 def build_run_criterion(
@@ -345,13 +397,15 @@ def rebuild_buckets_with_zeros(
     rebuild_ddp_buckets(wrapped, pass_over_zeros)
 
 
-def overwrites_gradients(train: TrainConfig) -> bool:
-    """Whether each backward pass of the compiled model returns its gradients in the same memory.
+def keeps_gradients(train: TrainConfig, plan: Plan) -> bool:
+    """Whether `.grad` stays in its memory between the backward passes of a step.
 
-    CUDA graphs do. A `.grad` that is None before a backward pass becomes that memory. One that
-    exists stays in its own, and the gradient is added to it.
+    With CUDA graphs each pass returns its gradients in the same memory. A `.grad` that is None
+    before a pass becomes that memory. One that exists stays in its own, and the gradient is added
+    to it.
     """
-    return train.compile in ("reduce-overhead", "max-autotune")
+    uses_cuda_graphs = train.compile in ("reduce-overhead", "max-autotune")
+    return uses_cuda_graphs and plan.accumulation > 1
 
 
 def batch_norm_images(config: Config, plan: Plan) -> list[int]:

@@ -59,6 +59,7 @@ class Evaluation:
         self.source = source
         self.context = context
         self.mean = mean
+        self.std = std
         self.labels = labels
         self.normalize = Normalize(mean, std, context.device, config.train.channels_last)
         self.autocast_dtype = choose_precision(config.train, context.device)

@@ -44,11 +44,9 @@ class Run:
         reporter: Reporter,
         saver: CheckpointSaver,
         stop_signals: StopSignalHandler,
-        hang_log: HangLog | None = None,
-        profiler: StepProfiler | None = None,
-        overwrite: bool = False,
+        hang_log: HangLog,
+        profiler: StepProfiler,
     ):
-        """overwrite: whether the command has --overwrite, for the message of a stopped run."""
         self.parts = parts
         self.progress = progress
         self.reporter = reporter
@@ -56,7 +54,6 @@ class Run:
         self.stop_signals = stop_signals
         self.hang_log = hang_log
         self.profiler = profiler
-        self.overwrite = overwrite
         # recomputed: `train.early_stop` may have changed since the checkpoint
         progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
         self.meter = Meter(parts.context, parts.plan.global_batch)
@@ -87,11 +84,11 @@ class Run:
             run_on_main(self.parts.context, self.saver.wait)
             step = self.progress.step
             name = signal.Signals(request.signal_number).name
-            instead = " in place of --overwrite" if self.overwrite else ""
             raise Stopped(
                 f"Stopped by {name} after step {step} of {self.parts.plan.total_steps}, saved in "
                 f"{checkpoint_path(self.saver.checkpoints, step)}",
-                f"Resume with the same command and --resume{instead} (in Python: resume=True).",
+                "Resume with the same command and --resume (in Python: resume=True), without "
+                "--overwrite.",
                 request.signal_number,
             ) from None
         finally:
@@ -130,8 +127,7 @@ class Run:
         if step == 1:  # not as late as the first save
             check_state(self.parts.optimizer, self.parts.config.optimizer.name)
         due = self.due()
-        if self.hang_log:
-            self.hang_log.reset()
+        self.hang_log.reset()
         self.meter.add(result)
         if due.log:
             self.log_steps()  # waits for the device
@@ -173,7 +169,7 @@ class Run:
         """Start or end the profile of `train.profile` if that is due. force_end: end it in any
         case.
         """
-        if self.profiler and (message := self.profiler.update(self.progress.step, force_end)):
+        if message := self.profiler.update(self.progress.step, force_end):
             self.reporter.event(self.progress.step, message)
 
     def log_steps(self) -> None:
@@ -257,8 +253,7 @@ class Run:
         for number, batch in enumerate(evaluation.batches()):
             if number < batches_on_all_ranks:
                 self.stop_signals.check()
-            if self.hang_log:
-                self.hang_log.reset()
+            self.hang_log.reset()
             yield batch
             done = min(done + len(batch[1]) * world_size, len(evaluation.source))
             self.reporter.eval_progress(done, len(evaluation.source))

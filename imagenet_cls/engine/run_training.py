@@ -86,16 +86,7 @@ def train_in_folder(
         profiler = StepProfiler(profiled, work_dir / "profile", context.device.type)
         # The stacks are logged before the collectives of the other ranks time out.
         with HangLog(log_path, 0.9 * config.parallel.timeout_sec) as hang_log:
-            run = Run(
-                parts,
-                progress,
-                reporter,
-                saver,
-                stop_signals,
-                hang_log,
-                profiler,
-                options.overwrite,
-            )
+            run = Run(parts, progress, reporter, saver, stop_signals, hang_log, profiler)
             with run.save_when_stopped():
                 # The run may have stopped between the last step of an epoch and its evaluation. A
                 # new run makes no evaluation here, since step 0 counts as evaluated.

@@ -38,7 +38,7 @@ def run_steps(
             parts.schedule = Schedule(
                 settings=ScheduleConfig(name="constant"),
                 curve=lambda t, _: lr_at(int(t)),
-                horizon=Horizon(parts.lr, parts.plan.total_steps, per_epoch),
+                horizon=Horizon(parts.schedule.horizon.peak_lr, parts.plan.total_steps, per_epoch),
                 start=0,
                 warmup=0,
                 steps_per_epoch=per_epoch,

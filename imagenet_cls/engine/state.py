@@ -83,7 +83,7 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
         "data_sizes": size_fingerprint(parts.data.train),
         "val_sizes": size_fingerprint(parts.data.val),
         "teacher_digest": parts.teacher_digest,
-        "preprocessing": {"mean": parts.mean, "std": parts.std},
+        "preprocessing": {"mean": parts.evaluation.mean, "std": parts.evaluation.std},
         "config": asdict(parts.config),
         "world_size": parts.context.world_size,
         "cpu_threads": torch.get_num_threads(),

@@ -34,7 +34,7 @@ class Updater:
     ):
         """head_names: the names of the head's parameters. keep_gradients: after a step, set
         gradients to zero in the same memory, not to None; needed if the compiled model returns each
-        gradient in the same memory (see `engine.build.overwrites_gradients`).
+        gradient in the same memory (see `engine.build.keeps_gradients`).
         """
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.keep_gradients = keep_gradients

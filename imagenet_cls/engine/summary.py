@@ -83,7 +83,8 @@ def startup_table(
         "BatchNorm batch": _batch_norm_batch(parts),
         "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch, "
         f"{count_of(plan.epochs, 'epoch')})",
-        "optimizer": f"{config.optimizer.name}, lr {parts.lr:g}, {config.schedule.name}",
+        "optimizer": f"{config.optimizer.name}, lr {parts.schedule.horizon.peak_lr:g}, "
+        f"{config.schedule.name}",
         "layer decay": config.optimizer.layer_decay,
         "policy": config.augment.policy,
         "mixing": _describe_mixing(config.mix),

@@ -67,7 +67,6 @@ def part_outputs(
     else:
         data = open_datasets(config.data, ("train",), allow_missing=subset)
         images = open_images(config, test_set, data.classes)
-    assert data.train is not None and images is not None
     trained = load_on_all_ranks(config, weights, data.classes, context, ignore_head=True)
     messages = [
         describe_images(test_set or config.data, images),

@@ -190,7 +190,7 @@ def test_rows_of_one_image_are_on_one_side(tmp_path: Path) -> None:
     files = [{"bytes": encoded(), "path": f"{i // 3}.png"} for i in range(30)]
     files[3]["bytes"] = encoded("bmp")  # another image of the same name
     data = save(tmp_path, {"image": files, "label": [i % 2 for i in range(30)]}, **FEATURES)
-    parts = open_datasets(replace(data, val=None, val_fraction=0.5))
+    parts: Any = open_datasets(replace(data, val=None, val_fraction=0.5))
     sides = [{int(row) // 3 for row in part.rows if row != 3} for part in (parts.train, parts.val)]
     assert sides[0].isdisjoint(sides[1]) and len(parts.train) + len(parts.val) == 30
 

@@ -76,7 +76,7 @@ def lr_range(
 
     def after_step(result: StepResult, parts: TrainingParts) -> bool:
         nonlocal average
-        found.lr_factor = parts.lr / config.optimizer.lr
+        found.lr_factor = parts.schedule.horizon.peak_lr / config.optimizer.lr
         lr = result.lr
         loss = float(result.loss_and_top1[0])
         if not math.isfinite(loss):

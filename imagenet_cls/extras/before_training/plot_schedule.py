@@ -83,7 +83,6 @@ def count_training_images(data: DataConfig) -> tuple[int, str]:
     is_missing = has_files and not Path(data.root).expanduser().exists()
     if not is_remote and not is_missing:
         train = open_datasets(data, ("train",)).train
-        assert train is not None
         place = data.root if has_files or data.name == "digits" else data.name
         return len(
             train

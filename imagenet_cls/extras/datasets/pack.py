@@ -198,7 +198,7 @@ def indexed_parts(data: DataConfig, per_shard: int, multilabel: bool) -> dict[st
         own = np.flatnonzero(target).tolist() if target.ndim else [int(target)]
         return [(source.name(i), content, tuple(own), description)]
 
-    for name, source in (("train", opened.train), ("val", opened.val)):
+    for name, source in opened.parts.items():
         if not isinstance(source, FolderSource):
             raise UsageError(
                 f"data.name {data.name!r} is not made of image files.",
@@ -411,7 +411,6 @@ def write_part(name: str, part: Part, arguments: argparse.Namespace) -> None:
             labels="multi" if part.multilabel else "single",
         )
         written = open_datasets(data, ("train",)).train
-        assert written is not None
         if len(written) != part.count or written.classes != tuple(part.classes):
             raise DataError(
                 f"{partial_folder}: {len(written)} images instead of {part.count}.",

@@ -167,12 +167,11 @@ def check_counts(out: Path, must_be_imagenet: bool) -> None:
     present = [part for part in parts if (out / part).is_dir()]
     if len(present) == 1:
         (missing,) = parts.keys() - present
-        source = getattr(open_datasets(data, present), present[0])
+        source = open_datasets(data, present).parts[present[0]]
         print(f"{out}: {len(source):,} {parts[present[0]]} images, no {parts[missing]} images yet")
         return
     opened = open_datasets(data, allow_missing=not must_be_imagenet)
     train, val = opened.train, opened.val
-    assert train is not None and val is not None
     text = "{:,} classes, {:,} training and {:,} validation images"
     found = text.format(len(train.classes), len(train), len(val))
     expected = text.format(*COUNTS)

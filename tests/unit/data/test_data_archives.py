@@ -554,7 +554,7 @@ def test_damaged_data_in_a_zip_is_an_error(image_folder: Path, tmp_path: Path) -
     archive = bytearray((tmp_path / "train.zip").read_bytes())
     archive[60:90] = bytes(30)
     (tmp_path / "train.zip").write_bytes(archive)
-    source = open_datasets(data).train
+    source: Any = open_datasets(data).train
     first = int(source.index.byte_ranges.places[:, 1].argmin())
     with pytest.raises(DataError, match=r"image \d+.*damaged"):
         source.load(first)
