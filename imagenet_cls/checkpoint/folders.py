@@ -1,10 +1,12 @@
 """The checkpoint folders in `checkpoints/` by their names. Does not import torch."""
 
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
-from imagenet_cls.errors import CheckpointError
+from imagenet_cls.errors import CheckpointError, explain_content_errors
 from imagenet_cls.files import TEMPORARY, remove
 
 # `.old`: being replaced by another checkpoint of the same step; valid until that one is in place.
@@ -36,6 +38,21 @@ def list_checkpoints(folder: Path) -> list[Path]:
             f"{error.filename}: {error.strerror}.", "Restore access, or give another folder."
         ) from error
     return sorted(found, key=lambda path: (step_of(path), not path.suffix), reverse=True)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint, or of the newest one of a run folder that has it. Its digest is
+    not verified. Raises CheckpointError.
+    """
+    for folder in (path, *list_checkpoints(path / "checkpoints"), *list_checkpoints(path)):
+        file = folder / "state.json"
+        if file.is_file():
+            with explain_content_errors(CheckpointError, file):
+                state: dict[str, Any] = json.loads(file.read_bytes())
+                return state
+    raise CheckpointError(
+        f"{path}: neither a checkpoint nor a run folder with one.", "Give one, or a config."
+    )
 
 
 def finish_interrupted_writes(folder: Path) -> None:

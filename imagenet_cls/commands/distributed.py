@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from imagenet_cls.commands.child import child_command
 from imagenet_cls.commands.cli import number, open_streams, parse
-from imagenet_cls.config.load import LoadedConfig
+from imagenet_cls.config.load import LoadedConfig, name_origins
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, explain_path_error
 from imagenet_cls.parallel.cpus import cgroup_cpus, threads_of_rank
@@ -132,7 +132,8 @@ def run_on_ranks(
         loaded = load(arguments)
         if rank_info.is_single_process:
             check(arguments, loaded, False)
-        work(arguments, loaded, process.join(loaded))
+        with name_origins(loaded.origins):
+            work(arguments, loaded, process.join(loaded))
     return 0
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.test import write_labels, write_predictions
 from imagenet_cls.config.schema import DEVICE
 from imagenet_cls.errors import DataError, UsageError
 from imagenet_cls.files import check_output_path, write_output
+from imagenet_cls.inference.prediction_files import write_labels, write_predictions
 from imagenet_cls.text import printable
 
 if TYPE_CHECKING:

@@ -1,14 +1,12 @@
 """`tools/test.py`: evaluate weights on a config's validation images."""
 
 import argparse
-import csv
-import io
-import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from imagenet_cls.checkpoint.folders import read_state
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import (
     add_rank_options,
@@ -17,17 +15,18 @@ from imagenet_cls.commands.distributed import (
     run_on_ranks,
 )
 from imagenet_cls.commands.own_data import is_config, key_of
-from imagenet_cls.config.check import EVALUATED, code_names
+from imagenet_cls.config.check import EVALUATED, check_trusted
 from imagenet_cls.config.layers import shipped_configs
-from imagenet_cls.config.load import LoadedConfig, load_config
-from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.config.load import LoadedConfig, load_config, load_stored_config
+from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.entry_points import load_extra
-from imagenet_cls.errors import CheckpointError, UsageError
-from imagenet_cls.files import check_output_path, write_output
+from imagenet_cls.errors import UsageError
+from imagenet_cls.files import check_output_path
 from imagenet_cls.lookup import did_you_mean
-from imagenet_cls.text import command_line, printable
+from imagenet_cls.text import command_line
 
 if TYPE_CHECKING:
+    from imagenet_cls.inference.run_evaluation import EvaluationOptions
     from imagenet_cls.parallel.process_group import RankContext
 
 
@@ -139,48 +138,37 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
             "No config given.",
             f"Usage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...].",
         )
-    folder = Path(paths[0])
-    if "model.checkpoint" in names and (len(paths) > 1 or folder.is_dir()):
+    source = Path(paths[0])
+    if "model.checkpoint" in names and (len(paths) > 1 or source.is_dir()):
         raise UsageError(
             f"{paths[-1]} and model.checkpoint both name weights to evaluate.",
             f"Give one of them: {command_line('test')} CONFIG model.checkpoint=FILE",
         )
-    if not folder.exists() and not is_config(paths[0]):
-        beside = [str(path) for path in folder.parent.glob("*")]
+    if source.is_dir():
+        return load_config_of_run(source, overrides, arguments.allow_import)
+    if not source.exists() and not is_config(paths[0]):
+        beside = [str(path) for path in source.parent.glob("*")]
         near = did_you_mean(paths[0], [*beside, *shipped_configs()])
         raise UsageError(
-            f"{folder}: There is no such run folder, checkpoint or config{near or '.'}",
+            f"{source}: There is no such run folder, checkpoint or config{near or '.'}",
             "Give a run folder such as work_dirs/demo.",
         )
-    if not folder.is_dir():
-        return load_config(folder, overrides)
-    run = folder.parent.parent if (folder / "manifest.json").is_file() else folder
-    if not (run / "config.yaml").is_file():
-        call = f"{command_line('test')} CONFIG {folder}"
-        raise UsageError(
-            f"{run / 'config.yaml'}: no such file, so the config of the run is unknown.",
-            f"Give one: {call}",
-        )
-    loaded = load_config(run / "config.yaml", overrides)
-    given = list(arguments.allow_import)
-    for override in overrides:  # a value may be a list, such as imports=[my_module]
-        given += re.split(r"[\s,\[\]'\"]+", override.partition("=")[2])
-    check_code_is_allowed(loaded, given, run)
-    return loaded
+    return load_config(source, overrides)
 
 
-def check_code_is_allowed(loaded: LoadedConfig, allowed: Collection[str], run: Path) -> None:
-    """Raise CheckpointError if the config in a run folder names code that an evaluation would run
-    and that is not in `allowed`, as `check_trusted`.
+def load_config_of_run(
+    folder: Path, overrides: Sequence[str], allow_import: Collection[str]
+) -> LoadedConfig:
+    """The config of a checkpoint or of a run folder, with overrides. Raises CheckpointError if it
+    names code that neither these nor `allow_import` name.
     """
-    code = [name for name in code_names(loaded.config, EVALUATED) if name not in allowed]
-    if code:
-        options = " ".join(f"--allow-import {name}" for name in code)
-        raise CheckpointError(
-            f"{run}: its config names code to run or a model to download, {', '.join(code)}; "
-            "nothing was run.",
-            f"If you know and trust it: {options}, or give {run}/config.yaml {run}.",
-        )
+    name = (folder.parent.parent if folder.parent.name == "checkpoints" else folder).resolve().name
+    loaded = load_stored_config(read_state(folder)["config"], name, overrides)
+    trusted = list(allow_import)
+    for override in overrides:  # a value may be a list, such as imports=[my_module]
+        trusted += re.split(r"[\s,\[\]'\"]+", override.partition("=")[2])
+    check_trusted(loaded.config, EVALUATED, trusted, folder)
+    return loaded
 
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
@@ -230,103 +218,30 @@ def evaluate_on_rank(
     arguments: argparse.Namespace, loaded: LoadedConfig, context: "RankContext"
 ) -> None:
     """One rank's part of an evaluation."""
-    from imagenet_cls.data.test_set import locate_test_set
     from imagenet_cls.engine.check import check_on_all_ranks
-    from imagenet_cls.engine.precision import set_deterministic
-    from imagenet_cls.guards.device import explain_device_errors
-    from imagenet_cls.inference.evaluate_weights import (
-        class_table,
-        evaluate_weights,
-        prediction_rows,
-    )
-    from imagenet_cls.inference.load_weights import WeightsSource
+    from imagenet_cls.inference.run_evaluation import run_evaluation
     from imagenet_cls.parallel.collectives import run_on_main
-    from imagenet_cls.report.jsonl import describe_result, finite_json
 
     check_on_all_ranks(loaded, context, training=False)
     run_on_main(context, lambda: check_files(arguments, loaded))  # not all launchers have done it
-    # Use the kernels that the run used for its own evaluations.
-    set_deterministic(loaded.config.train.deterministic, context.device)
+    run_evaluation(loaded.config, evaluation_options(arguments, loaded.config), context)
+
+
+def evaluation_options(arguments: argparse.Namespace, config: Config) -> "EvaluationOptions":
+    from imagenet_cls.inference.load_weights import WeightsSource
+    from imagenet_cls.inference.run_evaluation import EvaluationOptions
+
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
     checkpoint = Path(paths[-1]) if names_weights else None
-    weights = WeightsSource(checkpoint, arguments.weights, arguments.allow_import)
-    test_set = None
-    if arguments.data is not None:
-        data = loaded.config.data
-        list_root = data.root if "data.root" in map(key_of, overrides) else None
-        test_set = locate_test_set(arguments.data, data, list_root)
-    knn = arguments.knn
-    probe = arguments.linear_probe
-    if knn or probe:
-        evaluate_features = load_extra("test.py --knn, --linear-probe")
-        with explain_device_errors():
-            lines = evaluate_features(loaded.config, weights, context, test_set, knn, probe)
-        if context.is_main:
-            print("\n".join(map(printable, lines)))
-        return
-    out = arguments.out
-    report = arguments.report
-    with explain_device_errors():
-        record = out is not None or report is not None
-        evaluation = evaluate_weights(loaded.config, weights, context, test_set, record)
-    if not context.is_main:
-        return
-    print("\n".join(map(printable, evaluation.messages)))
-    for kind, result in evaluation.results.items():
-        print(f"{kind}: " + "  ".join(describe_result(result, 3, len(evaluation.images.classes))))
-    for line in class_table(evaluation):
-        print(line)
-    if arguments.results is not None:
-        write_output(arguments.results, finite_json(evaluation.results), "--results")
-    if out is not None:
-        text = io.StringIO(newline="")
-        rows = prediction_rows(evaluation)
-        is_csv = out.suffix.lower() == ".csv"
-        if is_csv and evaluation.threshold is not None:
-            write_labels(text, rows)
-        else:
-            write_predictions(text, rows, is_csv)
-        # surrogateescape: an image's name may be any bytes.
-        write_output(out, text.getvalue().encode("utf-8", "surrogateescape"))
-        print(f"wrote {len(evaluation.images)} predictions to {out}")
-    if report is not None:
-        load_extra("test.py --report")(report, arguments.link_js).write(evaluation)
-        print(f"wrote {report / 'report.html'}")
-
-
-def write_predictions(file: IO[str], rows: Iterable[dict], as_csv: bool) -> None:
-    """CSV has the columns image, target (if known), then class and probability, likeliest first."""
-    if not as_csv:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        return
-    writer = csv.writer(file, lineterminator="\n")
-    shown = printable if file.isatty() else str
-    for number, row in enumerate(rows):
-        cells: dict[str, Any] = {"image": row["image"]}
-        if "target" in row:
-            cells["target"] = row["target"]
-        for rank, (name, probability) in enumerate(row["top"], 1):
-            cells[f"class_{rank}"] = shown(name)
-            cells[f"probability_{rank}"] = probability
-        if number == 0:
-            writer.writerow(cells.keys())
-        writer.writerow(cells.values())
-
-
-def write_labels(file: IO[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Write predictions of several labels as CSV: image, target (if known), labels and
-    probabilities, likeliest first, with `;` between several. `data.name` list reads it: the targets
-    if it has them, else the labels.
-    """
-    shown = printable if file.isatty() else str
-    writer = csv.writer(file, lineterminator="\n")
-    for number, row in enumerate(rows):
-        cells = {"image": row["image"]}
-        if "target" in row:
-            cells["target"] = "; ".join(row["target"])
-        cells["labels"] = "; ".join(shown(name) for name, _ in row["top"])
-        cells["probabilities"] = "; ".join(str(probability) for _, probability in row["top"])
-        if number == 0:
-            writer.writerow(cells.keys())
-        writer.writerow(cells.values())
+    return EvaluationOptions(
+        weights=WeightsSource(checkpoint, arguments.weights, arguments.allow_import),
+        test_set=arguments.data,
+        list_root=config.data.root if "data.root" in map(key_of, overrides) else None,
+        out=arguments.out,
+        results=arguments.results,
+        report=arguments.report,
+        link_js=arguments.link_js,
+        knn=arguments.knn,
+        linear_probe=arguments.linear_probe,
+    )

@@ -5,13 +5,14 @@ Of single values, of keys together, and of keys without effect.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from imagenet_cls.config import keys
 from imagenet_cls.config.schema import SHARE_BELOW_1, Config, height_width
-from imagenet_cls.errors import Problem
+from imagenet_cls.errors import CheckpointError, Problem
 from imagenet_cls.lookup import number_problem
 from imagenet_cls.text import format_value
 
@@ -316,6 +317,26 @@ def code_names(config: Config, sections: tuple[str, ...] = ("",)) -> list[str]:
             texts = [value] if isinstance(value, str) else value
             names += [name for name in texts if ":" in name and not name.startswith(libraries)]
     return names
+
+
+def check_trusted(
+    config: Config, sections: tuple[str, ...], trusted: Collection[str], where: Path | None
+) -> None:
+    """Raise CheckpointError if the config of a checkpoint or run names code that the user has not
+    named, in the sections that are used. Nothing is imported.
+
+    trusted: the names that the user has given, compared whole, since `my_module:os.system` is not
+    code of a trusted module. where: the checkpoint or run.
+    """
+    code = [name for name in code_names(config, sections) if name not in trusted]
+    if code:
+        options = " ".join(f"--allow-import {name}" for name in code)
+        names = ", ".join(map(repr, code))
+        raise CheckpointError(
+            f"{where}: its config names code to run or a model to download, {names}; nothing was "
+            "run.",
+            f"If you know and trust it: {options}",
+        )
 
 
 def ineffective_keys(config: Config) -> dict[str, str]:

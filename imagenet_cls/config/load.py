@@ -6,7 +6,7 @@ And back into YAML.
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -55,6 +55,22 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     file = DEMO if path is None else find_config(path)
     layers = Layers()
     layers.add_file(file)
+    loaded = _check(layers, overrides, file.stem)
+    if file.name == "config.yaml" and (file.parent / "env.json").exists():  # of a run
+        return replace(loaded, name=file.parent.resolve().name)
+    return loaded
+
+
+def load_stored_config(
+    values: Mapping[str, Any], name: str, overrides: Sequence[str] = ()
+) -> LoadedConfig:
+    """`load_config` for the config in a checkpoint's `state.json`. name: of its run."""
+    layers = Layers()
+    layers.add(reader.to_tree(_values(config_from_dict(values))))
+    return _check(layers, overrides, name)
+
+
+def _check(layers: Layers, overrides: Sequence[str], name: str) -> LoadedConfig:
     layers.add_overrides(overrides)
     if layers.errors:
         raise ConfigError(layers.errors)
@@ -67,8 +83,6 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     warnings: list[str] = []
     for found in (layers.removed_value_warnings(), unused_values(config)):
         warnings += format_problems(found, origins)
-    is_of_run = file.name == "config.yaml" and (file.parent / "env.json").exists()
-    name = file.parent.resolve().name if is_of_run else file.stem
     return LoadedConfig(config, origins, name, warnings, layers.replaced)
 
 
@@ -94,6 +108,22 @@ def format_problems(problems: Iterable[Problem], origins: Mapping[str, str]) -> 
         parts = [_origin(problem.key, origins), shorten(problem.key, 200), problem.message]
         lines.append(": ".join(part for part in parts if part))
     return lines
+
+
+@contextmanager
+def name_origins(origins: Mapping[str, str]) -> Iterator[None]:
+    """Add the origin to each line of a ConfigError that begins with a key."""
+    try:
+        yield
+    except ConfigError as error:
+        lines = []
+        for line in error.lines:
+            key, _, message = line.partition(": ")
+            is_key = key.partition(".")[0] in keys.sections()
+            lines += format_problems([Problem(key, message)], origins) if is_key else [line]
+        with_origins = ConfigError(lines)
+        with_origins.printed_elsewhere = error.printed_elsewhere
+        raise with_origins from error
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str | None:
@@ -245,8 +275,13 @@ def comparable_values(config: Config) -> dict[str, Any]:
 
 def dump_yaml(config: Config) -> str:
     """The config as YAML, every key with its value. Loading it gives an equal config."""
+    return reader.dump(_values(config))
+
+
+def _values(config: Config) -> dict[str, Any]:
+    """The sections and keys of a layer that gives an equal config."""
     values = asdict(config)
     kwargs = values["optimizer"]["kwargs"]
     if not DEFAULT_KWARGS.get(config.optimizer.name, {}).keys() <= kwargs.keys():
         values["optimizer"]["kwargs"] = {DELETE: True, **kwargs}
-    return reader.dump(values)
+    return values

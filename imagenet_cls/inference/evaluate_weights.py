@@ -219,9 +219,7 @@ def open_images(
         return images
     if known is not None and data.val is not None and data.name in ("folder", "list"):
         return open_test_set(data, known, allow_missing=subset)
-    val = open_datasets(data, ("val",), allow_missing=subset).val
-    assert val is not None
-    return val
+    return open_datasets(data, ("val",), allow_missing=subset).val
 
 
 def check_all_classes(images: ImageSource) -> None:
@@ -300,7 +298,7 @@ def has_training_images(trained: TrainedModels, location: DataConfig) -> bool:
         train = open_datasets(data, ("train",)).train
     except DataError:
         return False
-    return train is not None and train.digest() == trained.data_digest
+    return train.digest() == trained.data_digest
 
 
 class OutputRecorder:

@@ -21,13 +21,19 @@ from imagenet_cls.checkpoint.format import (
 )
 from imagenet_cls.checkpoint.progress import read_progress
 from imagenet_cls.checkpoint.select import load_best
-from imagenet_cls.config.check import check_value, code_names
+from imagenet_cls.config.check import check_trusted, check_value
 from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
 from imagenet_cls.engine.build import choose_num_classes
 from imagenet_cls.engine.stored_weights import check_kind, read_stored_weights
 from imagenet_cls.engine.training_model import choose_mean_std, memory_format
-from imagenet_cls.errors import CheckpointError, ConfigError, UsageError
+from imagenet_cls.errors import (
+    CheckpointError,
+    ConfigError,
+    ResourceError,
+    UsageError,
+    out_of_memory_line,
+)
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.adapt import resize_model, size_remedy
 from imagenet_cls.models.build import RESERVED, build_model, published_weights
@@ -40,7 +46,7 @@ from imagenet_cls.models.weights import (
 )
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import RankContext
-from imagenet_cls.text import command_line, format_value, join_names
+from imagenet_cls.text import command_line, first_line, format_value, join_names
 
 # Keys that decide which images are evaluated and how they are prepared. Keys of speed and batches
 # do not change a result.
@@ -179,7 +185,14 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
     """
     snapshot, best, damage = load_best(path)
     config = config_from_state(snapshot.state, snapshot.path)
-    check_trusted(config, trusted, str(snapshot.path))
+    check_trusted(config, ("model.",), trusted, snapshot.path)
+    for name in RESERVED:
+        if name in config.model.kwargs:
+            raise CheckpointError(
+                f"{snapshot.path}: its config sets model.kwargs.{name}, which is not allowed in a "
+                "checkpoint; nothing was run.",
+                "Use another checkpoint.",
+            )
     with invalid_content_errors(snapshot.path):
         averaged = len(snapshot.state.get("averaged", []))
         note = f", an average of {averaged} checkpoints" if averaged else ""
@@ -196,13 +209,17 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
     for name, stored in (("raw", snapshot.model), ("ema", snapshot.ema)):
         if stored is None:
             continue
-        with invalid_content_errors(
-            snapshot.path,
-            f"its model {config.model.name} can't be built here",
-            "Start from the folder that has its module, with the library versions named in its "
-            "state.json.",
-        ):
+        try:
             model = build_untrained_model(config, num_classes)
+        except Exception as error:
+            if isinstance(error, ResourceError) or out_of_memory_line(error) is not None:
+                raise
+            raise CheckpointError(
+                f"{snapshot.path}: its model {config.model.name} can't be built here "
+                f"({type(error).__name__}: {first_line(error)[:200]}).",
+                "Start from the folder that has its module, with the library versions named in its "
+                "state.json.",
+            ) from error
         tensors = without_split_bn(stored)
         if mismatch := state_dict_mismatch(model.state_dict(), tensors):
             raise CheckpointError(
@@ -226,30 +243,6 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
         data_digest=snapshot.state.get("data_digest"),
         best_thresholds=best_thresholds,
     )
-
-
-def check_trusted(config: Config, trusted: Collection[str], where: str) -> None:
-    """Raise CheckpointError where building a checkpoint's model would run code that the user has
-    not named.
-
-    Nothing is imported. config: of the checkpoint. trusted: the names that the user has given,
-    compared whole, since `my_module:os.system` is not code of a trusted module. where: the
-    checkpoint.
-    """
-    for name in code_names(config, ("model.",)):
-        if name not in trusted:
-            raise CheckpointError(
-                f"{where}: its config names code to run or a model to download, {name!r}; nothing "
-                "was run.",
-                f"If you know and trust it: --allow-import {name}",
-            )
-    for name in RESERVED:
-        if name in config.model.kwargs:
-            raise CheckpointError(
-                f"{where}: its config sets model.kwargs.{name}, which is not allowed in a "
-                "checkpoint; nothing was run.",
-                "Use another checkpoint.",
-            )
 
 
 def build_untrained_model(config: Config, num_classes: int) -> nn.Module:

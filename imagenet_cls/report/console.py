@@ -58,6 +58,10 @@ class Bar(tqdm):
     monitor_interval = 0
 
 
+# tqdm's own one includes a semaphore, which a rank that is killed would leave behind.
+Bar.set_lock(threading.RLock())
+
+
 class Console:
     """The lines and the progress bars of a run, on stdout by default."""
 

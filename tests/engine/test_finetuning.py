@@ -226,7 +226,7 @@ def test_checkpoint_at_another_size_is_resized_or_an_error(digits: Path, tmp_pat
     assert "resized for 64 px" in out and out.count("over 359 images") == 2
     train_here(arguments(digits, tmp_path / "plain", train__max_steps=1))
     err = fails(2, evaluate_command, *words, tmp_path / "plain", "--allow-import", "helpers:plain")
-    assert err.startswith("eval.crop_px: ") and len(err.splitlines()) == 1
+    assert ": eval.crop_px: " in err and len(err.splitlines()) == 1
     err = fails(
         2, train_command, *arguments(digits, tmp_path / "no", **{**vit, "eval.crop_px": 64})
     )

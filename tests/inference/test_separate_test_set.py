@@ -189,6 +189,3 @@ def test_mistakes_in_the_place_are_errors_that_name_the_option(
 def test_features_of_the_run_classify_the_test_set(run_folder: Path) -> None:
     out = succeeds(evaluate_command, run_folder, *ALLOW, "--data", "testset", "--knn", 5)
     assert out.startswith("35 images of 10 classes, in testset") and "over 35 images" in out
-    assert "warning: " in succeeds(
-        evaluate_command, run_folder, *ALLOW, "--data", "photos", "--knn", 5
-    )
