@@ -167,8 +167,6 @@ def _label_rules(c: Config) -> Iterator[Problem]:
         yield Problem("distill.kind", "is not supported with data.labels multi; use none")
     if c.eval.classes == "present":
         yield Problem("eval.classes", "'present' is not supported with data.labels multi; use all")
-    if c.eval.real_labels is not None:
-        yield Problem("eval.real_labels", "is not supported with data.labels multi; use null")
 
 
 def _image_rules(c: Config) -> Iterator[Problem]:

@@ -91,6 +91,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "mix.cutmix_minmax": (None, "use mix.cutmix_alpha"),
     "log.grad_norm": ("step", "metrics.jsonl has the norm of every step"),
     "checkpoint.on_error": ("stop", "a failed save ends the run, and --resume continues it"),
+    "eval.real_labels": (None, "use examples/real_labels.py"),
     "parallel.uneven": ("allow", "any number of ranks is allowed"),
 }
 

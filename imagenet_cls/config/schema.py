@@ -691,10 +691,6 @@ class EvalConfig:
     # all: the validation part has the classes of the training part. present: it may have only some
     # of them, as ImageNet-A and -R; the outputs of the other classes are ignored (docs/data.md).
     classes: Literal["all", "present"] = "all"
-    # real.json of google-research/reassessed-imagenet: several labels for each of ImageNet's
-    # validation images. Then the share of predictions among them is reported, too (`real_pct`).
-    # null: none.
-    real_labels: str | None = key(None, recipe=False, per_machine=True)
     # Further metrics, your own or of torchmetrics, each `my_module:my_factory` (docs/extending.md).
     metrics: list[str] = key([], form=FACTORIES, recipe=False, code=())
     # Images in one forward pass of a device.

@@ -196,7 +196,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
             devices,
             mean,
             std,
-            evaluation_labels(config, data.val, data.classes),
+            evaluation_labels(config, data.val),
             is_compiled=bool(train.compile),
             keep_workers=True,
         ),

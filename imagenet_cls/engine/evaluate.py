@@ -172,16 +172,14 @@ class Sums:
     top5: Tensor
     loss: Tensor
     images: Tensor
-    real_hits: Tensor
-    real_images: Tensor
     class_hits: Tensor
     class_images: Tensor
 
     @classmethod
     def of_row(cls, row: Tensor) -> Self:
-        """The views of a row of 6 + 2 * classes elements."""
-        classes = (len(row) - 6) // 2
-        return cls(*row.split([1, 1, 1, 1, 1, 1, classes, classes]))
+        """The views of a row of 4 + 2 * classes elements."""
+        classes = (len(row) - 4) // 2
+        return cls(*row.split([1, 1, 1, 1, classes, classes]))
 
 
 def compute_results(
@@ -210,7 +208,7 @@ def compute_results(
     multilabel = labels.threshold is not None
     watched = update_metrics(outputs, metrics, num_classes, context, multilabel)
     if labels.threshold is None:
-        results = class_results(watched, names, context, num_classes, labels)
+        results = class_results(watched, names, context, num_classes)
     else:
         kept = {name: LabelOutputs(num_classes) for name in names}
         for logits, targets, _ in watched:
@@ -233,52 +231,43 @@ def class_results(
     names: Sequence[str],
     context: RankContext,
     num_classes: int,
-    labels: EvaluationLabels,
 ) -> dict[str, dict[str, Any]]:
     """The results of each model for images with one label. A collective.
 
     * top1_pct, top5_pct: with fewer than five classes, top-5 counts all of them;
     * loss: mean cross-entropy without smoothing;
     * balanced_accuracy_pct: mean recall of the classes that have images;
-    * images: the number of images;
-    * with ReaL labels real_images, the number of images that have such labels, and real_pct, the
-      share of these whose prediction is one of them.
+    * images: the number of images.
     """
     # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24.
     dtype = torch.float32 if context.device.type == "mps" else torch.float64
     # One tensor with a row for each model, so that one collective reduces all sums.
-    rows = torch.zeros(len(names), 6 + 2 * num_classes, dtype=dtype, device=context.device)
+    rows = torch.zeros(len(names), 4 + 2 * num_classes, dtype=dtype, device=context.device)
     sums = {name: Sums.of_row(row) for name, row in zip(names, rows, strict=True)}
-    for logits, targets, indices in outputs:
-        real = None if labels.real is None else labels.real[indices]
+    for logits, targets, _ in outputs:
         for name in names:
-            add_batch(sums[name], logits[name], targets, real)
+            add_batch(sums[name], logits[name], targets)
     all_reduce_sum(rows, context)
     rows = rows.cpu().double()
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, row in zip(names, rows, strict=True):
         total = Sums.of_row(row)
         images = total.images.item()
         has_images = total.class_images > 0
         recalls = total.class_hits[has_images] / total.class_images[has_images]
-        result: dict[str, Any] = {
+        results[name] = {
             "top1_pct": 100 * total.top1.item() / images,
             "top5_pct": 100 * total.top5.item() / images,
             "loss": total.loss.item() / images,
             "balanced_accuracy_pct": 100 * fmean(recalls.tolist()),
             "images": int(images),
         }
-        if labels.real is not None:
-            real_images = total.real_images.item()
-            result["real_pct"] = 100 * total.real_hits.item() / real_images
-            result["real_images"] = int(real_images)
-        results[name] = result
     return results
 
 
-def add_batch(sums: Sums, logits: Tensor, targets: Tensor, real: Tensor | None) -> None:
+def add_batch(sums: Sums, logits: Tensor, targets: Tensor) -> None:
     """Add the counts of a batch to the sums of a model, in place. logits: (B, classes). targets:
-    (B,). real: (B, max_labels), `EvaluationLabels.real` of these images.
+    (B,).
     """
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     is_target = best.eq(targets[:, None])
@@ -290,7 +279,3 @@ def add_batch(sums: Sums, logits: Tensor, targets: Tensor, real: Tensor | None) 
     dtype = sums.class_hits.dtype
     sums.class_hits.index_add_(0, targets, is_hit.to(dtype))
     sums.class_images.index_add_(0, targets, torch.ones_like(targets, dtype=dtype))
-    if real is not None:
-        real = real.to(logits.device)
-        sums.real_hits += real.eq(best[:, :1]).any(1).sum()
-        sums.real_images += real.ge(0).any(1).sum()

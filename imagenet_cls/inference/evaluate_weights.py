@@ -100,7 +100,7 @@ def evaluate_weights(
     kind = trained.select()
     kinds = list(trained.models)
     record |= trained.num_classes <= _MAX_CLASSES_IN_TABLE
-    labels = evaluation_labels(config, images, images.classes)
+    labels = evaluation_labels(config, images)
     evaluation = Evaluation(
         config, images, context, rank_devices(config, context), trained.mean, trained.std, labels
     )

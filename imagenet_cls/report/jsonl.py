@@ -31,8 +31,6 @@ Records of kind "eval":
     loss
     images
     seconds
-    real_pct                only with eval.real_labels
-    real_images             likewise
     classes                 such as "200 of 1000"; only with eval.classes=present
     left_out                only where data.exclude leaves images out
     further fields          the values of eval.metrics
@@ -77,7 +75,7 @@ _REQUIRED = {"eval": {"step", "weights"}, "event": {"step", "message"}}
 _TAIL_BYTES = 1 << 16
 _MAX_STEP = 1 << 53  # and epoch
 MIN_CLASSES_FOR_TOP5 = 10  # of fewer classes nearly every image has its class among five
-EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "real_pct", "real_images", "left_out")
+EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "left_out")
 
 
 MAIN_TITLES = {"top1_pct": "top-1", "map_pct": "mAP"}  # of `main_metric`
@@ -132,8 +130,6 @@ def _texts_of_classes(result: Mapping[str, Any], digits: int, num_classes: int) 
     if num_classes >= MIN_CLASSES_FOR_TOP5:
         texts.append(f"top-5 {result['top5_pct']:.{digits}f} %")
     texts.append(f"loss {result['loss']:.4f}")
-    if "real_pct" in result:
-        texts.append(f"ReaL {result['real_pct']:.{digits}f} % of {result['real_images']}")
     balanced = result.get("balanced_accuracy_pct", result["top1_pct"])
     if abs(balanced - result["top1_pct"]) >= 0.1:
         texts.append(f"balanced accuracy {balanced:.{digits}f} %")

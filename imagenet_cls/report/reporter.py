@@ -41,7 +41,6 @@ _EVAL_SCALARS = (
     "top5_pct",
     "loss",
     "balanced_accuracy_pct",
-    "real_pct",
     "map_pct",
     "micro_f1_pct",
     "macro_f1_pct",

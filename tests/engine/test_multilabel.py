@@ -71,7 +71,6 @@ def test_learns(tmp_path: Path) -> None:
         (["data.name=digits", "data.val=null", "data.val_fraction=0.2"], "data.labels"),
         (["data.name=torchvision:FashionMNIST"], "data.labels"),
         (["eval.classes=present"], "eval.classes"),
-        (["eval.real_labels=real.json"], "eval.real_labels"),
         (["distill.kind=soft", "distill.teacher.name=resnet18"], "distill.kind"),
         (["data.labels=single"], "checkpoint.best"),
         (["data.labels=single", "checkpoint.best=top1", "loss.name=asymmetric"], "loss.name"),

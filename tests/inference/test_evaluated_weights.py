@@ -1,6 +1,4 @@
-"""Which weights `test.py` evaluates, which classes their outputs are, outputs that are not finite,
-and ReaL labels.
-"""
+"""Which weights `test.py` evaluates, which classes their outputs are, outputs that are not finite,"""
 
 import json
 import re
@@ -372,14 +370,8 @@ def test_malformed_statement_of_classes_is_an_error(tmp_path: Path, text: str) -
         stated_classes(tmp_path / "file")
 
 
-# ---- ReaL labels
-
-
-@pytest.fixture(scope="module")
-def real_labels(imagenet: Path) -> tuple[Path, str]:
-    """A file with the right class and that of the highest output, one wrong class, or none for each
-    image; and the result.
-    """
+def test_example_counts_real_labels(imagenet: Path, tmp_path: Path) -> None:
+    """The right class and that of the highest output, one wrong class, or none for each image."""
     logits, targets = classify_by_hand(
         imagenet / "ids", {IDS[output]: output for output in PRESENT}
     )
@@ -391,48 +383,9 @@ def real_labels(imagenet: Path) -> tuple[Path, str]:
         lists[number - 1] = labels
         hits += [highest in labels] if labels else []
     assert 0 < sum(hits) < len(hits) < 40
-    (imagenet / "real.json").write_text(json.dumps(lists))
-    return imagenet / "real.json", f"ReaL {100 * sum(hits) / len(hits):.3f} % of {len(hits)}"
-
-
-def with_real_labels(imagenet: Path, file: Path) -> list[str]:
-    return evaluation_of(imagenet, "ids", "model.num_classes=1000", f"eval.real_labels={file}")
-
-
-def test_real_labels_count_any_of_them(imagenet: Path, real_labels: tuple[Path, str]) -> None:
-    file, expected = real_labels
-    code, out, err = call(evaluate_command, *with_real_labels(imagenet, file))
-    assert code == 0 and expected in out, err
-
-
-@pytest.mark.nightly
-def test_real_labels_on_two_ranks(imagenet: Path, real_labels: tuple[Path, str]) -> None:
-    file, expected = real_labels
-    words = [*with_real_labels(imagenet, file), "--launcher", "spawn", "--gpus", "2", "device=cpu"]
-    done = run([sys.executable, REPOSITORY / "tools" / "test.py", *words])
-    assert expected in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        None,
-        "{",
-        "[[0]]",
-        json.dumps([[]] * 50),
-        *(f"[{first}{', [0]' * 49}]" for first in ("1", "[1000]", "[true]")),
-    ],
-)
-def test_bad_real_labels_are_an_error(imagenet: Path, tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / "real.json"
-    if content is not None:
-        file.write_text(content)
-    err = fails(3, evaluate_command, *with_real_labels(imagenet, file))
-    assert "eval.real_labels" in err
-
-
-def test_real_labels_for_other_classes_are_an_error(
-    run_folder: Path, real_labels: tuple[Path, str]
-) -> None:
-    err = fails(3, evaluate_command, run_folder, *ALLOW, f"eval.real_labels={real_labels[0]}")
-    assert "eval.real_labels" in err
+    (tmp_path / "real.json").write_text(json.dumps(lists))
+    words = evaluation_of(imagenet, "ids", "model.num_classes=1000")
+    succeeds(evaluate_command, *words, "--out", tmp_path / "rows.jsonl")
+    example = [sys.executable, REPOSITORY / "examples" / "real_labels.py"]
+    done = run([*example, tmp_path / "rows.jsonl", tmp_path / "real.json"])
+    assert done.stdout == f"ReaL {100 * sum(hits) / len(hits):.3f} % of {len(hits)}\n", done.stderr

@@ -62,7 +62,7 @@ def trial_config(config: Config) -> Config:
         distill=replace(config.distill, teacher=teacher),
         optimizer=replace(config.optimizer, lr=_NO_UPDATE_LR, lr_base_batch=None),
         schedule=replace(defaults.schedule, name="constant"),
-        eval=replace(config.eval, classes="all", real_labels=None),
+        eval=replace(config.eval, classes="all"),
     )
 
 

@@ -223,10 +223,5 @@ def _result_columns(
         ("loss", "loss", ".4f"),
         ("images", "images", _COUNT),
     ]
-    if any("real_pct" in row for row in results.values()):
-        columns += [
-            ("ReaL %", "real_pct", ".3f"),
-            ("images with ReaL labels", "real_images", _COUNT),
-        ]
     own = dict.fromkeys(name for row in results.values() for name in user_metrics(row))
     return [*columns, *((name, name, ".4f") for name in own)]
