@@ -79,6 +79,8 @@ EXTRAS = {
     "test.py --knn, --linear-probe": "extras.weights.feature_classifiers:evaluate_features",
     "test.py --report": "extras.pages.evaluation_report:EvaluationReport",
     "TrainedRun.report": "extras.pages.report:report_command",
+    "TrainedRun.plot": "extras.pages.plots:draw_run",
+    "log.plots": "extras.pages.plots:plot_run",
 }
 
 

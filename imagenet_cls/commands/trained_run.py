@@ -8,7 +8,6 @@ from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.report.jsonl import Record, read_metrics
-from imagenet_cls.report.plots import draw_run
 
 if TYPE_CHECKING:
     import pandas
@@ -71,7 +70,8 @@ class TrainedRun:
         """Loss, top-1 or mAP, and learning rate over the steps. A notebook shows the returned
         figure.
         """
-        return draw_run(self.metrics)
+        figure: Figure = load_extra("TrainedRun.plot")(self.metrics)
+        return figure
 
     def report(self) -> Path:
         """Write the page of `tools/report.py` into the run folder. Returns its path."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import ResourceError
+from imagenet_cls.entry_points import load_extra
+from imagenet_cls.errors import ResourceError, UsageError
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.report.console import WRITE_REMEDY, Console
 from imagenet_cls.report.jsonl import (
@@ -19,7 +20,6 @@ from imagenet_cls.report.jsonl import (
     truncate_after,
     user_metrics,
 )
-from imagenet_cls.report.plots import plot_run
 from imagenet_cls.report.writers import Row, Writer, open_writers
 from imagenet_cls.text import first_line
 
@@ -131,10 +131,16 @@ class Reporter:
         self._console.eval_result(text)
 
     def plot(self) -> None:
-        """Draw `plots/curves.png` from all records of the run."""
-        if self._folder and self._metrics:
-            with explain_write_errors(self._folder / "plots", WRITE_REMEDY):
-                plot_run(read_metrics(self._metrics.path), self._folder / "plots")
+        """Draw `plots/curves.png` from all records of the run, if the extra is installed."""
+        if not (self._folder and self._metrics):
+            return
+        try:
+            plot_run = load_extra("log.plots")
+        except UsageError as error:
+            self.message(first_line(error))
+            return
+        with explain_write_errors(self._folder / "plots", WRITE_REMEDY):
+            plot_run(read_metrics(self._metrics.path), self._folder / "plots")
 
     def sync(self) -> None:
         """Write every record to the disk, before a checkpoint. For the thread that writes it, which

@@ -423,6 +423,37 @@ def test_python_api_raises_the_errors_of_a_run(photos: Path) -> None:
         imagenet_cls.train("photos", work_dir="auto")
 
 
+def test_python_api_raises_all_problems_of_a_config(photos: Path) -> None:
+    wrong = {"loss.name": "focl", "schedule.name": "cosin"}
+    with pytest.raises(ConfigError) as caught:
+        imagenet_cls.train("photos", {**SMALL, **wrong}, work_dir="runs/b")
+    assert len(caught.value.lines) == 2
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_bar_follows_the_records_and_printed_lines_stay(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that prints what a line about a step looks like."""
+    Path("talkative.py").write_text(
+        "from helpers import plain\n"
+        "def model(num_classes):\n"
+        "    print('epoch 1/9  step 7  loss 0.1')\n"
+        "    return plain(num_classes)\n"
+    )
+    drawn = Terminal()
+    monkeypatch.setattr(sys, "stderr", drawn)
+    options = {**SMALL, "model.name": "talkative:model", "log.every_steps": 1}
+    run = imagenet_cls.train("photos", options, work_dir="runs/b")
+    steps = max(record["step"] for record in run.metrics)
+    assert f"{steps}/{steps}" in drawn.getvalue() and "7/" not in drawn.getvalue()
+    assert "epoch 1/9  step 7  loss 0.1" in capsys.readouterr().out.splitlines()
+
+
 def test_python_api_evaluates_no_folder_that_is_missing(photos: Path) -> None:
     Path("work_dirs/photos").mkdir(parents=True)
     with pytest.raises(UsageError, match="'work_dirs/photos'"):

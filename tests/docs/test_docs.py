@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -160,28 +160,20 @@ def with_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("page", "script", "words"),
-    [
-        pytest.param(page, script, words, id=f"{page.name}: {script} {' '.join(words)}"[:100])
-        for page in PAGES
-        for script, words in commands(page.read_text())
-    ],
-)
-def test_commands_are_valid(
-    page: Path,
-    script: str,
-    words: list[str],
-    with_data: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@each_page
+def test_commands_are_valid(page: Path, with_data: Path) -> None:
     """The real parser accepts them, and a config of the repository loads with their overrides. A
     dataset in place of a config exists in `with_data`.
     """
-    monkeypatch.chdir(with_data if words and words[0] in READERS_DATA else ROOT)
+    for script, words in commands(page.read_text()):
+        with chdir(with_data if words and words[0] in READERS_DATA else ROOT):
+            check_command(script, words)
+
+
+def check_command(script: str, words: list[str]) -> None:
     tool = script.removeprefix("tools/").removesuffix(".py")
     if script == "scripts/dist_train.sh":
-        assert words[1].isdigit()
+        assert words[1].isdigit(), words
         tool, words = "train", [words[0], *words[2:]]
     elif script == "scripts/dist_test.sh":
         gpus = 1 if words[1].isdigit() else 2

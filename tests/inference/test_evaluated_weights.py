@@ -1,4 +1,4 @@
-"""Which weights `test.py` evaluates, which classes their outputs are, outputs that are not finite,"""
+"""Which weights `test.py` evaluates, which classes their outputs are, and outputs that are NaN."""
 
 import json
 import re

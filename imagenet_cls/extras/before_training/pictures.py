@@ -13,8 +13,8 @@ import numpy as np
 from imagenet_cls.commands import cli
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.errors import UsageError
+from imagenet_cls.extras.pages.plots import write_figure
 from imagenet_cls.files import check_replaced
-from imagenet_cls.report.plots import write_figure
 
 _MAX_LABEL = 24  # characters of a line
 _POINTS = "offset points"  # the unit of a distance from the annotated place

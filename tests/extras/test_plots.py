@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from imagenet_cls.report.plots import plot_run, write_figure
+from imagenet_cls.extras.pages.plots import plot_run, write_figure
 
 FIRST_COLOR = (0x1F, 0x77, 0xB4)  # of matplotlib
 
