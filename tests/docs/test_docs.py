@@ -46,8 +46,8 @@ FOREIGN_OPTIONS = {
     "--signal",
     "--time",
 }
-# of tests/configs/golden.py, of pip
-FOREIGN_OPTIONS |= {"--write", "--no-deps", "--no-build-isolation"}
+# of tests/configs/golden.py, of pip, of pytest
+FOREIGN_OPTIONS |= {"--write", "--no-deps", "--no-build-isolation", "--ignore"}
 # SLURM
 FOREIGN_OPTIONS |= {"--partition", "--gres", "--job-name", "--wrap"}
 FOREIGN_OPTIONS |= {f"--{name}" for name in ("ntasks-per-node", "gpus-per-node", "cpus-per-task")}
