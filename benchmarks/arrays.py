@@ -120,7 +120,8 @@ def training_rows(
             "our batches alone": lambda count: take(parts.train_loader.epoch(next(epochs)), count),
             "plain batches alone": lambda count: take(plain.batches, count),
             "our evaluation batches alone": lambda count: take(
-                build_val_batches(parts.config, parts.data.val, context, 1, parts.mean), count
+                build_val_batches(parts.config, parts.data.val, context, 1, parts.mean_std[0]),
+                count,
             ),
         }
         seconds_in_turn(list(loops.values()), 1, 1)

@@ -24,8 +24,7 @@ from imagenet_cls.data.loader import check_shared_memory, open_file_warning
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.sources import ImageSource, exif_warning, required_targets, size_fingerprint
 from imagenet_cls.data.targets import class_sizes
-from imagenet_cls.engine.evaluate import Evaluation
-from imagenet_cls.engine.evaluation_labels import evaluation_labels
+from imagenet_cls.engine.evaluate import Evaluation, evaluation_labels
 from imagenet_cls.engine.loaders import build_train_loader, shared_memory_use
 from imagenet_cls.engine.model_with_loss import ModelWithLoss
 from imagenet_cls.engine.plan import Plan, part_sizes, plan_run
@@ -60,7 +59,31 @@ from imagenet_cls.parallel.wrap import (
 
 
 @dataclass
-class TrainingParts:
+class ModelParts:
+    """The model, and what wraps or copies it."""
+
+    model: nn.Module
+    wrapped: nn.Module  # the module to call in training: `ModelWithLoss`, in DDP or by itself
+    ema: ModelEma
+    batch_norm_statistics: BatchNormStatistics
+    mean_std: tuple[list[float], list[float]]  # the normalization of the images, per channel
+    teacher_digest: str | None  # of the teacher's weights
+    messages: list[str]  # lines to print at the start
+
+
+@dataclass
+class Optimization:
+    """What changes the weights."""
+
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    sam: Sam
+    scaler: torch.amp.GradScaler
+    lr_note: str | None  # about a learning rate that is scaled for the batch
+
+
+@dataclass
+class TrainingParts(ModelParts, Optimization):
     """The components of a training run."""
 
     config: Config
@@ -69,20 +92,10 @@ class TrainingParts:
     plan: Plan
     data: DataSets
     num_classes: int  # outputs of the model
-    messages: list[str]  # lines to print at the start
-    model: nn.Module
-    wrapped: nn.Module  # the module to call in training: `ModelWithLoss`, in DDP or by itself
-    ema: ModelEma
     prefetch: DevicePrefetch
     preprocess: TrainPreprocess
     autocast_dtype: torch.dtype | None  # None: fp32, no autocast
-    teacher_digest: str | None  # of the teacher's weights
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    sam: Sam
-    scaler: torch.amp.GradScaler
     updater: Updater
-    batch_norm_statistics: BatchNormStatistics
     train_loader: BatchLoader
     evaluation: Evaluation
     metrics: dict[str, UserMetrics]  # by the kind of weights
@@ -146,24 +159,23 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
         targets = torch.zeros(micro_batch, num_classes, device=device)
     # These passes clear the gradients, which `Updater` may then allocate.
     rebuild_buckets_with_zeros(config, plan, built.wrapped, normalize, targets, autocast_dtype)
-    messages = [devices.note, data.note, optimization.note]
+    messages = [devices.note, data.note, optimization.lr_note]
     if context.is_main:
         messages += [exif_warning(data.train), open_file_warning(config.data, data.train)]
     if train.precision == "auto" and device.type == "cuda" and autocast_dtype != torch.bfloat16:
         used = "fp32" if autocast_dtype is None else "fp16"
         messages.append(f"train.precision=auto uses {used}: this GPU only emulates bf16")
+    built.messages = [message for message in [*messages, *built.messages] if message]
     weight_kinds = ["raw"] if built.ema.module is None else ["raw", "ema"]
     return TrainingParts(
+        **vars(built),
+        **vars(optimization),
         config=config,
         context=context,
         devices=devices,
         plan=plan,
         data=data,
         num_classes=num_classes,
-        messages=[message for message in [*messages, *built.messages] if message],
-        model=built.model,
-        wrapped=built.wrapped,
-        ema=built.ema,
         prefetch=DevicePrefetch(device),
         preprocess=TrainPreprocess(
             normalize,
@@ -174,11 +186,6 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
             config.mix.off_epoch,
         ),
         autocast_dtype=autocast_dtype,
-        teacher_digest=built.teacher_digest,
-        optimizer=optimization.optimizer,
-        schedule=optimization.schedule,
-        sam=optimization.sam,
-        scaler=optimization.scaler,
         updater=Updater(
             built.model,
             optimization.optimizer,
@@ -187,7 +194,6 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
             head_names(built.model, num_classes),
             keeps_gradients(train, plan),
         ),
-        batch_norm_statistics=built.batch_norm_statistics,
         train_loader=train_loader,
         evaluation=Evaluation(
             config,
@@ -219,21 +225,6 @@ def build_data(
     memory_use = shared_memory_use(config, len(data.val), plan, context)
     check_shared_memory(memory_use, context.rank_info.local_world_size)
     return data, num_classes, plan
-
-
-@dataclass
-class ModelParts:
-    """The model, and what wraps or copies it. mean_std: the normalization of the images, per
-    channel. messages: about its weights.
-    """
-
-    model: nn.Module
-    wrapped: nn.Module
-    ema: ModelEma
-    batch_norm_statistics: BatchNormStatistics
-    mean_std: tuple[list[float], list[float]]
-    teacher_digest: str | None
-    messages: list[str]
 
 
 def build_model_parts(
@@ -269,17 +260,6 @@ def build_model_parts(
         compile_module(module, config.train, config.augment)
     teacher_digest = None if teacher is None else model_digest(teacher.network)
     return ModelParts(model, wrapped, ema, statistics, mean_std, teacher_digest, messages)
-
-
-@dataclass
-class Optimization:
-    """What changes the weights. note: about a learning rate that is scaled for the batch."""
-
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    sam: Sam
-    scaler: torch.amp.GradScaler
-    note: str | None
 
 
 def build_optimization(

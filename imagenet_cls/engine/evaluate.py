@@ -11,6 +11,7 @@ from itertools import islice
 from statistics import fmean
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,8 +19,7 @@ from torch.nn import functional
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.device import Normalize
 from imagenet_cls.data.samplers import shard_for_eval
-from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.engine.evaluation_labels import EvaluationLabels
+from imagenet_cls.data.sources import ImageSource, required_targets
 from imagenet_cls.engine.label_scores import LabelOutputs
 from imagenet_cls.engine.loaders import EvalBatch, build_val_batches
 from imagenet_cls.engine.plan import ceil_div
@@ -32,6 +32,37 @@ from imagenet_cls.parallel.wrap import wrap_data_parallel
 
 EvalOutputs = tuple[dict[str, Tensor], Tensor, Tensor]
 """fp32 logits (B, classes) of each model, targets (`data.targets`), indices (B,)."""
+
+
+@dataclass(frozen=True)
+class EvaluationLabels:
+    """Which classes count.
+
+    present: int64 (P,), the classes that the validation images have; None: all. left_out: the
+    number of images that `data.exclude` has left out. threshold: `eval.threshold` if images have
+    several labels (`data.labels`), else None.
+    """
+
+    present: Tensor | None = None
+    left_out: int = 0
+    threshold: float | None = None
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """Logits (B, outputs) with -inf for the classes that are not present."""
+        if self.present is None:
+            return logits
+        absent = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
+        absent[self.present.to(logits.device)] = False
+        return logits.masked_fill(absent, -torch.inf)
+
+
+def evaluation_labels(config: Config, source: ImageSource) -> EvaluationLabels:
+    """The labels of an evaluation of `source`. Raises DataError."""
+    present = None
+    threshold = config.eval.threshold if config.data.labels == "multi" else None
+    if config.eval.classes == "present":
+        present = torch.from_numpy(np.unique(required_targets(source, "eval.classes")))
+    return EvaluationLabels(present, source.left_out, threshold)
 
 
 class Evaluation:
@@ -59,7 +90,6 @@ class Evaluation:
         self.source = source
         self.context = context
         self.mean = mean
-        self.std = std
         self.labels = labels
         self.normalize = Normalize(mean, std, context.device, config.train.channels_last)
         self.autocast_dtype = choose_precision(config.train, context.device)
@@ -106,16 +136,6 @@ class Evaluation:
         ):
             masked = {name: self.labels.mask(values) for name, values in logits.items()}
             yield masked, targets, indices
-
-    def results(
-        self,
-        outputs: Iterable[EvalOutputs],
-        names: Sequence[str],
-        num_classes: int,
-        metrics: Mapping[str, UserMetrics] | None = None,
-    ) -> dict[str, dict[str, Any]]:
-        """The results of the models `names` from their outputs: see `compute_results`."""
-        return compute_results(outputs, names, self.context, num_classes, self.labels, metrics)
 
 
 @torch.no_grad()

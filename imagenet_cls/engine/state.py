@@ -70,6 +70,7 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
     """The part of `state.json` that is the same at every step: enough to predict with nothing but
     the checkpoint.
     """
+    mean, std = parts.mean_std
     return {
         "plan": {
             "steps_per_epoch": parts.plan.steps_per_epoch,
@@ -83,7 +84,7 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
         "data_sizes": size_fingerprint(parts.data.train),
         "val_sizes": size_fingerprint(parts.data.val),
         "teacher_digest": parts.teacher_digest,
-        "preprocessing": {"mean": parts.evaluation.mean, "std": parts.evaluation.std},
+        "preprocessing": {"mean": mean, "std": std},
         "config": asdict(parts.config),
         "world_size": parts.context.world_size,
         "cpu_threads": torch.get_num_threads(),

@@ -12,8 +12,7 @@ from imagenet_cls.data.datasets import has_training_part, open_datasets
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.test_set import describe_images
 from imagenet_cls.engine.build import rank_devices
-from imagenet_cls.engine.evaluate import Evaluation
-from imagenet_cls.engine.evaluation_labels import EvaluationLabels
+from imagenet_cls.engine.evaluate import Evaluation, EvaluationLabels
 from imagenet_cls.errors import DataError
 from imagenet_cls.inference.evaluate_weights import check_not_trained_on, open_images
 from imagenet_cls.inference.load_weights import (

@@ -27,8 +27,7 @@ from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.engine.build import TrainingParts, build
-from imagenet_cls.engine.evaluate import compute_results, model_outputs
-from imagenet_cls.engine.evaluation_labels import EvaluationLabels
+from imagenet_cls.engine.evaluate import EvaluationLabels, compute_results, model_outputs
 from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.train import train
 from imagenet_cls.engine.user_metrics import build_metrics, compute_metrics

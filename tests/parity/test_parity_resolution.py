@@ -25,8 +25,7 @@ from torchvision.transforms.v2 import functional as reference
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.engine.evaluate import compute_results, model_outputs
-from imagenet_cls.engine.evaluation_labels import EvaluationLabels
+from imagenet_cls.engine.evaluate import EvaluationLabels, compute_results, model_outputs
 from imagenet_cls.models.adapt import resize_model
 from imagenet_cls.models.weights import load_weights
 

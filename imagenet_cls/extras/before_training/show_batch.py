@@ -54,8 +54,7 @@ def show_batch_command(argv: Sequence[str]) -> None:
     batch = next(parts.train_loader.epoch(arguments.epoch))
     first_step = arguments.epoch * parts.plan.steps_per_epoch
     images, targets = parts.preprocess(batch, arguments.epoch, first_step, 0)
-    mean = torch.tensor(parts.evaluation.mean).view(-1, 1, 1)
-    std = torch.tensor(parts.evaluation.std).view(-1, 1, 1)
+    mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in parts.mean_std)
     pixels = (images[: arguments.images] * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
     # The splits of a batch (augment.splits) follow each other.
     classes = [utf8_text(name) for name in parts.data.classes]

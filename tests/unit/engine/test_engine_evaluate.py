@@ -8,8 +8,7 @@ from helpers import single_rank
 from sklearn.metrics import balanced_accuracy_score
 from torch import nn
 
-from imagenet_cls.engine.evaluate import EvalBatch, compute_results, model_outputs
-from imagenet_cls.engine.evaluation_labels import EvaluationLabels
+from imagenet_cls.engine.evaluate import EvalBatch, EvaluationLabels, compute_results, model_outputs
 
 CPU = torch.device("cpu")
 ALONE = single_rank()

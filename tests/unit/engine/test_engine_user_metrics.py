@@ -14,8 +14,7 @@ from helpers import arguments, single_rank
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, EvalConfig, ExpectConfig, LossConfig
-from imagenet_cls.engine.evaluate import compute_results
-from imagenet_cls.engine.evaluation_labels import EvaluationLabels
+from imagenet_cls.engine.evaluate import EvaluationLabels, compute_results
 from imagenet_cls.engine.user_metrics import build_metrics, values_by_field
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.guards.agreement import user_modules
