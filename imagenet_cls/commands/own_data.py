@@ -145,7 +145,7 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     notes = [describe_data(source, loaded, data), *notes]
     full = path.resolve()
     name = full.name if full.is_dir() else full.stem
-    return replace(loaded, name=name, notes=[*notes, *loaded.notes])
+    return replace(loaded, name=name, notes=[*notes, *loaded.notes], data=data)
 
 
 def typos_of_short_keys(overrides: Sequence[str]) -> dict[str, str]:

@@ -176,7 +176,8 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """
     from imagenet_cls.data.check import check_paths
 
-    check_paths(loaded.config.data, allow_missing=loaded.config.eval.classes == "present")
+    if loaded.data is None:
+        check_paths(loaded.config.data, allow_missing=loaded.config.eval.classes == "present")
     if arguments.node_rank != 0:
         return
     options = run_options(arguments, loaded)

@@ -36,7 +36,8 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 class LoadedConfig:
     """A config. origins: where a layer sets a key or section, by dotted key: `x.yaml:12`. name: the
     file's stem, or the name of the run whose config it is. notes: lines to print at the start,
-    besides warnings.
+    besides warnings. data: the open dataset (`data.datasets.DataSets`) if the config follows from
+    it.
     """
 
     config: Config
@@ -44,6 +45,7 @@ class LoadedConfig:
     name: str
     warnings: list[str]
     notes: list[str] = field(default_factory=list)
+    data: Any = None
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:

@@ -12,7 +12,6 @@ from torch import nn
 from imagenet_cls.config.schema import (
     AugmentConfig,
     Config,
-    DataConfig,
     EmaConfig,
     TrainConfig,
     height_width,
@@ -127,12 +126,17 @@ def rank_devices(config: Config, context: RankContext) -> Devices:
     return Devices((context.device,), context.device)
 
 
-def build(config: Config, context: RankContext, load_initial_weights: bool = True) -> TrainingParts:
+def build(
+    config: Config,
+    context: RankContext,
+    load_initial_weights: bool = True,
+    data: DataSets | None = None,
+) -> TrainingParts:
     """Build everything that a training run uses, in its state at step 0. A collective: every rank
     calls it.
 
     load_initial_weights: whether to load the weights that the config names; false for a run that
-    resumes. Raises UserError.
+    resumes. data: the images of the config if they are open. Raises UserError.
     """
     device = context.device
     train = config.train
@@ -144,7 +148,7 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
     check_compiler(train, device)
     autocast_dtype = choose_precision(train, device)
     devices = rank_devices(config, context)
-    data, num_classes, plan = build_data(config, context, len(devices.all))
+    data, num_classes, plan = build_data(config, context, len(devices.all), data)
     built = build_model_parts(
         config, context, devices, data, num_classes, plan, load_initial_weights
     )
@@ -211,10 +215,21 @@ def build(config: Config, context: RankContext, load_initial_weights: bool = Tru
 
 
 def build_data(
-    config: Config, context: RankContext, devices_per_rank: int
+    config: Config, context: RankContext, devices_per_rank: int, data: DataSets | None
 ) -> tuple[DataSets, int, Plan]:
-    """The images, the number of the model's outputs, and the plan of the run. Raises UserError."""
-    data = open_same_data(config.data, context, config.eval.classes == "present")
+    """The images, the number of the model's outputs, and the plan of the run. data: the images if
+    they are open. Raises UserError.
+    """
+    if data is None:
+        is_subset = config.eval.classes == "present"
+        data = run_on_main_first(
+            context, lambda: open_datasets(config.data, allow_missing=is_subset)
+        )
+    sources = {"training images": data.train, "validation images": data.val}
+    digests = {
+        name: f"{source.digest()} {size_fingerprint(source)}" for name, source in sources.items()
+    }
+    check_same_data(digests, context)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
     if config.data.labels == "multi" and num_classes != len(data.classes):
         problem = f"{num_classes}, but there are {len(data.classes)} labels; use null"
@@ -285,19 +300,6 @@ def build_optimization(
         torch.amp.GradScaler(device_type, enabled=autocast_dtype == torch.float16),
         note,
     )
-
-
-def open_same_data(data: DataConfig, context: RankContext, allow_missing: bool) -> DataSets:
-    """The training and the validation images, after a check that all ranks have the same.
-    allow_missing: whether validation images may lack classes.
-    """
-    opened = run_on_main_first(context, lambda: open_datasets(data, allow_missing=allow_missing))
-    sources = {"training images": opened.train, "validation images": opened.val}
-    digests = {
-        name: f"{source.digest()} {size_fingerprint(source)}" for name, source in sources.items()
-    }
-    check_same_data(digests, context)
-    return opened
 
 
 def build_run_criterion(

@@ -63,7 +63,7 @@ def train_in_folder(
     """Build the run, open what it writes, and train."""
     config = loaded.config
     work_dir = options.work_dir
-    parts, progress, messages = build_and_restore(config, options, folder, context)
+    parts, progress, messages = build_and_restore(loaded, options, folder, context)
     open_log(work_dir, context.rank)
     log_path = log_file(work_dir, context.rank)
     name_flight_recorder_files(os.environ, log_path.parent)
@@ -102,13 +102,13 @@ def train_in_folder(
 
 
 def build_and_restore(
-    config: Config, options: RunOptions, folder: RunFolder, context: RankContext
+    loaded: LoadedConfig, options: RunOptions, folder: RunFolder, context: RankContext
 ) -> tuple[TrainingParts, Progress, list[str]]:
     """Build the run in its state at step 0 or, if it resumes, in the state of a checkpoint. Returns
     its parts, its progress, and messages.
     """
     snapshot, messages = find_checkpoint(folder, options, context)
-    parts = build(config, context, load_initial_weights=snapshot is None)
+    parts = build(loaded.config, context, snapshot is None, loaded.data)
     if snapshot is None:
         return parts, Progress(), messages
     progress, changes = restore(parts, snapshot, options.allow_change)
@@ -174,7 +174,7 @@ def dry_run(
     loaded: LoadedConfig, options: RunOptions, folder: RunFolder, context: RankContext
 ) -> None:
     """Do everything that a run does up to the gradient of its next step. Writes nothing."""
-    parts, progress, messages = build_and_restore(loaded.config, options, folder, context)
+    parts, progress, messages = build_and_restore(loaded, options, folder, context)
     plan = parts.plan
     with closing(parts.train_loader), open_reporter(loaded, parts, None, progress) as reporter:
         if context.is_main and not options.resume and folder.holds_run():
