@@ -12,7 +12,7 @@ from imagenet_cls.commands import cli
 from imagenet_cls.config.schema import DEVICE
 from imagenet_cls.errors import DataError, UsageError
 from imagenet_cls.files import check_output_path, write_output
-from imagenet_cls.inference.prediction_files import write_labels, write_predictions
+from imagenet_cls.inference.prediction_files import write_predictions
 from imagenet_cls.text import printable
 
 if TYPE_CHECKING:
@@ -122,11 +122,9 @@ def print_predictions(
             errors.extend(batch.errors)
             yield from predictor.predict_batch(batch, arguments.top, arguments.logits)
 
-    if arguments.csv and predictor.threshold is not None:
-        write_labels(sys.stdout, rows())
-        return errors
     if arguments.csv or arguments.json:
-        write_predictions(sys.stdout, rows(), arguments.csv)
+        multilabel = predictor.threshold is not None
+        write_predictions(sys.stdout, rows(), arguments.csv, multilabel)
         return errors
     for row in rows():
         ranked = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])

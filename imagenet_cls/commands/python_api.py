@@ -231,17 +231,14 @@ class _RunBar:
 
     def __init__(self, run_folder: Path):
         self._file = run_folder / "metrics.jsonl"
-        self._seen = self._changed()  # an earlier run
+        self._shown = last_interval(self._file)  # of an earlier run
         self._bar: tqdm[Any] | None = None
 
     def update(self) -> None:
-        changed = self._changed()
-        if changed == self._seen:
-            return
-        self._seen = changed
         record = last_interval(self._file)
-        if record is None:
+        if record is None or record == self._shown:
             return
+        self._shown = record
         if self._bar is None:
             self._bar = tqdm(total=record["total_steps"], unit="step", leave=False)
         text = f"loss {record['loss']:.4f}  top-1 {record['top1_pct']:.1f} %"
@@ -251,9 +248,3 @@ class _RunBar:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-    def _changed(self) -> tuple[int, int] | None:
-        with suppress(OSError):
-            status = self._file.stat()
-            return status.st_mtime_ns, status.st_size
-        return None

@@ -17,7 +17,7 @@ from imagenet_cls.inference.evaluate_weights import (
     prediction_rows,
 )
 from imagenet_cls.inference.load_weights import WeightsSource
-from imagenet_cls.inference.prediction_files import write_labels, write_predictions
+from imagenet_cls.inference.prediction_files import write_predictions
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.jsonl import describe_result, finite_json
 from imagenet_cls.text import printable
@@ -74,10 +74,7 @@ def write_evaluation(evaluation: WeightsEvaluation, options: EvaluationOptions) 
         text = io.StringIO(newline="")
         rows = prediction_rows(evaluation)
         is_csv = options.out.suffix.lower() == ".csv"
-        if is_csv and evaluation.threshold is not None:
-            write_labels(text, rows)
-        else:
-            write_predictions(text, rows, is_csv)
+        write_predictions(text, rows, is_csv, evaluation.threshold is not None)
         # surrogateescape: an image's name may be any bytes.
         write_output(options.out, text.getvalue().encode("utf-8", "surrogateescape"))
         print(f"wrote {len(evaluation.images)} predictions to {options.out}")
