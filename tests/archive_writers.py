@@ -3,7 +3,7 @@
 import io
 import tarfile
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +20,17 @@ def write_tar(
     files: Files,
     form: int = tarfile.PAX_FORMAT,
     mode: Literal["w", "w:gz"] = "w",
+    links: Collection[str] = (),
     **fields: Any,
 ) -> Path:
-    """fields: attributes of each member."""
+    """links: names of members that are links. fields: attributes of each member."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode, format=form) as tar:
         for name, content in files:
             member = tarfile.TarInfo(name)
             member.size = len(content)
+            if name in links:
+                member.type = tarfile.SYMTYPE
             for field, value in fields.items():
                 setattr(member, field, value)
             tar.addfile(member, io.BytesIO(content))

@@ -237,16 +237,6 @@ def has_clear_class(logits: Any) -> Any:
     return first - second > 1e-4
 
 
-def write_report_and_rows(evaluation: Any, folder: Path) -> None:
-    """Write the report of an evaluation, and its results and rows as rows.json beside it."""
-    from imagenet_cls.extras.pages.evaluation_report import EvaluationReport
-    from imagenet_cls.inference.evaluate_weights import prediction_rows
-
-    EvaluationReport(folder, link_js=False).write(evaluation)
-    rows = [evaluation.results, list(prediction_rows(evaluation))]
-    (folder / "rows.json").write_text(json.dumps(rows))
-
-
 def runs_on_gpus(markers: str, paths: Sequence[str | Path] = ()) -> bool:
     """Whether pytest's `-m MARKERS` selects tests that need a GPU, or all `paths` are tests/gpu."""
     folder = REPOSITORY / "tests" / "gpu"

@@ -26,11 +26,6 @@ def multi_hot(classes_of_images: Sequence[Iterable[int]], num_classes: int) -> n
     return targets
 
 
-def classes_at(targets: np.ndarray, i: int) -> tuple[int, ...]:
-    """The classes of image `i`."""
-    return tuple(np.flatnonzero(targets[i]).tolist()) if targets.ndim == 2 else (int(targets[i]),)
-
-
 def map_targets(targets: np.ndarray, target_map: np.ndarray, num_classes: int) -> np.ndarray:
     """The targets in another order of classes.
 

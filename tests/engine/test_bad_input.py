@@ -1,5 +1,5 @@
-"""Wrong options, missing files, NaN and memory that runs out: the exit code, an error that names
-the cause, and no work lost. Wrong configs are in test_bad_recipes.py.
+"""Wrong options, missing files and NaN: the exit code, an error that names the cause, and no work
+lost. Wrong configs are in test_bad_recipes.py.
 """
 
 import json
@@ -59,81 +59,37 @@ WITHOUT_TORCH = (
 )
 
 
-def test_all_bad_overrides_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
-    words = [
-        "configs/demo.yaml",
-        "optimzer.lr=1",
-        "train.epochs=many",
-        "--work-dir",
-        str(tmp_path / "run"),
-    ]
-    done = run([sys.executable, "-c", WITHOUT_TORCH, *words])
-    assert (done.returncode, done.stdout) == (2, "[]\n")
-    first, second = done.stderr.splitlines()
-    assert "optimzer.lr=1" in first and "train.epochs" in second
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
-    ("code", "changes", "key"),
+    ("code", "words", "named"),
     [
-        (3, ["data.name=folder", "data.root=nowhere", "data.val=val"], "data.root"),
-        (3, ["data.name=list", "data.train=nowhere.txt", "data.val=val.txt"], "data.train"),
-        (3, ["data.exclude=nowhere.txt"], "data.exclude"),
-        (4, ["model.checkpoint=nowhere.pth"], "model.checkpoint"),
-        (4, ["--resume-from", "nowhere", "--launcher", "pytorch", "--gpus", "2"], "--resume"),
+        (2, "optimzer.lr=1 train.epochs=many", "optimzer.lr=1 train.epochs=many"),
+        (3, "data.name=folder data.root=nowhere data.val=val", "data.root"),
+        (3, "data.name=list data.train=nowhere.txt data.val=val.txt", "data.train"),
+        (3, "data.exclude=nowhere.txt", "data.exclude"),
+        (4, "model.checkpoint=nowhere.pth", "model.checkpoint"),
+        (4, "--resume-from nowhere --launcher pytorch --gpus 2", "--resume-from"),
     ],
 )
-def test_missing_files_are_reported_before_torch_is_imported(
-    tmp_path: Path, code: int, changes: list[str], key: str
+def test_wrong_override_or_missing_file_is_reported_before_torch_is_imported(
+    tmp_path: Path, code: int, words: str, named: str
 ) -> None:
-    done = run([sys.executable, "-c", WITHOUT_TORCH, DEMO, *changes], cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (code, "[]\n") and key in done.stderr
+    done = run([sys.executable, "-c", WITHOUT_TORCH, DEMO, *words.split()], cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "[]\n")
+    assert all(text in done.stderr for text in named.split())
     assert not [*tmp_path.iterdir()]
 
 
 def test_classes_below_train_and_val_are_reported_with_overrides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    image_folder: Path, tmp_path: Path
 ) -> None:
     """The answer names overrides with which the config of one folder takes two."""
-    for name in ("train/cat/1.jpg", "train/dog/1.jpg", "val/cat/1.jpg", "val/dog/1.jpg"):
-        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "photos" / name).write_bytes(b"none")
-    monkeypatch.chdir(tmp_path)
-    words = [str(REPOSITORY / "configs" / "finetune" / "own_dataset.yaml"), "data.root=photos"]
+    recipe = REPOSITORY / "configs" / "finetune" / "own_dataset.yaml"
+    words = [recipe, f"data.root={image_folder}", "--work-dir", tmp_path / "run"]
     error = fails(3, train_command, *words, "model.pretrained=false", "data.num_workers=0")
     overrides = [word for word in error.split() if re.match(r"data\.\w+=", word)]
-    assert set(overrides) == {
-        "data.root=photos",
-        "data.train=train",
-        "data.val=val",
-        "data.val_fraction=null",
-    }
-    check_paths(load_config(words[0], overrides).config.data)
-
-
-@pytest.mark.parametrize(
-    ("code", "changes", "options", "named"),
-    [
-        (2, {}, ["--epocs=3"], "--epocs=3"),
-        (2, {}, ["--gpus", "0"], "--gpus"),
-        (2, {}, ["another.yaml"], "another.yaml"),
-        (2, {}, ["--resume", "--overwrite"], "--overwrite"),
-        (3, {"train.global_batch_size": 5000}, [], "1438"),
-        (4, {"model.checkpoint": DEMO}, [], "demo.yaml"),
-    ],
-)
-def test_run_that_cannot_begin_writes_nothing(
-    digits: Path,
-    tmp_path: Path,
-    code: int,
-    changes: dict[str, Any],
-    options: list[str],
-    named: str,
-) -> None:
-    found, _, err = call(train_command, *arguments(digits, tmp_path / "run", **changes), *options)
-    assert found == code and named in err, err
-    assert not (tmp_path / "run").exists()
+    expected = {"data.train=train", "data.val=val", "data.val_fraction=null"}
+    assert set(overrides) == {f"data.root={image_folder}", *expected}
+    check_paths(load_config(recipe, overrides).config.data)
 
 
 @pytest.fixture(scope="module")
@@ -144,75 +100,44 @@ def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("code", "changes", "options", "named"),
-    [
-        (2, {}, [], "step 22"),
-        (
-            2,
-            {},
-            ["--resume", "--allow-change", "optimzer.lr"],
-            "--allow-change: no key 'optimzer.lr'",
-        ),
-        (4, {"optimizer.lr": 0.5}, ["--resume"], "optimizer.lr: 0.03 -> 0.5"),
-        (3, {"data.name": "folder", "data.root": "nowhere"}, ["--overwrite"], "nowhere"),
-        (3, {"train.global_batch_size": 5000}, ["--overwrite"], "1438"),
-        (4, {}, ["--overwrite", "--resume-from", "nowhere"], "nowhere"),
-        (4, {"model.checkpoint": "nowhere.pth"}, ["--overwrite"], "nowhere.pth"),
-        (4, {"model.name": "helpers:noisy"}, ["--resume"], "model.name: "),
-    ],
-)
-def test_run_that_cannot_begin_leaves_its_folder_unchanged(
-    digits: Path,
-    finished: Path,
-    code: int,
-    changes: dict[str, Any],
-    options: list[str],
-    named: str,
-) -> None:
-    before = contents(finished)
-    found, _, err = call(train_command, *arguments(digits, finished, **changes), *options)
-    assert found == code and named in err, err
-    assert contents(finished) == before
-
-
-@pytest.mark.parametrize(
     ("code", "place", "options", "named"),
     [
-        (0, "new", [], "dry run: step 1 has loss "),
-        (4, "new", ["--resume-from", "{digits}"], "{digits}"),
-        (4, "damaged", ["--resume"], "damaged"),
-        (0, "damaged", [], "already holds a run"),
-        (2, "damaged/checkpoints/step-0000022/state.json", [], "state.json"),
-        (5, "/proc/run", [], "/proc/run"),
-        (0, "finished", ["--resume"], "step 22"),
+        (2, "new", "--gpus 0", "--gpus"),
+        (3, "new", "train.global_batch_size=5000", "1438"),
+        (4, "new", f"model.checkpoint={DEMO}", "demo.yaml"),
+        (2, "finished", "", "step 22"),
+        (2, "finished", "--resume --allow-change optimzer.lr", "'optimzer.lr'"),
+        (4, "finished", "--resume optimizer.lr=0.5", "optimizer.lr: 0.03 -> 0.5"),
+        (4, "finished", "--resume model.name=helpers:noisy", "model.name: "),
+        (3, "finished", "--overwrite data.name=folder data.root=nowhere", "nowhere"),
+        (3, "finished", "--overwrite train.global_batch_size=5000", "1438"),
+        (4, "finished", "--overwrite --resume-from nowhere", "nowhere"),
+        (4, "finished", "--overwrite model.checkpoint=nowhere.pth", "nowhere.pth"),
+        (0, "new", "--dry-run", "dry run: step 1 has loss "),
+        (0, "finished", "--dry-run --resume", "step 22"),
+        (0, "damaged", "--dry-run", "already holds a run"),
+        (4, "damaged", "--dry-run --resume", "damaged"),
+        (2, "damaged/checkpoints/step-0000022/state.json", "--dry-run", "state.json"),
+        (4, "new", f"--dry-run --resume-from {REPOSITORY}", str(REPOSITORY)),
+        (5, "/proc/run", "--dry-run", "/proc/run"),
     ],
 )
-def test_dry_run_ends_as_the_run_would(
-    digits: Path,
-    finished: Path,
-    tmp_path: Path,
-    code: int,
-    place: str,
-    options: list[str],
-    named: str,
+def test_dry_run_or_run_that_cannot_begin_changes_no_file(
+    digits: Path, finished: Path, tmp_path: Path, code: int, place: str, options: str, named: str
 ) -> None:
     shutil.copytree(finished, tmp_path / "finished")
     shutil.copytree(finished, tmp_path / "damaged")
     for state in (tmp_path / "damaged" / "checkpoints").glob("step-*/state.json"):
         state.write_text("")
     before = contents(tmp_path)
-    words = [
-        *arguments(digits, tmp_path / place),
-        *(option.format(digits=digits) for option in options),
-    ]
-    found, out, err = call(train_command, *words, "--dry-run")
-    assert found == code and named.format(digits=digits) in out + err, err
+    words = [*arguments(digits, tmp_path / place), *options.split()]
+    found, out, err = call(train_command, *words)
+    assert found == code and named in out + err, err
     assert contents(tmp_path) == before and not (tmp_path / "new").exists()
-    if code == 0:
-        assert "1438 images" in out and "359 images" in out
+    assert code != 0 or ("1438 images" in out and "359 images" in out)
 
 
-# ---- NaN and out of memory
+# ---- NaN
 
 
 def nan_after(steps: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -289,32 +214,29 @@ def test_nonfinite_result_is_never_the_best(digits: Path, tmp_path: Path) -> Non
     assert (progress["step"], progress["best"]) == (22, {})
 
 
-def with_bias(finished: Path, folder: Path, value: float) -> Path:
-    """A copy of the newest checkpoint in which class 3 has this bias."""
-    shutil.copytree(newest(finished), folder)
-    weights = load_file(folder / "model.safetensors")
-    weights["5.bias"][3] = value
-    save_file(weights, folder / "model.safetensors")
-    write_manifest(folder)
-    return folder
-
-
-@pytest.mark.parametrize("options", [(), ("--json", "--logits")])
-def test_prediction_that_is_nan_exits_with_4(
-    digits: Path, finished: Path, tmp_path: Path, options: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("bias", "options", "code"),
+    [
+        (math.nan, [], 4),
+        (math.nan, ["--json", "--logits"], 4),
+        (-math.inf, ["--json", "--logits"], 0),
+    ],
+)
+def test_prediction_that_is_nan_exits_with_4_and_infinity_is_null(
+    digits: Path, finished: Path, tmp_path: Path, bias: float, options: list[str], code: int
 ) -> None:
-    checkpoint = with_bias(finished, tmp_path / "nan", math.nan)
+    """Of class 3. A model excludes it by minus infinity."""
+    shutil.copytree(newest(finished), tmp_path / "checkpoint")
+    weights = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    weights["5.bias"][3] = bias
+    save_file(weights, tmp_path / "checkpoint" / "model.safetensors")
+    write_manifest(tmp_path / "checkpoint")
     image = next((digits / "train" / "7").glob("*.jpg"))
-    words = (checkpoint, image, "--allow-import", "helpers:plain", *options)
-    code, out, err = call(predict_command, *words)
-    assert code == 4 and str(image) in err and "nan" not in out.lower()
-
-
-def test_infinite_logit_is_null_in_json(digits: Path, finished: Path, tmp_path: Path) -> None:
-    """Of a class that the model excludes."""
-    checkpoint = with_bias(finished, tmp_path / "masked", -math.inf)
-    image = next((digits / "train" / "7").glob("*.jpg"))
-    words = (checkpoint, image, "--allow-import", "helpers:plain", "--json", "--logits")
-    code, out, _ = call(predict_command, *words)
-    logits = json.loads(out, parse_constant=pytest.fail)["logits"]
-    assert code == 0 and [i for i, value in enumerate(logits) if value is None] == [3]
+    words = [tmp_path / "checkpoint", image, "--allow-import", "helpers:plain", *options]
+    found, out, err = call(predict_command, *words)
+    assert found == code
+    if code == 0:
+        logits = json.loads(out, parse_constant=pytest.fail)["logits"]
+        assert [i for i, value in enumerate(logits) if value is None] == [3]
+    else:
+        assert str(image) in err and "nan" not in out.lower()

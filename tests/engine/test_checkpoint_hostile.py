@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, call, edit_state, fails, newest, read_weights, succeeds, train_here
+from helpers import arguments, edit_state, fails, newest, read_weights, succeeds, train_here
 from safetensors.torch import load_file, save_file
 
 from imagenet_cls.checkpoint.format import read_checkpoint, write_manifest
@@ -69,19 +69,15 @@ def commands(digits: Path, tmp_path: Path) -> Callable[[Path], dict[str, list[An
 
     def commands_for(weights: Path) -> dict[str, list[Any]]:
         words = arguments(digits, tmp_path / "run", train__max_steps=1)
+        train = [train_command, *words, "--overwrite"]
         average = "average" if weights.is_dir() else "average.safetensors"
         image = next((digits / "train" / "7").glob("*.jpg"))
         return {
             "test": [evaluate_command, *words[:-2], weights],
             "predict": [predict_command, weights, image, "--allow-import", "helpers:plain"],
             "average": [average_command, weights, weights, "--out", tmp_path / average],
-            "model.checkpoint": [
-                train_command,
-                *words,
-                "--overwrite",
-                f"model.checkpoint={weights}",
-            ],
-            "--resume-from": [train_command, *words, "--overwrite", "--resume-from", weights],
+            "model.checkpoint": [*train, f"model.checkpoint={weights}"],
+            "--resume-from": [*train, "--resume-from", weights],
         }
 
     return commands_for
@@ -132,8 +128,7 @@ def test_code_named_by_a_checkpoint_is_not_run(
 ) -> None:
     checkpoint = changed(trained, tmp_path / "changed", **ATTACKS[name])
     for command in ("test", "predict"):
-        code, _, err = call(*commands(checkpoint)[command])
-        assert code == 4 and repr(name) in err, (command, err)
+        assert repr(name) in fails(4, *commands(checkpoint)[command])
     assert not Path(CANARY).exists()
 
 
@@ -145,11 +140,8 @@ def test_commands_that_only_read_weights_run_no_code(
     """
     checkpoint = changed(trained, tmp_path / "changed", ["attacker"], name="attacker:build")
     command = commands(checkpoint)
-    teacher = [
-        "distill.kind=soft",
-        "distill.teacher.name=helpers:plain",
-        f"distill.teacher.checkpoint={checkpoint}",
-    ]
+    teacher = ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
+    teacher.append(f"distill.teacher.checkpoint={checkpoint}")
     succeeds(*command["average"])
     succeeds(*command["model.checkpoint"], *teacher)
     fails(4, *command["--resume-from"])  # another model.name
@@ -161,21 +153,17 @@ def test_commands_that_only_read_weights_run_no_code(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("attacker:build", ["--allow-import", "attacker:build"]),
-        ("attacker:build", ["model.name=attacker:build"]),
-        ("attacker", ["--allow-import", "attacker"]),
+        ("attacker:build", "--allow-import attacker:build"),
+        ("attacker:build", "model.name=attacker:build"),
+        ("attacker", "--allow-import attacker"),
     ],
 )
 def test_code_allowed_by_the_user_is_run(
-    name: str,
-    words: list[str],
-    trained: Path,
-    tmp_path: Path,
-    commands: Callable,
+    name: str, words: str, trained: Path, tmp_path: Path, commands: Callable
 ) -> None:
     """This also shows that the canary works."""
     checkpoint = changed(trained, tmp_path / "changed", **ATTACKS[name])
-    succeeds(*commands(checkpoint)["test"], *words)
+    succeeds(*commands(checkpoint)["test"], *words.split())
     assert Path(CANARY).exists()
 
 
@@ -184,46 +172,40 @@ def test_model_kwargs_that_load_files_exit_with_4(
 ) -> None:
     kwargs = {"checkpoint_path": "elsewhere.pth"}
     checkpoint = changed(trained, tmp_path / "changed", name="resnet18", kwargs=kwargs)
-    err = fails(4, *commands(checkpoint)["predict"])
-    assert "model.kwargs.checkpoint_path" in err
+    assert "model.kwargs.checkpoint_path" in fails(4, *commands(checkpoint)["predict"])
 
 
-# By name: section of `state.json`, other values in it, and the commands that use them.
-ALL_COMMANDS = ("test", "predict", "average", "model.checkpoint", "--resume-from")
-ODD_VALUES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "no mean": ("preprocessing", {"mean": []}, ("test", "predict", "model.checkpoint")),
-    "std of zero": ("preprocessing", {"std": [0, 0, 0]}, ("test", "predict", "model.checkpoint")),
-    "pool": (
+NESTED = json.loads("[" * 300 + "]" * 300)
+# Section of `state.json`, other values in it, and the commands that use them.
+ODD_VALUES: list[tuple[str, dict[str, Any], str]] = [
+    ("preprocessing", {"mean": []}, "test predict model.checkpoint"),
+    ("preprocessing", {"std": [0, 0, 0]}, "test predict model.checkpoint"),
+    (
         "config",
         {"model": {"name": "test_resnet", "kwargs": {"global_pool": "evil"}}},
-        ("test", "predict"),
+        "test predict",
     ),
-    "width": (
-        "config",
-        {"model": {"name": "helpers:plain", "kwargs": {"width": -1}}},
-        ("test", "predict"),
-    ),
-    "nesting": (
-        "config",
-        {"data": {"kwargs": {"x": json.loads("[" * 300 + "]" * 300)}}},
-        ("test", "predict"),
-    ),
-    "names of classes": ("", {"classes": 10}, ("test", "predict", "model.checkpoint")),
-    "size of images": ("config", {"eval": {"crop_px": 20}}, ("predict",)),
-}
+    ("config", {"model": {"name": "helpers:plain", "kwargs": {"width": -1}}}, "test predict"),
+    ("config", {"data": {"kwargs": {"x": NESTED}}}, "test predict"),
+    ("", {"classes": 10}, "test predict model.checkpoint"),
+    ("config", {"eval": {"crop_px": 20}}, "predict"),
+]
 
 
-@pytest.mark.parametrize("name", ODD_VALUES)
+@pytest.mark.parametrize(("section", "values", "users"), ODD_VALUES)
 def test_odd_values_with_matching_digests_exit_with_4(
-    name: str, trained: Path, tmp_path: Path, commands: Callable
+    section: str,
+    values: dict[str, Any],
+    users: str,
+    trained: Path,
+    tmp_path: Path,
+    commands: Callable,
 ) -> None:
-    section, values, users = ODD_VALUES[name]
     folder = changed(
         trained, tmp_path / "odd", section=section, values=values, name="helpers:plain"
     )
-    for user in users:
-        code, _, err = call(*commands(folder)[user])
-        assert code == 4 and "odd" in err, (user, err)
+    for user in users.split():
+        assert "odd" in fails(4, *commands(folder)[user]), user
 
 
 def test_class_names_that_are_numbers_are_compared_as_text(
@@ -303,9 +285,8 @@ def test_hostile_pickle_through_every_command_exits_with_4(
         weights = Path(shutil.copytree(trained, tmp_path / "folder"))
         torch.save({"weight": Hostile()}, weights / "model.safetensors")
         write_manifest(weights)
-    for name, command in commands(weights).items():
-        code, _, err = call(*command)
-        assert code == 4 and str(weights) in err, (name, err)
+    for command in commands(weights).values():
+        assert str(weights) in fails(4, *command)
     assert not Path(CANARY).exists()
 
 
@@ -320,8 +301,6 @@ FALSE_SIZES = {
     "tensor beyond the end": safetensors_header(
         dtype="F32", shape=[TIB // 4], data_offsets=[0, TIB]
     ),
-    "shape larger than the data": safetensors_header(dtype="F32", shape=[TIB], data_offsets=[0, 4])
-    + bytes(4),
     "shape that overflows": safetensors_header(dtype="F32", shape=[TIB] * 9, data_offsets=[0, 4])
     + bytes(4),
     "deep nesting": struct.pack("<Q", 200_000) + b'{"a":' + b"[" * 199_995,
@@ -356,11 +335,9 @@ def test_safetensors_header_with_wrong_sizes_is_an_error_and_costs_no_memory(
 @pytest.mark.parametrize(
     "values",
     [
-        {"crop_px": 1_000_000},
         {"crop_px": 100_000},
         {"crop_px": 1000, "crop_pct": 0.01, "resize_px": None},
         {"crop_px": 0},
-        {"crop_pct": 1e-5, "resize_px": None},
     ],
     ids=str,
 )
@@ -374,8 +351,7 @@ def test_sizes_of_images_out_of_range_exit_with_4(
     folder = changed(
         trained, tmp_path / "odd", section="config", values={"eval": values}, name="helpers:plain"
     )
-    err = fails(4, *commands(folder)["predict"])
-    assert "odd" in err
+    assert "odd" in fails(4, *commands(folder)["predict"])
 
 
 def test_weights_of_another_model_through_every_command_exit_with_4(
@@ -388,5 +364,4 @@ def test_weights_of_another_model_through_every_command_exit_with_4(
     write_manifest(renamed)
     counts = "2 missing (0.weight, 0.bias); 2 unexpected (first.bias, first.weight)"
     for name in ("test", "predict", "model.checkpoint", "--resume-from"):
-        code, _, err = call(*commands(renamed)[name])
-        assert code == 4 and counts in err, (name, err)
+        assert counts in fails(4, *commands(renamed)[name]), name

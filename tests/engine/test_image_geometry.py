@@ -74,26 +74,36 @@ def train_on(folder: Path, run: Path, **changes: Any) -> float:
     return evaluations(run)[-1]["loss"]
 
 
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("data") / "photos")
+
+
+def prepared_and_loss(photos: Path, run: Path, name: str) -> tuple[torch.Tensor, float]:
+    """The validation images as `Predictor` prepares them, and the loss of its outputs."""
+    predictor = imagenet_cls.Predictor(run, allow_import=[name])
+    files = validation_files(photos)
+    targets = torch.tensor([int(file.parent.name == "b") for file in files])
+    return predictor.prepare(files), float(cross_entropy(predictor.logits(files), targets))
+
+
+def validation_files(photos: Path) -> list[Path]:
+    return sorted((photos / "val").glob("*/*.png"))
+
+
 @pytest.mark.parametrize("mode", ["squash", "pad"])
 def test_evaluation_and_prediction_prepare_images_as_eval_mode_says(
-    tmp_path: Path, mode: str
+    photos: Path, tmp_path: Path, mode: str
 ) -> None:
-    folder, run, mean = write_folder(tmp_path / "photos"), tmp_path / "run", [0.2, 0.5, 0.8]
-    loss = train_on(
-        folder,
-        run,
-        **{"eval.mode": mode, "data.mean": mean, "data.std": [1, 1, 1], "eval.crop_pct": 1},
-    )
-    predictor, files = (
-        imagenet_cls.Predictor(run, allow_import=["helpers:plain"]),
-        sorted((folder / "val").glob("*/*.png")),
-    )
+    run, mean = tmp_path / "run", [0.2, 0.5, 0.8]
+    changes = {"eval.mode": mode, "data.mean": mean, "data.std": [1, 1, 1], "eval.crop_pct": 1}
+    loss = train_on(photos, run, **changes)
+    prepared, loss_of_predictions = prepared_and_loss(photos, run, "helpers:plain")
     transform = EvalTransform(EvalConfig(mode, 16, 1.0), mean)
-    images = torch.stack([transform(F.pil_to_tensor(Image.open(file))) for file in files])
-    expected = images / 255 - torch.tensor(mean).view(3, 1, 1)
-    torch.testing.assert_close(predictor.prepare(files), expected, rtol=0, atol=1e-6)
-    targets = torch.tensor([int(file.parent.name == "b") for file in files])
-    assert loss == pytest.approx(float(cross_entropy(predictor.logits(files), targets)), abs=1e-5)
+    images = [transform(F.pil_to_tensor(Image.open(file))) for file in validation_files(photos)]
+    expected = torch.stack(images) / 255 - torch.tensor(mean).view(3, 1, 1)
+    torch.testing.assert_close(prepared, expected, rtol=0, atol=1e-6)
+    assert loss == pytest.approx(loss_of_predictions, abs=1e-5)
     assert abs(loss - math.log(2)) > 1e-3, "else any images would do"
 
 
@@ -101,42 +111,29 @@ GRAY = {"data.channels": 1, "data.mean": "null", "data.std": "null"}
 
 
 @pytest.mark.parametrize(
-    ("name", "mean_std"),
-    [(f"{__name__}:gray_plain", [[0.449], [0.226]]), ("test_resnet", [[0.5], [0.5]])],
+    ("name", "mean", "std"),
+    [(f"{__name__}:gray_plain", 0.449, 0.226), ("test_resnet", 0.5, 0.5)],
 )
 def test_gray_images_train_resume_evaluate_and_predict_alike(
-    tmp_path: Path, name: str, mean_std: list[list[float]]
+    photos: Path, tmp_path: Path, name: str, mean: float, std: float
 ) -> None:
-    folder, run = write_folder(tmp_path / "photos"), tmp_path / "whole"
+    run = tmp_path / "whole"
     settings = GRAY | {
         "model.name": name,
         "augment.erasing.prob": 0.5,
         "mix.mixup_alpha": 0.2,
         "eval.flip_tta": "true",
     }
-    assert_resumes(folder, tmp_path, 1, **(DATA | STEPS | settings))
+    assert_resumes(photos, tmp_path, 1, **(DATA | STEPS | settings))
     loss = evaluations(run)[-1]["loss"]
     stored = state_of(run)["preprocessing"]
-    assert [stored["mean"], stored["std"]] == [pytest.approx(numbers) for numbers in mean_std]
-    predictor, files = (
-        imagenet_cls.Predictor(run, allow_import=[name]),
-        sorted((folder / "val").glob("*/*.png")),
-    )
-    gray = [F.pil_to_tensor(Image.open(file).convert("L")) for file in files]
-    expected = torch.stack(
-        [
-            EvalTransform(EvalConfig(crop_px=16, crop_pct=1.0))(image.expand(3, -1, -1))
-            for image in gray
-        ]
-    )
-    torch.testing.assert_close(
-        predictor.prepare(files),
-        (expected[:, :1] / 255 - stored["mean"][0]) / stored["std"][0],
-        rtol=0,
-        atol=1e-5,
-    )
-    targets = torch.tensor([int(file.parent.name == "b") for file in files])
-    assert loss == pytest.approx(float(cross_entropy(predictor.logits(files), targets)), abs=1e-5)
+    assert stored["mean"] + stored["std"] == pytest.approx([mean, std])
+    prepared, loss_of_predictions = prepared_and_loss(photos, run, name)
+    transform = EvalTransform(EvalConfig(crop_px=16, crop_pct=1.0), [mean])
+    images = [F.pil_to_tensor(Image.open(file).convert("L")) for file in validation_files(photos)]
+    expected = torch.stack([transform(image.expand(3, -1, -1)) for image in images])
+    torch.testing.assert_close(prepared, (expected / 255 - mean) / std, rtol=0, atol=1e-5)
+    assert loss == pytest.approx(loss_of_predictions, abs=1e-5)
     out = succeeds(evaluate_command, run / "config.yaml", run, "--allow-import", name)
     assert f"loss {loss:.4f}" in out
 
@@ -149,15 +146,10 @@ def test_gray_images_train_resume_evaluate_and_predict_alike(
     ],
 )
 def test_model_for_another_number_of_channels_is_a_config_error(
-    tmp_path: Path, changes: dict[str, Any], named: str
+    photos: Path, tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
-    settings = DATA | {"train.global_batch_size": 8} | changes
-    err = fails(
-        2,
-        train_command,
-        *arguments(write_folder(tmp_path / "photos"), tmp_path / "run", **settings),
-    )
-    assert named in err
+    words = arguments(photos, tmp_path / "run", **(DATA | STEPS | changes))
+    assert named in fails(2, train_command, *words)
 
 
 def save_on_its_side(image: Image.Image, path: Path) -> None:
@@ -167,26 +159,19 @@ def save_on_its_side(image: Image.Image, path: Path) -> None:
 
 
 def test_rotated_files_with_exif_apply_equal_upright_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    upright, rotated = (
-        write_folder(tmp_path / "upright"),
-        write_folder(tmp_path / "rotated", save_on_its_side),
-    )
-    expected = train_on(upright, tmp_path / "run")
+    rotated = write_folder(tmp_path / "rotated", save_on_its_side)
+    expected = train_on(photos, tmp_path / "run")
     assert "EXIF" not in capsys.readouterr().out
     assert train_on(rotated, tmp_path / "ignored") != expected
-    assert (
-        "16 of 16 training images that were examined have an EXIF orientation"
-        in capsys.readouterr().out
-    )
+    assert "16 of 16 training images that were examined have an EXIF" in capsys.readouterr().out
     run = tmp_path / "applied"
     assert train_on(rotated, run, **{"data.exif": "apply", "data.num_workers": 2}) == expected
-    assert "EXIF" not in capsys.readouterr().out and saved_bytes(run) == saved_bytes(
-        tmp_path / "run"
-    )
+    assert "EXIF" not in capsys.readouterr().out
+    assert saved_bytes(run) == saved_bytes(tmp_path / "run")
     predictor = imagenet_cls.Predictor(run, allow_import=["helpers:plain"])
-    files = [folder / "val" / "b" / "1.png" for folder in (rotated, upright)]
+    files = [folder / "val" / "b" / "1.png" for folder in (rotated, photos)]
     assert torch.equal(*(predictor.logits([file]) for file in files))
     assert torch.equal(predictor.logits([Image.open(files[0])]), predictor.logits([files[1]]))
 
@@ -209,33 +194,13 @@ WIDE = {
             "mix.cutmix_alpha": 1,
         },
         {"augment.crop": "pad_crop", "data.num_workers": 1, "eval.mode": "squash"},
-        {
-            "model.name": "vit_tiny_patch16_224",
-            "model.kwargs": "{depth: 1, patch_size: 8, img_size: [16, 24]}",
-        },
     ],
 )
 def test_images_of_height_and_width_train_resume_and_predict(
-    tmp_path: Path, changes: dict[str, Any]
+    photos: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    folder, run = write_folder(tmp_path / "photos"), tmp_path / "whole"
-    assert_resumes(folder, tmp_path, 1, **(DATA | STEPS | WIDE | changes))
-    loss = evaluations(run)[-1]["loss"]
-    predictor, files = imagenet_cls.Predictor(run), sorted((folder / "val").glob("*/*.png"))
-    assert predictor.prepare(files).shape == (8, 3, 16, 24)
-    targets = torch.tensor([int(file.parent.name == "b") for file in files])
-    assert loss == pytest.approx(float(cross_entropy(predictor.logits(files), targets)), abs=1e-5)
-
-
-def test_evaluation_at_another_height_and_width_resizes_position_embeddings(tmp_path: Path) -> None:
-    folder, run = write_folder(tmp_path / "photos"), tmp_path / "run"
-    vit = {
-        "model.name": "vit_tiny_patch16_224",
-        "model.kwargs": "{depth: 1, patch_size: 8, img_size: 16}",
-    }
-    train_on(folder, run, **vit)
-    out = succeeds(evaluate_command, run / "config.yaml", run, "eval.crop_px=[16, 24]")
-    assert "position embeddings were resized for 16 x 24 px" in out
-    settings = DATA | {"train.global_batch_size": 8} | vit | {"eval.crop_px": "[16, 24]"}
-    err = fails(2, train_command, *arguments(folder, tmp_path / "other", **settings))
-    assert "eval.crop_px" in err
+    run = tmp_path / "whole"
+    assert_resumes(photos, tmp_path, 1, **(DATA | STEPS | WIDE | changes))
+    prepared, loss = prepared_and_loss(photos, run, "test_resnet")
+    assert prepared.shape == (8, 3, 16, 24)
+    assert evaluations(run)[-1]["loss"] == pytest.approx(loss, abs=1e-5)

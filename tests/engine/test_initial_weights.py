@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,14 +24,6 @@ from imagenet_cls.engine.training_model import build_initial_model
 from imagenet_cls.errors import UsageError
 
 
-def files(folder: Path) -> dict[str, int]:
-    return {
-        str(path.relative_to(folder)): path.stat().st_size
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
 @pytest.fixture(scope="module")
 def first(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("start") / "first"
@@ -38,76 +31,39 @@ def first(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("key", ["model.checkpoint", "--resume-from"])
+@pytest.mark.parametrize("key", ["model.checkpoint=", "--resume-from="])
 def test_resume_without_the_initial_weights_gives_the_same_bits(
     first: Path, digits: Path, tmp_path: Path, key: str
 ) -> None:
     start = Path(shutil.copytree(first, tmp_path / "start"))
 
-    def words(folder: str, *more: str, steps: int = 8) -> list[str]:
-        named = [key, str(start)] if key.startswith("--") else [f"{key}={start}"]
-        return [
-            *arguments(
-                digits, tmp_path / folder, checkpoint__every_steps=4, train__max_steps=steps
-            ),
-            *named,
-            *more,
-        ]
+    def train(folder: str, steps: int, *more: str) -> None:
+        changes = {"checkpoint__every_steps": 4, "train__max_steps": steps}
+        train_here([*arguments(digits, tmp_path / folder, **changes), f"{key}{start}", *more])
 
-    train_here(words("whole"))
-    train_here(words("parts", steps=5))
+    train("whole", 8)
+    train("parts", 5)
     shutil.rmtree(start)
-    train_here(words("parts", "--resume"))
+    train("parts", 8, "--resume")
     assert state_digest(tmp_path / "parts") == state_digest(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    ("key", "inside"),
-    [
-        ("model.checkpoint", ""),
-        ("distill.teacher.checkpoint", "checkpoints"),
-        ("--resume-from", "checkpoints/step-0000003/model.safetensors"),
-    ],
-)
-def test_overwrite_of_the_initial_weights_is_an_error(
-    first: Path, digits: Path, key: str, inside: str
-) -> None:
-    before = files(first)
-    named = [key, str(first / inside)] if key.startswith("--") else [f"{key}={first / inside}"]
-    if key.startswith("distill"):
-        named += ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
-    with pytest.raises(
-        UsageError,
-        match=rf"^{key}: .* is in .*--overwrite would "
-        rf"remove\.\n.*--work-dir",
-    ):
-        train_here([*arguments(digits, first), *named, "--overwrite"])
-    assert files(first) == before
 
 
 def test_overwrite_keeps_other_files_of_the_run_folder(
     first: Path, digits: Path, tmp_path: Path
 ) -> None:
-    """A run removes only what runs write."""
+    """A run removes only what runs write, and not the weights that it starts from."""
     folder = Path(shutil.copytree(first, tmp_path / "run"))
     kept = folder / "mine.safetensors"
     shutil.copy(newest(folder) / "model.safetensors", kept)
-    words = arguments(digits, folder, train__max_steps=1, **{"model.checkpoint": kept})
-    train_here([*words, "--overwrite"])
+
+    def overwrite(start: Path) -> None:
+        words = arguments(digits, folder, train__max_steps=1, **{"model.checkpoint": start})
+        train_here([*words, "--overwrite"])
+
+    with pytest.raises(UsageError, match=r"^model\.checkpoint: "):
+        overwrite(newest(folder))
+    overwrite(kept)
     assert kept.exists() and newest(folder).name == "step-0000001"
-
-
-def test_average_in_a_file_is_used_and_reported(tmp_path: Path) -> None:
-    trained = timm.create_model("test_resnet", num_classes=10).state_dict()
-    average = {name: value + 1 for name, value in trained.items()}
-    path = tmp_path / "last.pth.tar"
-    torch.save({"state_dict": trained, "state_dict_ema": average}, path)
-    config = ModelConfig(name="test_resnet", num_classes=10, checkpoint=str(path))
-    origin = f"{path} (its average state_dict_ema, not state_dict): loaded {len(average)} tensors"
-
-    started, messages = build_initial_model(Config(model=config), 10)
-    assert messages == [f"starts from the weights of {origin}"]
-    assert all(torch.equal(started.state_dict()[name], value) for name, value in average.items())
 
 
 def test_mismatch_with_the_initial_weights_is_reported(
@@ -119,11 +75,8 @@ def test_mismatch_with_the_initial_weights_is_reported(
         return [line for line in lines if "the initial weights" in line]
 
     assert said() == []
-    assert said("data.mean=[0.5,0.5,0.5]") == [
-        "the initial weights were trained with data.mean=[0.485, 0.456, 0.406] data.std=[0.229, "
-        "0.224, 0.225], "
-        "and this run uses data.mean=[0.5, 0.5, 0.5] data.std=[0.229, 0.224, 0.225]"
-    ]
+    (message,) = said("data.mean=[0.5,0.5,0.5]")
+    assert "data.mean=[0.485, 0.456, 0.406]" in message and "data.mean=[0.5, 0.5, 0.5]" in message
     renamed = Path(shutil.copytree(digits, tmp_path / "renamed"))
     (renamed / "train" / "3").rename(renamed / "train" / "three")
     (message,) = said("data.name=folder", "data.val=null", "data.val_fraction=0.2", root=renamed)
@@ -138,15 +91,11 @@ def test_mismatch_with_published_weights_is_reported(monkeypatch: pytest.MonkeyP
     """
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=10, img_size=32)
     monkeypatch.setattr(engine_model, "build_model", lambda *_: vit)
-    model = ModelConfig(name="vit_tiny_patch16_224", pretrained=True)
-    assert len(build_initial_model(Config(model=model), 10)[1]) == 1
-    _, message = build_initial_model(
-        Config(model=model, data=DataConfig(mean=list(IMAGENET_DEFAULT_MEAN))), 10
-    )[1]
-    assert (
-        "data.mean=[0.5, 0.5, 0.5] data.std=[0.5, 0.5, 0.5], and this run uses data.mean=[0.485"
-        in message
-    )
+    config = Config(model=ModelConfig(name="vit_tiny_patch16_224", pretrained=True))
+    assert len(build_initial_model(config, 10)[1]) == 1
+    other = replace(config, data=DataConfig(mean=list(IMAGENET_DEFAULT_MEAN)))
+    _, message = build_initial_model(other, 10)[1]
+    assert "data.mean=[0.5, 0.5, 0.5]" in message and "data.mean=[0.485" in message
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -178,40 +127,20 @@ def test_initial_weights_of_a_url_are_downloaded_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    served = tmp_path / "served"
     state = timm.create_model("test_resnet", num_classes=10).state_dict()
-    torch.save(state, tmp_path / "net.pth")
-    digest = hashlib.sha256((tmp_path / "net.pth").read_bytes()).hexdigest()
+    torch.save(state, served / "net.pth")
+    digest = hashlib.sha256((served / "net.pth").read_bytes()).hexdigest()
     by_hash = "DIGEST" in name
     name = name.replace("DIGEST", digest[:16])
-    (tmp_path / "net.pth").rename(tmp_path / "served" / name)
-    config = Config(
-        model=ModelConfig(name="test_resnet", num_classes=10, checkpoint=f"{server}/{name}")
-    )
-    for _ in range(2):
-        started, (message,) = build_initial_model(config, 10)
-        assert f"loaded {len(state)} tensors" in message
-        assert all(torch.equal(started.state_dict()[key], value) for key, value in state.items())
-    words = [
-        *arguments(digits, tmp_path / "run", **{"model.name": "test_resnet"}),
-        f"model.checkpoint={server}/{name}",
-    ]
-    succeeds(train_command, *words, "--dry-run")
+    (served / "net.pth").rename(served / name)
+    model = ModelConfig(name="test_resnet", num_classes=10, checkpoint=f"{server}/{name}")
+    started, _ = build_initial_model(Config(model=model), 10)
+    assert all(torch.equal(started.state_dict()[key], value) for key, value in state.items())
+    words = [*arguments(digits, tmp_path / "run", **{"model.name": "test_resnet"}), "--dry-run"]
+    succeeds(train_command, *words, f"model.checkpoint={server}/{name}")
     assert Handler.requested == [f"/{name}"]
-    other = "other-0123abcd.pth" if by_hash else "other/checkpoint.pth"
-    (tmp_path / "served" / "other").mkdir()
-    (tmp_path / "served" / other).write_bytes(b"no weights")
-    err = fails(4, train_command, *words[:-1], f"model.checkpoint={server}/{other}", "--dry-run")
-    assert Path(other).name in err and ("invalid hash" in err) == by_hash
-
-
-def test_initial_weights_of_a_url_without_network_are_a_resource_error(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    for key in ("model", "distill.teacher"):
-        words = [f"{key}.checkpoint=http://127.0.0.1:9/net.pth"]  # nothing listens there
-        if key != "model":
-            words += ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
-        err = fails(5, train_command, *arguments(digits, tmp_path / "run"), *words, "--dry-run")
-        assert "http://127.0.0.1:9/net.pth" in err
-    assert not [path for path in (tmp_path / "hub").rglob("*") if path.is_file()]
+    other = "other-0123abcd.pth" if by_hash else "other.pth"
+    (served / other).write_bytes(b"no weights")
+    err = fails(4, train_command, *words, f"model.checkpoint={server}/{other}")
+    assert other in err and ("invalid hash" in err) == by_hash

@@ -1,9 +1,8 @@
 """Datasets of the Hugging Face Hub: parts, columns, classes and digests of local folders, bad rows,
-and errors without a network. tests/distributed/test_hub_on_ranks.py downloads.
+and errors without a network. `test_hub_on_ranks.py` downloads.
 """
 
 import io
-import math
 import os
 import pickle
 import shutil
@@ -22,7 +21,7 @@ from imagenet_cls.config.check import unused_values
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.classes import imagenet_order
-from imagenet_cls.data.datasets import data_problems, open_datasets
+from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.sources import FolderSource, ImageSource
 from imagenet_cls.data.turbojpeg import Box
@@ -32,8 +31,7 @@ pytest.importorskip("datasets")
 import datasets
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 
-NAMES = [str(digit) for digit in range(10)]
-FEATURES = {"image": Image(), "label": ClassLabel(names=NAMES)}
+DIGITS = ClassLabel(names=[str(digit) for digit in range(10)])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,9 +60,16 @@ def folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save(folder: Path, columns: dict[str, list[Any]], **features: Any) -> DataConfig:
+def save(
+    folder: Path, labels: list[Any], feature: Any = DIGITS, images: list[Any] | None = None
+) -> DataConfig:
     """A config of a dataset with these columns. Its validation part is the training part."""
-    rows = Dataset.from_dict(columns, features=Features(features or FEATURES))
+    columns = {"image": images or [encoded()] * len(labels), "label": labels}
+    return save_rows(folder, columns, image=Image(), label=feature)
+
+
+def save_rows(folder: Path, columns: dict[str, list[Any]], **features: Any) -> DataConfig:
+    rows = Dataset.from_dict(columns, features=Features(features))
     DatasetDict({"train": rows}).save_to_disk(folder)
     return DataConfig(name=f"hf:{folder}", val="train")
 
@@ -81,10 +86,12 @@ def opened(data: DataConfig) -> ImageSource:
     return source
 
 
-@pytest.mark.parametrize("kind", ["saved", "parquet"])
+@pytest.mark.parametrize("kind", ["saved", "parquet", "one"])
 def test_rows_are_the_files_of_class_folders(folder: Path, digits: Path, kind: str) -> None:
+    """The part `val` is also `validation`. A dataset that was saved without parts is any."""
     files = FolderSource(index_folder(digits / "train"))
-    rows = opened(DataConfig(name=f"hf:{folder / kind}"))
+    data = DataConfig(name=f"hf:{folder / kind}")
+    rows = opened(data)
     assert rows.classes == files.classes and len(rows) == len(files)
 
     def corner(height: int, width: int) -> Box:
@@ -97,6 +104,10 @@ def test_rows_are_the_files_of_class_folders(folder: Path, digits: Path, kind: s
         region, box, _ = rows.load_region(i, corner)
         expected, expected_box, _ = files.load_region(i, corner)
         assert box == expected_box and torch.equal(region[:, 2:10, 4:20], expected[:, 2:10, 4:20])
+    if kind != "one":
+        assert len(open_datasets(data).val) == 200
+        with pytest.raises(DataError):
+            open_datasets(replace(data, val="test"))
 
 
 def test_copy_for_a_worker_opens_the_files_again(folder: Path) -> None:
@@ -107,31 +118,6 @@ def test_copy_for_a_worker_opens_the_files_again(folder: Path) -> None:
     copy = pickle.loads(message)
     assert copy.digest() == source.digest()
     assert torch.equal(copy.load(5)[0], source.load(5)[0])
-
-
-@pytest.mark.parametrize("kind", ["saved", "parquet"])
-def test_val_also_means_validation(folder: Path, kind: str) -> None:
-    opened = open_datasets(DataConfig(name=f"hf:{folder / kind}"))
-    assert (len(opened.train), len(opened.val)) == (1797, 200)
-    with pytest.raises(DataError, match="train, validation"):
-        open_datasets(DataConfig(name=f"hf:{folder / kind}", val="test"))
-
-
-@pytest.mark.parametrize("held_out", [{"val_fraction": 0.2}, {"fold": [1, 5], "stratify": True}])
-def test_held_out_rows_are_those_of_other_map_style_sets(
-    folder: Path, held_out: dict[str, Any]
-) -> None:
-    """By the numbers of the rows; also of a dataset that was saved without parts."""
-    kept = [
-        open_datasets(DataConfig(name=f"hf:{folder / kind}", val=None, fraction=0.5, **held_out))
-        for kind in ("saved", "one")
-    ]
-    names = [{opened.val.name(i) for i in range(len(opened.val))} for opened in kept]
-    assert {name.rpartition("[")[2] for name in names[0]} == {
-        name.rpartition("[")[2] for name in names[1]
-    }
-    assert len(kept[0].train) < 0.55 * 0.8 * 1797
-    assert {kept[0].train.name(i) for i in range(len(kept[0].train))}.isdisjoint(names[0])
 
 
 def test_digest_is_that_of_the_content(folder: Path, tmp_path: Path) -> None:
@@ -147,49 +133,44 @@ def test_digest_is_that_of_the_content(folder: Path, tmp_path: Path) -> None:
 
 
 def test_digest_changes_with_the_rows(tmp_path: Path) -> None:
-    images = [encoded(), encoded(size=(40, 60)), encoded("jpeg")]
-    changes: dict[str, Any] = {
-        "same": (images, [0, 1, 2], FEATURES),
-        "label": (images, [0, 1, 1], FEATURES),
-        "image": ([images[0], images[1], encoded("bmp")], [0, 1, 2], FEATURES),
-        "order": (images[::-1], [2, 1, 0], FEATURES),
-        "classes": (images, [0, 1, 2], FEATURES | {"label": ClassLabel(names=list("abcdefghij"))}),
-    }
-    digests = {
-        name: opened(save(tmp_path / name, {"image": image, "label": label}, **features)).digest()
-        for name, (image, label, features) in changes.items()
-    }
-    assert len(set(digests.values())) == len(changes)
+    one, two, three = encoded(), encoded("jpeg"), encoded("bmp")
+    rows: list[tuple[Any, ...]] = [
+        ([0, 1], DIGITS, [one, two]),
+        ([0, 2], DIGITS, [one, two]),
+        ([0, 1], DIGITS, [one, three]),
+        ([1, 0], DIGITS, [two, one]),
+        ([0, 1], ClassLabel(names=list("abcdefghij")), [one, two]),
+    ]
+    digests = {opened(save(tmp_path / str(i), *columns)).digest() for i, columns in enumerate(rows)}
+    assert len(digests) == len(rows)
 
 
 @pytest.mark.parametrize(
-    ("feature", "values", "classes", "targets"),
+    ("kind", "values", "classes", "targets"),
     [
-        (Value("int16"), [2, 0, 2], ("0", "1", "2"), [2, 0, 2]),
-        (Value("uint8"), [2, 0, 2], ("0", "1", "2"), [2, 0, 2]),
-        (Value("string"), ["dog", "cat", "dog"], ("cat", "dog"), [1, 0, 1]),
-        (Value("large_string"), ["b", "a", "ä"], ("a", "b", "ä"), [1, 0, 2]),
-        (Value("float64"), [2.0, 0.0, 2.0], ("0", "1", "2"), [2, 0, 2]),
-        (Value("string"), ["10.0", "2", "9.0"], ("2", "9", "10"), [2, 0, 1]),
+        ("uint8", [2, 0, 2], "0 1 2", [2, 0, 2]),
+        ("float64", [2.0, 0.0, 2.0], "0 1 2", [2, 0, 2]),
+        ("string", ["dog", "cat", "dog"], "cat dog", [1, 0, 1]),
+        ("large_string", ["b", "a", "ä"], "a b ä", [1, 0, 2]),
+        ("string", ["10.0", "2", "9.0"], "2 9 10", [2, 0, 1]),
     ],
 )
 def test_values_of_a_named_column_are_classes(
-    tmp_path: Path, feature: Value, values: list[Any], classes: tuple[str, ...], targets: list[int]
+    tmp_path: Path, kind: str, values: list[Any], classes: str, targets: list[int]
 ) -> None:
-    columns = {"picture": [encoded()] * 3, "animal": values, "id": ["x", "y", "z"]}
-    data = save(tmp_path, columns, picture=Image(), animal=feature, id=Value("string"))
-    with pytest.raises(DataError, match=r"animal \(Value\)"):  # no column is a ClassLabel
+    data = save(tmp_path, values, Value(kind))
+    with pytest.raises(DataError, match="label"):  # no column is a ClassLabel
         opened(data)
-    data.kwargs["label"] = "animal"
+    data.kwargs["label"] = "label"
     source = opened(data)
-    assert source.classes == classes
+    assert source.classes == tuple(classes.split())
     assert [source.load(i)[1] for i in range(3)] == targets
 
 
 def test_rows_of_one_image_are_on_one_side(tmp_path: Path) -> None:
     files = [{"bytes": encoded(), "path": f"{i // 3}.png"} for i in range(30)]
     files[3]["bytes"] = encoded("bmp")  # another image of the same name
-    data = save(tmp_path, {"image": files, "label": [i % 2 for i in range(30)]}, **FEATURES)
+    data = save(tmp_path, [i % 2 for i in range(30)], images=files)
     parts: Any = open_datasets(replace(data, val=None, val_fraction=0.5))
     sides = [{int(row) // 3 for row in part.rows if row != 3} for part in (parts.train, parts.val)]
     assert sides[0].isdisjoint(sides[1]) and len(parts.train) + len(parts.val) == 30
@@ -197,38 +178,29 @@ def test_rows_of_one_image_are_on_one_side(tmp_path: Path) -> None:
 
 def test_validation_classes_are_matched_by_name(tmp_path: Path) -> None:
     features = Features({"image": Image(), "label": Value("string")})
-    parts = {"train": ["b", "a", "c"], "validation": ["c", "b", "b"]}
-    DatasetDict(
-        {
-            part: Dataset.from_dict({"image": [encoded()] * 3, "label": labels}, features)
-            for part, labels in parts.items()
-        }
-    ).save_to_disk(tmp_path)
+    for part, labels in (("train", ["a", "b"]), ("validation", ["b"])):
+        rows = Dataset.from_dict({"image": [encoded()] * len(labels), "label": labels}, features)
+        rows.to_parquet(tmp_path / f"{part}.parquet")
     data = DataConfig(name=f"hf:{tmp_path}", kwargs={"label": "label"})
     with pytest.raises(DataError):
         open_datasets(data)
-    val = open_datasets(data, allow_missing=True).val
-    assert [val.load(i)[1] for i in range(3)] == [2, 1, 1]
+    assert open_datasets(data, allow_missing=True).val.load(0)[1] == 1
 
 
 @pytest.mark.parametrize(
     ("feature", "labels"),
     [
-        (ClassLabel(names=NAMES), [1, -1]),
-        (ClassLabel(names=NAMES), [None, 1]),
-        (Value("int64"), [-1, 1]),
+        (DIGITS, [1, -1]),
+        (DIGITS, [None, 1]),
         (Value("int64"), [None, None]),
         (Value("string"), ["a", None]),
         (Value("float32"), [0.0, 1.5]),
-        (Value("float64"), [0.0, math.nan]),
         (Value("bool"), [False, True]),
         (Value("int64"), [10**12, 0]),
     ],
 )
 def test_rows_without_a_class_raise(tmp_path: Path, feature: Any, labels: list[Any]) -> None:
-    columns = {"image": [encoded()] * 2, "label": labels}
-    data = save(tmp_path, columns, image=Image(), label=feature)
-    data.kwargs["label"] = "label"
+    data = replace(save(tmp_path, labels, feature), kwargs={"label": "label"})
     with pytest.raises(DataError, match="column 'label'"):
         opened(data)
 
@@ -239,17 +211,14 @@ def test_columns_of_images(tmp_path: Path) -> None:
     """
     columns = {"one": [encoded()], "two": [encoded(size=(8, 9))], "label": [3]}
     columns["raw"] = columns["two"]
-    features = FEATURES | {"one": Image(), "two": Image(), "raw": Value("binary")}
-    del features["image"]
-    data = save(tmp_path, columns, **features)
-    with pytest.raises(DataError, match="2 columns"):
-        opened(data)
+    features = {"one": Image(), "two": Image(), "label": DIGITS, "raw": Value("binary")}
+    data = save_rows(tmp_path, columns, **features)
     for column in ("two", "raw"):
         data.kwargs["image"] = column
         assert opened(data).load(0)[0].shape == (3, 9, 8)
-    for column in ("label", "three"):
-        data.kwargs["image"] = column
-        with pytest.raises(DataError, match=column):
+    for other in ("label", "three", None):
+        data.kwargs["image"] = other
+        with pytest.raises(DataError):
             opened(data)
 
 
@@ -260,11 +229,11 @@ def test_row_may_name_a_file(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True)
         file.write_bytes(encoded())
     source = opened(DataConfig(name=f"hf:{tmp_path}", val="train"))
-    assert source.classes == ("cat", "dog")
     image, target = source.load(1)
-    assert image[:, 5, 3].tolist() == [10, 20, 30] and target == 1
+    assert source.classes == ("cat", "dog") and target == 1
+    assert image[:, 5, 3].tolist() == [10, 20, 30]
     files[1].unlink()
-    with pytest.raises(DataError, match=r"train\[1\] \(.*dog/1.png\): No such file"):
+    with pytest.raises(DataError, match=r"train\[1\] \(.*dog/1.png\)"):
         source.load(1)
 
 
@@ -272,7 +241,7 @@ def test_row_may_name_a_file(tmp_path: Path) -> None:
 def test_bad_row_raises_with_its_name(tmp_path: Path, content: bytes | None) -> None:
     good = {"bytes": encoded(), "path": None}
     bad = None if content is None else {"bytes": content, "path": "bad.jpg"}
-    source = opened(save(tmp_path, {"image": [good, bad], "label": [0, 1]}))
+    source = opened(save(tmp_path, [0, 1], images=[good, bad]))
     source.load(0)
     with pytest.raises(DataError) as caught:
         source.load(1)
@@ -283,34 +252,10 @@ def test_bad_row_raises_with_its_name(tmp_path: Path, content: bytes | None) -> 
 def test_exif_orientation_is_applied_if_asked_for(tmp_path: Path) -> None:
     exif = PillowImage.Exif()
     exif[0x0112] = 6
-    rotated = encoded("jpeg", (8, 16), exif=exif)
-    data = save(tmp_path, {"image": [rotated], "label": [0]})
-    assert opened(data).load(0)[0].shape == (3, 16, 8)
+    data = save(tmp_path, [0], images=[encoded("jpeg", (8, 16), exif=exif)])
     assert opened(replace(data, exif="apply")).load(0)[0].shape == (3, 8, 16)
     config = load_config("configs/resnet50.yaml", [f"data.name={data.name}", "data.exif=apply"])
     assert "data.exif" not in [problem.key for problem in unused_values(config.config)]
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "key"),
-    [
-        ("hf:user/name", {"lable": "y"}, "kwargs.lable"),
-        ("hf:user/name", {"part": "train"}, "kwargs.part"),
-        ("hfds/user/name", {}, "name"),
-        ("wds/imagenet", {}, "name"),
-    ],
-)
-def test_problems_of_names(name: str, kwargs: dict[str, Any], key: str) -> None:
-    found = data_problems(DataConfig(name=name, kwargs=kwargs))
-    assert [problem.key for problem in found] == [f"data.{key}"]
-    if "/" in name and not kwargs:
-        assert "did you mean" in found[0].message
-
-
-def test_valid_names_have_no_problems() -> None:
-    kwargs = {"image": "img", "label": "fine_label", "subset": None, "revision": "main"}
-    for name in ("hf:user/name", "hf:./photos", "hf:/photos", "hf:~/photos"):
-        assert data_problems(DataConfig(name=name, kwargs=kwargs)) == []
 
 
 @pytest.mark.parametrize(
@@ -319,7 +264,6 @@ def test_valid_names_have_no_problems() -> None:
         ("hf:photos", {}, UsageError),
         ("hf:user/name", {"revision": 1234567}, UsageError),
         ("hf:nobody/nothing", {}, ResourceError),
-        ("hf:a b/c", {}, UserError),
         ("hf:a/b/c", {}, DataError),
         ("hf:./nothing", {}, DataError),
         ("hf:{folder}/parquet", {"subset": "other"}, DataError),
@@ -329,16 +273,15 @@ def test_valid_names_have_no_problems() -> None:
     ],
 )
 def test_dataset_that_cannot_be_opened_raises(
-    folder: Path, name: str, kwargs: dict[str, Any], kind: type[UserError]
+    tmp_path: Path, folder: Path, name: str, kwargs: dict[str, Any], kind: type[UserError]
 ) -> None:
     """Tests are offline: HF_HUB_OFFLINE, set in conftest.py."""
-    (folder / "empty").mkdir(exist_ok=True)
-    if "broken" in name and not (folder / "broken").exists():
-        shutil.copytree(folder / "saved", folder / "broken")
-        os.truncate(next((folder / "broken").glob("train/*.arrow")), 5000)
-    with pytest.raises(kind) as caught:
-        opened(DataConfig(name=name.format(folder=folder), kwargs=kwargs))
-    assert len(str(caught.value).splitlines()) <= 3
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(folder / "parquet", tmp_path / "parquet")
+    shutil.copytree(folder / "saved", tmp_path / "broken")
+    os.truncate(next((tmp_path / "broken").glob("train/*.arrow")), 5000)
+    with pytest.raises(kind):
+        opened(DataConfig(name=name.format(folder=tmp_path), kwargs=kwargs))
 
 
 def test_without_the_library_the_error_names_it(

@@ -1,8 +1,9 @@
 """The pages of `test.py --report` and `report.py` in Chromium: colors, width, text, and nothing
-loaded.
+loaded; of many runs also the legend, sorting, filtering and zoom.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +16,16 @@ from PIL import Image
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.extras.pages.evaluation_page import evaluation_page, evaluation_statistics
 from imagenet_cls.extras.pages.report import report_command
+from imagenet_cls.extras.pages.runs_page import run_names
 from imagenet_cls.inference.evaluate_weights import image_dtype
 from imagenet_cls.report.jsonl import read_metrics
 
-pytestmark = pytest.mark.nightly
 COLORS = {"light": (245, 246, 248), "dark": (18, 21, 24)}  # of the background
+ROWS = "[...document.querySelectorAll('tr[data-run]')]"
+PLOTS = "[...document.querySelectorAll('.plot')]"
+TRACES = f"{PLOTS}.flatMap((plot) => plot.data)"
+SHOWN_TRACES = f"{TRACES}.filter((trace) => trace.visible !== false)"
+ARE_VALID = f"{PLOTS}.every((plot) => !Plotly.validate(plot.data, plot.layout))"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages") / "run"
-    train_here(arguments(digits, folder, log__tensorboard="true", ema__decay=0.9))
+    train_here(arguments(digits, folder, ema__decay=0.9))
     return folder
 
 
@@ -51,35 +57,33 @@ def check_page(browser: Browser, page: Path, folder: Path, texts: list[str]) -> 
             assert picture.width == width and picture.getpixel((0, 0)) == background
             margin = picture.crop((width - 8, 0, width, picture.height))
             assert margin.getcolors() == [(8 * picture.height, background)]
-            titles = "[...document.querySelectorAll('.plot')].map((plot) => "
-            titles += "plot.querySelectorAll('.main-svg path, .main-svg image').length)"
-            assert min(browser.evaluate(titles)) > 5
-            valid = "[...document.querySelectorAll('.plot')].every((plot) => "
-            valid += "!Plotly.validate(plot.data, plot.layout))"
-            assert browser.evaluate(valid)
+            drawn = "plot.querySelectorAll('.main-svg path, .main-svg image').length"
+            assert min(browser.evaluate(f"{PLOTS}.map((plot) => {drawn})")) > 5
+            assert browser.evaluate(ARE_VALID)
             text = "getComputedStyle(document.querySelector('.xtick text')).fill"
             ink = "getComputedStyle(document.body).color"
             assert browser.evaluate(text) == browser.evaluate(ink)
     browser.prefer()
 
 
+@pytest.mark.nightly
 def test_report_of_an_evaluation_in_a_browser(browser: Browser, run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "report"
     succeeds(evaluate_command, run, "--report", folder, "--allow-import", "helpers:plain")
     report = json.loads((folder / "report.json").read_text())
     texts = [f"{metrics['top1_pct']:.3f}" for metrics in report["metrics"].values()]
-    texts += [f"{row['f1_pct']:.2f}" for row in report["classes"]] + [
-        row["image"] for row in report["mistakes"]
-    ]
+    texts += [f"{row['f1_pct']:.2f}" for row in report["classes"]]
+    texts += [row["image"] for row in report["mistakes"]]
     check_page(browser, folder / "report.html", tmp_path, texts)
 
 
+@pytest.mark.nightly
 def test_report_of_multilabel_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     """It has no figures, and its table of classes can be sorted."""
-    words = arguments(tmp_path, tmp_path / "run", train__max_steps=4)
-    train_here([*words, *MULTILABEL])
-    words = [tmp_path / "run", "--report", tmp_path / "report", "--allow-import", "helpers:plain"]
-    words += ["--allow-import", "imagenet_cls.data.builtin:ComposedDigits"]
+    train_here([*arguments(tmp_path, tmp_path / "run", train__max_steps=4), *MULTILABEL])
+    words = [tmp_path / "run", "--report", tmp_path / "report"]
+    for name in ("helpers:plain", "imagenet_cls.data.builtin:ComposedDigits"):
+        words += ["--allow-import", name]
     succeeds(evaluate_command, *words)
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     for width in (390, 800, 1400):
@@ -93,6 +97,7 @@ def test_report_of_multilabel_in_a_browser(browser: Browser, tmp_path: Path) -> 
     assert shown == [f"{value:.2f}" for value in best]
 
 
+@pytest.mark.nightly
 def test_page_of_a_run_in_a_browser(browser: Browser, run: Path, tmp_path: Path) -> None:
     succeeds(report_command, run, "--out", tmp_path / "page.html")
     results = [record["top1_pct"] for record in read_metrics(run) if record["kind"] == "eval"]
@@ -100,6 +105,7 @@ def test_page_of_a_run_in_a_browser(browser: Browser, run: Path, tmp_path: Path)
     check_page(browser, tmp_path / "page.html", tmp_path, texts)
 
 
+@pytest.mark.nightly
 def test_names_with_markup_are_text_in_the_confusion_matrix(
     browser: Browser, tmp_path: Path
 ) -> None:
@@ -111,7 +117,6 @@ def test_names_with_markup_are_text_in_the_confusion_matrix(
         rows["index"] = np.arange(len(rows))
         rows["target"] = rows["index"] % count
         rows["top"][:, 0] = np.where(rows["index"] < 2 * count, 0, rows["target"])
-        rows["probabilities"] = 0.5
         statistics, confusion = evaluation_statistics(rows, labels, lambda index: names[index % 4])
         about = {"model": "<b>m", "weights": "raw", "messages": [], "metrics": {}, "settings": {}}
         about["origin"] = "<b>run"
@@ -131,3 +136,125 @@ def test_names_with_markup_are_text_in_the_confusion_matrix(
         assert "true:" in hovered and "<" in hovered
         assert browser.evaluate("document.querySelectorAll('.matrix a').length") == 0
         assert browser.messages == []
+
+
+# ---- many runs
+
+NAMES = ["<b>bold</b>", '<a href="https:example.org">', "<script>alert(1)<", "{{ 1 }} {% if %}"]
+
+
+def copy_run(run: Path, folder: Path, number: int) -> Path:
+    """A copy of a run with another learning rate, speed and accuracy; every third one was
+    resumed.
+    """
+    shutil.copytree(run, folder)
+    config = (run / "config.yaml").read_text()
+    assert "  lr: 0.03\n" in config
+    (folder / "config.yaml").write_text(config.replace("  lr: 0.03\n", f"  lr: 0.{number + 10}\n"))
+    records = read_metrics(run)
+    for record in records:
+        for key in {"top1_pct", "images_per_sec"} & record.keys():
+            record[key] *= 1 - number / 100
+    if number % 3 == 0:
+        records.append({"kind": "event", "step": 8, "message": "resumed from step-0000008"})
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines)
+    return folder
+
+
+def write_page(run: Path, folder: Path, count: int) -> Path:
+    """The page of `count` runs. Names have markup or are long."""
+    names = [*NAMES, *(f"resnet{number}_with_a_long_name" for number in range(count))][:count]
+    runs = [copy_run(run, folder / f"{i:02d} {name}", i) for i, name in enumerate(names)]
+    page = folder / "page.html"
+    succeeds(report_command, *runs, "--out", page)
+    assert page.stat().st_size < 6_000_000
+    return page
+
+
+@pytest.mark.parametrize(
+    "count", [3, *(pytest.param(count, marks=pytest.mark.nightly) for count in (1, 40))]
+)
+def test_page_has_no_layout_problems_and_its_table_is_the_legend(
+    count: int, browser: Browser, run: Path, tmp_path: Path
+) -> None:
+    page = write_page(run, tmp_path, count)
+    for width in (390, 800, 1400):
+        browser.open(page, width)
+        assert browser.layout_problems() == []
+        columns = "getComputedStyle(document.querySelector('.grid')).gridTemplateColumns"
+        assert browser.evaluate(f"{columns}.split(' ').length") == (1 if width < 800 else 2)
+    named = browser.evaluate(f"{ROWS}.map((row) => row.cells[0].textContent.trim())")
+    runs = sorted(path.parent for path in tmp_path.glob("**/metrics.jsonl"))
+    assert sorted(named) == sorted(run_names(runs))
+    colors = browser.evaluate(f"{ROWS}.map((row) => row.style.getPropertyValue('--run'))")
+    assert len(set(colors)) == count
+    assert set(browser.evaluate(f"{SHOWN_TRACES}.map((trace) => trace.meta)")) == set(range(count))
+    drawn_colors = browser.evaluate(f"{TRACES}.map((trace) => [trace.meta, trace.line.color])")
+    assert all(colors[run] == color for run, color in drawn_colors)
+    assert browser.evaluate(ARE_VALID)
+
+    shown = f"{SHOWN_TRACES}.filter((trace) => trace.meta === 0).length"
+    count_of_first = browser.evaluate(shown)
+    browser.evaluate(f"{ROWS}[0].click()")
+    assert browser.evaluate(shown) == 0
+    shapes = f"{PLOTS}.flatMap((plot) => plot.layout.shapes).map((shape) => shape.name)"
+    assert "0" not in browser.evaluate(shapes)
+    browser.evaluate(f"{ROWS}[0].click()")
+    assert browser.evaluate(shown) == count_of_first > 0
+    assert browser.messages == []
+    assert [url for url in browser.urls if not url.startswith(("file:", "data:"))] == []
+
+
+@pytest.mark.nightly
+def test_table_of_runs_is_sorted_and_filtered(browser: Browser, run: Path, tmp_path: Path) -> None:
+    browser.open(write_page(run, tmp_path, 6))
+    column = "(title) => [...document.querySelectorAll('.runs thead th')].find((th) => "
+    column += "th.textContent === title)"
+    for title in ("best validation top-1 %", "time", "optimizer.lr", "run"):
+        header = f"({column})({json.dumps(title)})"
+        cells = f"{ROWS}.map((row) => row.cells[{header}.cellIndex])"
+        orders = []
+        for _ in range(2):
+            browser.evaluate(f"{header}.click()")
+            texts = f"{cells}.map((cell) => cell.dataset.sort ?? cell.textContent.trim())"
+            keys = browser.evaluate(texts)
+            orders.append(keys if title == "run" else list(map(float, keys)))
+        ordered = orders if title in ("run", "optimizer.lr") else orders[::-1]
+        assert ordered[0] == sorted(ordered[0]) and len(ordered[0]) == 6
+        assert ordered[1] == sorted(ordered[0], reverse=True)
+    search = "document.querySelector('.filter')"
+    browser.evaluate(f"{search}.value = 'bold'; {search}.dispatchEvent(new Event('input'))")
+    shown = f"{ROWS}.filter((row) => !row.hidden).map((row) => row.dataset.run)"
+    assert browser.evaluate(shown) == ["0"]
+    assert set(browser.evaluate(f"{SHOWN_TRACES}.map((trace) => trace.meta)")) == {0}
+    assert browser.messages == []
+
+
+@pytest.mark.nightly
+def test_zoom_of_one_figure_zooms_all(browser: Browser, run: Path, tmp_path: Path) -> None:
+    browser.open(write_page(run, tmp_path, 3))
+    zoom = f"Plotly.relayout({PLOTS}[0], {{'xaxis.range[0]': 100, 'xaxis.range[1]': 200}})"
+    browser.evaluate(f"{zoom}.then(() => null)")
+    browser.settle()
+    ranges = browser.evaluate(f"{PLOTS}.map((plot) => plot.layout.xaxis.range)")
+    assert ranges == [[100, 200]] * 4
+    assert browser.messages == []
+
+
+def test_names_are_text_in_figures(browser: Browser, run: Path, tmp_path: Path) -> None:
+    """The label of a hovered point shows the name of the run, with its markup."""
+    browser.open(write_page(run, tmp_path, len(NAMES)))
+    tags = "document.querySelectorAll('main b, main a[href^=\"https\"]').length"
+    assert browser.evaluate(tags) == 0
+    for number, name in enumerate(NAMES):
+        browser.evaluate(
+            f"Plotly.Fx.hover(document.querySelectorAll('.plot')[2], [{{curveNumber: {number}, "
+            "pointNumber: 5}])"
+        )
+        browser.settle()  # a hover is shown with a delay
+        text = browser.evaluate("document.querySelectorAll('.hoverlayer')[2].textContent")
+        assert name in text
+        links = "document.querySelectorAll('.hoverlayer a').length"
+        assert browser.evaluate(links) == 0
+    assert browser.messages == []

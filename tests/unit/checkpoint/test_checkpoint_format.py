@@ -17,7 +17,6 @@ import torch
 
 from imagenet_cls.checkpoint.format import (
     Snapshot,
-    checkpoint_path,
     list_checkpoints,
     prune,
     read_checkpoint,
@@ -34,21 +33,13 @@ FILES = (*TENSORS, "optimizer.json", "state.json", "manifest.json")
 
 
 def snapshot(step: int, value: float = 0.5, **best: dict[str, Any]) -> Snapshot:
-    weights = {
-        "conv.weight": torch.full((2, 3), value),
-        "norm.num_batches_tracked": torch.tensor(step),
-    }
+    weights = {"conv.weight": torch.full((2, 3), value), "norm.counter": torch.tensor(step)}
+    moments = {"conv.weight//exp_avg": torch.arange(6.0).view(2, 3)}
     return Snapshot(
         model=weights,
         ema={name: tensor + 1 for name, tensor in weights.items()},
-        optimizer={
-            "conv.weight//exp_avg": torch.arange(6.0).view(2, 3),
-            "conv.weight//step": torch.tensor(3.0),
-        },
-        optimizer_values={
-            "groups": [{"lr": 0.1, "betas": [0.9, 0.999]}],
-            "parameters": {},
-        },
+        optimizer=moments | {"conv.weight//step": torch.tensor(3.0)},
+        optimizer_values={"groups": [{"lr": 0.1, "betas": [0.9, 0.999]}], "parameters": {}},
         state={
             "step": step,
             "progress": asdict(Progress(step=step, best=best)),
@@ -59,31 +50,21 @@ def snapshot(step: int, value: float = 0.5, **best: dict[str, Any]) -> Snapshot:
     )
 
 
-def assert_same(a: Snapshot, b: Snapshot) -> None:
-    for left, right in ((a.model, b.model), (a.ema, b.ema), (a.optimizer, b.optimizer)):
-        assert (left is None) == (right is None)
-        assert (left or {}).keys() == (right or {}).keys()
-        for name, tensor in (left or {}).items():
-            assert (right or {})[name].dtype == tensor.dtype and torch.equal(
-                (right or {})[name], tensor
-            ), name
-    assert a.optimizer_values == b.optimizer_values
-    assert a.state == b.state
+def plain(snapshot: Snapshot) -> list[Any]:
+    """The content without tensors, to compare it."""
+    groups = (snapshot.model, snapshot.optimizer, snapshot.ema or {})
+    tensors = [{k: (v.dtype, v.tolist()) for k, v in group.items()} for group in groups]
+    return [*tensors, snapshot.ema is None, snapshot.optimizer_values, snapshot.state]
 
 
 def test_write_and_read_returns_the_same(tmp_path: Path) -> None:
     written = snapshot(1234)
     path = write_checkpoint(tmp_path / "checkpoints", written)
-    assert (
-        path
-        == tmp_path / "checkpoints" / "step-0001234"
-        == checkpoint_path(tmp_path / "checkpoints", 1234)
-    )
+    assert path == tmp_path / "checkpoints" / "step-0001234"
     assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
-    # nothing temporary is left
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert [*path.parent.iterdir()] == [path]  # nothing temporary is left
     back = read_checkpoint(path)
-    assert_same(back, written)
+    assert plain(back) == plain(written)
     assert back.path == path and list(back.state["config"]) == ["z", "a"]
     written.ema = None
     assert read_checkpoint(write_checkpoint(tmp_path, written)).ema is None
@@ -123,21 +104,17 @@ def test_read_malformed_state_is_an_error(tmp_path: Path, text: str) -> None:
     write_manifest(path)
     with pytest.raises(CheckpointError) as error:
         read_checkpoint(path)
-    assert str(error.value).count("\n") == 1 and len(str(error.value)) < 600
-
-
-@pytest.mark.parametrize("values", [{"evaluations": [[1]]}, {"steps": 1}])
-def test_read_progress_of_another_form_is_an_error(values: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        read_progress(asdict(Progress(step=1)) | values)
+    assert len(str(error.value)) < 600
 
 
 def test_read_progress_returns_what_was_written() -> None:
-    progress = Progress(
-        1, 1, {"raw": {"step": 1, "loss": 0.5}}, {"raw": {"top1_pct": 9.0, "loss": 0.5}}, [(1, 9.0)]
-    )
+    best = {"raw": {"step": 1, "loss": 0.5}}
+    progress = Progress(1, 1, best, {"raw": {"top1_pct": 9.0, "loss": 0.5}}, [(1, 9.0)])
     assert read_progress(json.loads(json.dumps(asdict(progress)))) == progress
     assert read_progress({"step": 1, "evaluated_step": 0}) == Progress(1)  # of an older version
+    for other in ({"evaluations": [[1]]}, {"steps": 1}):
+        with pytest.raises((TypeError, ValueError)):
+            read_progress(asdict(progress) | other)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "optimizer.json"])
@@ -176,12 +153,11 @@ def test_newest_intact_skips_and_names_damaged_ones(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     found, damage = newest_intact(tmp_path)
     assert found.state["step"] == 1
-    assert len(damage) == 2 and "step-0000010" in damage[0] and "ema.safetensors" in damage[0]
-    assert "step-0000002" in damage[1]
+    last, second = damage
+    assert "step-0000010" in last and "ema.safetensors" in last and "step-0000002" in second
     (tmp_path / "step-0000001" / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="--overwrite") as error:
+    with pytest.raises(CheckpointError, match="--overwrite"):
         newest_intact(tmp_path)
-    assert str(error.value).count("\n") < 3
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -198,40 +174,36 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [9, 7]
 
 
-def test_load_best_says_that_a_run_has_no_evaluation(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "checkpoints", snapshot(1))
-    chosen, kind, (message,) = load_best(tmp_path)
-    assert (chosen.state["step"], kind) == (1, None) and "step-0000001" in message
-
-
 def test_load_best_and_load_newest_of_a_run_folder(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     best = {"raw": {"top1_pct": 70.0, "step": 1}, "ema": {"top1_pct": 80.0, "step": 2}}
-    for step in (1, 2, 3):
-        write_checkpoint(folder, snapshot(step, **best))
 
     def found(named: Path) -> tuple[int, str | None, int]:
         chosen, kind, damage = load_best(named)
         return chosen.state["step"], kind, len(damage)
 
+    write_checkpoint(folder, snapshot(1))
+    assert found(tmp_path) == (1, None, 1)  # it says that there is no evaluation
+    for step in (1, 2, 3):
+        write_checkpoint(folder, snapshot(step, **best))
     for named in (tmp_path, folder):
         assert found(named) == (2, "ema", 0)
         assert load_newest(named)[0].state["step"] == 3
-    assert found(folder / "step-0000001") == (1, "ema", 0)
-    assert load_newest(folder / "step-0000001")[0].state["step"] == 1
+    first = folder / "step-0000001"
+    assert found(first) == (1, "ema", 0) and load_newest(first)[0].state["step"] == 1
     (folder / "step-0000002" / "model.safetensors").write_bytes(b"")
     assert found(tmp_path) == (3, None, 1)  # the best one is damaged: the newest
     shutil.rmtree(folder / "step-0000002")
     assert found(tmp_path) == (3, None, 1)  # it is missing
     (folder / "step-0000003" / "state.json").write_text("{}")
     assert found(tmp_path) == (1, None, 2)
-    (folder / "step-0000001" / "state.json").unlink()
-    with pytest.raises(CheckpointError):
-        load_best(tmp_path)
-    with pytest.raises(CheckpointError, match="neither a checkpoint"):
-        load_best(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"torch\.export"):
-        load_best(tmp_path / "model.pt2")
+    (first / "state.json").unlink()
+    for name, text in (("", "damaged"), ("nothing", "neither"), ("model.pt2", "torch.export")):
+        with pytest.raises(CheckpointError, match=text):
+            load_best(tmp_path / name)
+
+
+ACCESSES = ["open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"]
 
 
 def killed_at(moment: int, folder: Path, written: Snapshot) -> bool:
@@ -244,15 +216,7 @@ def killed_at(moment: int, folder: Path, written: Snapshot) -> bool:
 
         def count(event: str, arguments: tuple[object, ...]) -> None:
             nonlocal left
-            if event in (
-                "open",
-                "os.rename",
-                "os.mkdir",
-                "os.remove",
-                "os.rmdir",
-                "os.scandir",
-                "shutil.rmtree",
-            ):
+            if event in ACCESSES:
                 left -= 1
                 if left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -280,7 +244,7 @@ def test_write_killed_at_any_moment_leaves_intact_checkpoints(
         found, damage = newest_intact(folder)
         assert damage == [], moment
         outcomes.add(found.state["note"])
-        assert_same(found, new if found.state["note"] == 0.75 else old)
+        assert plain(found) == plain(new if found.state["note"] == 0.75 else old)
         # The next write succeeds, and removes what the kill left.
         write_checkpoint(folder, snapshot(7))
         names = {path.name for path in folder.iterdir()}
@@ -308,5 +272,5 @@ def test_write_failing_disk_leaves_older_checkpoints(tmp_path: Path) -> None:
                 write_checkpoint(tmp_path, snapshot(2))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert_same(read_checkpoint(tmp_path / "step-0000001"), snapshot(1))
+        assert plain(read_checkpoint(tmp_path / "step-0000001")) == plain(snapshot(1))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "step-0000001"]

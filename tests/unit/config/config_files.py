@@ -1,7 +1,6 @@
 """Config files for tests, in the working directory."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,28 +16,15 @@ def write(name: str, text: str | bytes) -> str:
     return name
 
 
-def load(text: str, *overrides: str) -> LoadedConfig:
+def load(text: str | bytes, *overrides: str) -> LoadedConfig:
     """The config of `x.yaml` with this text."""
     return load_config(write("x.yaml", text), overrides)
 
 
 def errors_of(text: str | bytes, *overrides: str) -> list[str]:
     """The lines of the error that loading `x.yaml` with this text ends in."""
-    write("x.yaml", text)
     with pytest.raises(ConfigError) as caught:
-        load_config("x.yaml", overrides)
+        load(text, *overrides)
     assert caught.value.exit_code == 2
     assert all("\n" not in line and len(line) < 500 for line in caught.value.lines)
     return caught.value.lines
-
-
-def nested(dotted: dict[str, Any]) -> dict[str, Any]:
-    """A config as nested dictionaries, from values by dotted keys."""
-    tree: dict[str, Any] = {"optimizer": {"lr": 0.1}}
-    for key, value in dotted.items():
-        inner = tree
-        *parents, last = key.split(".")
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[last] = value
-    return tree

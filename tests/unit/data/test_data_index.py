@@ -48,40 +48,20 @@ def test_index_folder_equals_image_folder(tmp_path: Path) -> None:
     assert len(index) == 12 and index.targets.dtype == np.int64 and index.names.dtype.kind == "S"
 
 
-def test_index_folder_skips_hidden_files_and_takes_gif(tmp_path: Path) -> None:
-    touch(
-        tmp_path,
-        "a/1.gif",
-        "a/._1.jpg",
-        "a/.cache/2.jpg",
-        ".ipynb_checkpoints/3.jpg",
-        "b/1.jpg",
-        "b/._2.jpg",
-    )
-    index = index_folder(tmp_path)
-    assert [index.name(i) for i in range(len(index))] == ["a/1.gif", "b/1.jpg"]
-
-
-def test_files_that_are_no_images_are_counted_by_suffix(tmp_path: Path) -> None:
-    for suffix in ("jfif", "JPE", "avif", "jp2", "J2K", "heic", "HEIF"):
-        touch(tmp_path, f"a/1.{suffix}")
-    touch(
-        tmp_path,
-        "a/1.TXT",
-        "b/deep/2.txt",
-        "b/README",
-        "b/.hidden.svg",
-        "b/x.eps",
-        "b/1.jpg",
-        "notes.csv",
-        "beside.png",
-    )
-    index = index_folder(tmp_path)
-    assert len(index) == 8
+def test_index_folder_skips_hidden_files_and_counts_other_files(tmp_path: Path) -> None:
+    """Names that are not UTF-8 are read."""
+    images = ["a/1.JPE", "a/2.gif", "a/\udcff.heic"]
+    hidden = ["a/._1.jpg", "a/.cache/2.jpg", ".ipynb_checkpoints/3.jpg", "a/.hidden.svg"]
+    others = ["a/1.TXT", "a/deep/2.txt", "a/README", "a/x.eps", "notes.csv", "beside.png"]
+    index = index_folder(touch(tmp_path, *images, *hidden, *others))
+    assert [index.name(i) for i in range(len(index))] == images
+    assert index.path(2).is_file() and index.digest
     assert index.unread == {b".txt": 2, b"": 1, b".eps": 1, b".png": 1}
-    assert describe_unread(index.unread) == "2 .txt, 1 without a suffix, 1 .eps, 1 .png"
+
+
+def test_most_frequent_suffixes_of_unread_files_are_described() -> None:
     many = {b".%d" % i: 10 - i for i in range(7)}
-    assert describe_unread(many).endswith("6 .4, 9 others")
+    assert describe_unread(many) == "10 .0, 9 .1, 8 .2, 7 .3, 6 .4, 9 others"
 
 
 def test_suffixes_are_listed_on_the_page() -> None:
@@ -96,8 +76,9 @@ def test_digest_depends_on_names_targets_and_classes_only(tmp_path: Path) -> Non
     assert first == index_folder(touch(tmp_path / "two", *reversed(names))).digest
     assert first != index_folder(touch(tmp_path / "three", "a/1.jpg", "b/2.jpg", "b/3.jpg")).digest
     assert first != index_folder(touch(tmp_path / "four", "a/1.jpg", "a/2.jpg", "c/3.jpg")).digest
-    renamed = with_classes(FolderSource(index_folder(tmp_path / "one")), ["b", "a"], "one")
-    assert first != renamed.digest()
+    swapped = with_classes(FolderSource(index_folder(tmp_path / "one")), ["b", "a"], "one")
+    assert swapped.classes == ("b", "a") and swapped.known_targets().tolist() == [1, 1, 0]
+    assert first != swapped.digest()
 
 
 def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) -> None:
@@ -111,13 +92,6 @@ def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) 
     assert size_fingerprint(MapSource(range(3), "numbers", "abc")) is None
 
 
-def test_with_classes_matches_folders_by_name(tmp_path: Path) -> None:
-    index = index_folder(touch(tmp_path, "a/1.jpg", "b/1.jpg", "c/1.jpg", "c/2.jpg"))
-    source = with_classes(FolderSource(index), ["c", "a", "b"], tmp_path)
-    assert isinstance(source, FolderSource) and source.classes == ("c", "a", "b")
-    assert source.index.targets.tolist() == [1, 2, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("folders", "classes", "is_error"),
     [
@@ -125,81 +99,38 @@ def test_with_classes_matches_folders_by_name(tmp_path: Path) -> None:
         ("seg_train seg_test seg_pred_val", "cat dog", True),
         ("TrainImages ValImages", "cat dog", True),
         ("train2017 val2017", "cat dog", True),
-        ("Training Testing", "cat dog", True),
-        ("dev eval", "cat dog", True),
         ("trainset testset", "x/cat y/dog", True),
-        ("trainval test", "cat dog", True),
-        ("traindataset validate", "cat dog", True),
-        ("data-train data-validation", "cat dog", True),
+        ("data-traindataset data-validate", "cat dog", True),
         ("strain_1 festival", "young old", False),
-        ("cats dogs", "young old", False),
         ("bus train test", "front side", False),
         ("train_freight train_test_other", "front", False),
-        ("valley device", "summer winter", False),
-        ("training_shoes testudo", "1 2", False),
     ],
 )
 def test_class_folders_repeated_in_parts_are_an_error(
     folders: str, classes: str, is_error: bool, tmp_path: Path
 ) -> None:
-    for folder in folders.split():
-        for name in classes.split():
-            (tmp_path / folder / name).mkdir(parents=True)
-            (tmp_path / folder / name / "1.jpg").touch()
-    if not is_error:
-        assert index_folder(tmp_path).classes == tuple(sorted(folders.split()))
-        return
-    with pytest.raises(DataError, match=r"data\.train="):
-        index_folder(tmp_path)
-    for name in folders.split():  # other class folders in each
-        for number, path in enumerate(list((tmp_path / name).rglob("1.jpg"))):
-            path.parent.rename(path.parent.with_name(f"{name}_{number}"))
-    assert len(index_folder(tmp_path).classes) == len(folders.split())
-
-
-@pytest.mark.parametrize("parts", [("train_images", "test_images"), ("train", "test")])
-def test_part_without_class_folders_is_an_error(parts: tuple[str, str], tmp_path: Path) -> None:
-    first, second = parts
-    files = (f"{first}/cat/1.jpg", f"{first}/dog/1.jpg", f"{second}/1.jpg")
-    with pytest.raises(DataError, match=rf"data\.train={first} "):
-        index_folder(touch(tmp_path, *files))
-
-
-@pytest.mark.parametrize(("classes", "named"), [("ab", "c, d, e, ..."), ("abcdefxy", "x, y")])
-def test_match_classes_with_other_classes_raises(classes: str, named: str) -> None:
-    with pytest.raises(DataError, match=named):
-        match_classes("abcdef", list(classes), "val")
+    parts = folders.split()
+    touch(tmp_path, *(f"{part}/{name}/1.jpg" for part in parts for name in classes.split()))
+    if is_error:
+        with pytest.raises(DataError, match=r"data\.train="):
+            index_folder(tmp_path)
+        for part in parts:  # other class folders in each
+            for number, path in enumerate(list((tmp_path / part).rglob("1.jpg"))):
+                path.parent.rename(path.parent.with_name(f"{part}_{number}"))
+    assert index_folder(tmp_path).classes == tuple(sorted(parts))
 
 
 @pytest.mark.parametrize(
     ("names", "folder", "expected"),
     [
-        (
-            ["ILSVRC2012_val_00000001.JPEG", "2.JPEG"],
-            "",
-            "holds 2 images .*\n.*tools/prepare_imagenet.py",
-        ),
-        (
-            ["train/n1/1.jpg", "train/n2/1.jpg"],
-            "",
-            "a level deeper\\.\n.*data.train=train data.val=null",
-        ),
-        (
-            ["images/n1/1.jpg", "images/n2/1.jpg"],
-            "",
-            "a level deeper\\.\n.*data.train=images data.val=null",
-        ),
-        (
-            ["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"],
-            "",
-            "deeper\\.\n.*train data.val=Val data.val_fraction=null",
-        ),
-        (["a/1.jpg", "b/note.txt", "c/2/note.txt"], "", "2 of 3 class folders hold no image: b, c"),
-        (["readme.txt"], "", "holds 0 images"),
-        (["train/n1/1.jpg"], "val", "set data.root.*\n?.*data.val_fraction=0.1"),
-        (["n1/1.jpg"], "train", "data.val=null data.val_fraction=0.1.*data.train=\\."),
-        ([], "nowhere/train", "Set data.root"),
-        (["train/1.jpg"], "train", "holds 1 images"),
+        (["ILSVRC2012_val_00000001.JPEG", "2.JPEG"], "", "prepare_imagenet"),
+        (["train/n1/1.jpg", "train/n2/1.jpg"], "", r"data\.train=train data\.val=null"),
+        (["images/n1/1.jpg", "images/n2/1.jpg"], "", r"data\.train=images data\.val=null"),
+        (["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"], "", r"train data\.val=Val"),
+        (["train/a/1.jpg", "train/b/1.jpg", "test/1.jpg"], "", r"data\.train=train "),
+        (["a/1.jpg", "b/note.txt", "c/2/note.txt"], "", "b, c"),
+        (["n1/1.jpg"], "train", r"data\.train=\."),
+        ([], "nowhere/train", r"data\.root"),
     ],
 )
 def test_index_folder_missing_or_wrong_layout_raises(
@@ -207,7 +138,13 @@ def test_index_folder_missing_or_wrong_layout_raises(
 ) -> None:
     with pytest.raises(DataError, match=expected) as error:
         index_folder(touch(tmp_path, *names) / folder)
-    assert error.value.exit_code == 3 and len(str(error.value).splitlines()) <= 3
+    assert len(str(error.value).splitlines()) <= 3
+
+
+@pytest.mark.parametrize(("classes", "named"), [("ab", "c, d, e, ..."), ("abcdefxy", "x, y")])
+def test_match_classes_with_other_classes_raises(classes: str, named: str) -> None:
+    with pytest.raises(DataError, match=named):
+        match_classes("abcdef", list(classes), "val")
 
 
 def test_index_folder_single_class_with_subfolders_and_images(tmp_path: Path) -> None:
@@ -219,13 +156,6 @@ def test_class_in_another_unicode_normalization_is_shown_by_code_points() -> Non
     with pytest.raises(DataError) as caught:
         match_classes([decomposed], [composed], "val")
     assert "'caf\\xe9'" in str(caught.value) and "'cafe\\u0301'" in str(caught.value)
-
-
-def test_index_folder_takes_names_that_are_not_utf8(tmp_path: Path) -> None:
-    touch(tmp_path, "a/1.jpg")
-    (Path(os.fsdecode(os.fsencode(tmp_path) + b"/a/\xff.jpg"))).write_bytes(b"x")
-    index = index_folder(tmp_path)
-    assert index.path(1).is_file() and index.digest
 
 
 def test_index_does_not_depend_on_the_order_of_the_file_system(
@@ -248,10 +178,9 @@ def test_index_does_not_depend_on_the_order_of_the_file_system(
 
 def test_link_to_a_folder_that_holds_it_is_an_error(tmp_path: Path) -> None:
     """Each image would count once for each time that the link is followed."""
-    (tmp_path / "train" / "cat").mkdir(parents=True)
-    (tmp_path / "train" / "cat" / "1.jpg").touch()
-    (tmp_path / "train" / "dog").symlink_to(tmp_path / "train" / "cat")  # a link beside is followed
-    assert len(index_folder(tmp_path / "train")) == 2
-    (tmp_path / "train" / "cat" / "all").symlink_to(tmp_path / "train")
-    with pytest.raises(DataError, match="a link to a folder that holds it"):
-        index_folder(tmp_path / "train")
+    train = touch(tmp_path / "train", "cat/1.jpg")
+    (train / "dog").symlink_to(train / "cat")  # a link beside is followed
+    assert len(index_folder(train)) == 2
+    (train / "cat" / "all").symlink_to(train)
+    with pytest.raises(DataError, match="cat/all"):
+        index_folder(train)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import write_files
 
 from imagenet_cls.data import index, index_cache
-from imagenet_cls.data.index import ImageIndex, index_folder, scan_classes
+from imagenet_cls.data.index import index_folder, scan_classes
 from imagenet_cls.data.index_cache import read_scan, write_scan
 
 
@@ -22,17 +23,10 @@ from imagenet_cls.data.index_cache import read_scan, write_scan
 def root(tmp_path: Path) -> Path:
     """Classes a and b, one with a folder of images in it, and c, a link to a folder elsewhere."""
     root = tmp_path / "train"
-    for name in (
-        "a/1.jpg",
-        "a/2.JPEG",
-        "b/1.png",
-        "b/more/3.jpg",
-        "b/.hidden/4.jpg",
-        "b/notes.txt",
-    ):
-        touch(root / name)
-    touch(tmp_path / "elsewhere" / "ü \udcff.jpg")
-    touch(tmp_path / "other" / "ü \udcff.jpg")
+    names = ("a/1.jpg", "a/2.JPEG", "b/1.png", "b/more/3.jpg", "b/.hidden/4.jpg", "b/notes.txt")
+    write_files(root, dict.fromkeys(names, ""))
+    for folder in ("elsewhere", "other"):
+        touch(tmp_path / folder / "ü \udcff.jpg")
     (root / "c").symlink_to(tmp_path / "elsewhere")
     return root
 
@@ -54,40 +48,15 @@ def wait_for_clock(folder: Path) -> None:
         probe.touch()
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_cache_file_that_is_no_regular_file_is_left_alone(
-    kind: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(index_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(index_cache, "MIN_IMAGES", 1)
-    monkeypatch.setattr(index_cache, "_is_cacheable", lambda *_: True)
-    file = index_cache._cache_file(root)
-    file.parent.mkdir()
-    if kind == "fifo":
-        os.mkfifo(file)
-    else:
-        file.symlink_to("/dev/zero")
-    for _ in range(2):
-        assert len(index_folder(root)) == 5
-    assert not file.is_file()
-
-
-def content(index: ImageIndex) -> tuple[list[bytes], list[int], tuple[str, ...], str]:
-    return index.names.tolist(), index.targets.tolist(), index.classes, index.digest
-
-
 def test_cached_index_equals_the_scanned_one(
     cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = content(index_folder(root))
-    assert expected[0] == [
-        os.fsencode(n) for n in ("a/1.jpg", "a/2.JPEG", "b/1.png", "b/more/3.jpg", "c/ü \udcff.jpg")
-    ]
+    expected = index_folder(root).digest
     monkeypatch.setattr(index, "scan_classes", None)  # a call is an error
-    assert content(index_folder(root)) == expected
-    assert index_folder(root).unread == {b".txt": 1}
+    assert index_folder(root).digest == expected
+    assert len(index_folder(root)) == 5 and index_folder(root).unread == {b".txt": 1}
     monkeypatch.chdir(root.parent)
-    assert content(index_folder("train")) == expected
+    assert index_folder("train").digest == expected
     assert len(list(cache.iterdir())) == 1
 
 
@@ -96,10 +65,18 @@ def replace_by_folder(path: Path) -> None:
     touch(path / "1.jpg")
 
 
-def restore_time(folder: Path, change: Callable[[], None]) -> None:
-    before = folder.stat()
-    change()
-    os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+def add_image_and_restore_time(root: Path) -> None:
+    before = (root / "a").stat()
+    touch(root / "a" / "3.jpg")
+    os.utime(root / "a", ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def link_to_a_folder_with_the_same_names_and_times(root: Path) -> None:
+    before = (root / "c").stat()
+    (root / "c").unlink()
+    (root / "c").symlink_to(root.parent / "other")
+    os.utime(root, ns=(0, 0))
+    os.utime(root / "c", ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @pytest.mark.parametrize(
@@ -108,12 +85,11 @@ def restore_time(folder: Path, change: Callable[[], None]) -> None:
         lambda root: touch(root / "a" / "3.jpg"),
         lambda root: replace_by_folder(root / "a" / "1.jpg"),
         lambda root: touch(root / "b" / "more" / "4.jpg"),
-        lambda root: touch(root / "b" / "another" / "4.jpg"),
         lambda root: shutil.rmtree(root / "b" / "more"),
         lambda root: touch(root / "d" / "1.jpg"),
         lambda root: touch(root.parent / "elsewhere" / "2.jpg"),
-        lambda root: ((root / "c").unlink(), (root / "c").symlink_to(root / "b")),
-        lambda root: restore_time(root / "a", lambda: touch(root / "a" / "3.jpg")),
+        add_image_and_restore_time,
+        link_to_a_folder_with_the_same_names_and_times,
     ],
 )
 def test_changed_folders_are_listed_again(
@@ -125,20 +101,9 @@ def test_changed_folders_are_listed_again(
     change(root)
     assert read_scan(root) is None
     changed = index_folder(root)
-    assert read_scan(root) and content(changed) == content(index_folder(root))
+    assert read_scan(root) and changed.digest == index_folder(root).digest
     shutil.rmtree(cache)
-    assert content(changed) == content(index_folder(root))
-
-
-def test_link_to_another_folder_with_the_same_names_is_followed(cache: Path, root: Path) -> None:
-    index_folder(root)
-    before = (root / "c").stat()
-    wait_for_clock(root.parent)
-    (root / "c").unlink()
-    (root / "c").symlink_to(root.parent / "other")
-    os.utime(root, ns=(0, 0))
-    os.utime(root.parent / "other", ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert read_scan(root) is None
+    assert changed.digest == index_folder(root).digest
 
 
 @pytest.mark.parametrize("place", [".", "a"])
@@ -147,9 +112,7 @@ def test_link_that_may_become_a_folder_is_not_cached(cache: Path, root: Path, pl
     index_folder(root)
     assert not cache.exists()
     touch(root.parent / "not mounted yet" / "9.jpg")
-    index_folder(root)
-    counts = np.bincount(read_scan(root).label_index).tolist()
-    assert counts == ([2, 2, 1, 1] if place == "." else [3, 2, 1])
+    assert len(index_folder(root)) == 6
 
 
 @pytest.mark.parametrize(
@@ -163,41 +126,33 @@ def test_small_changing_or_unreliable_datasets_are_not_cached(
     assert len(index_folder(root)) == 5 and not cache.exists()
 
 
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def flip_bit_of_a_name(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[data.rindex(b"a/1.jpg")] ^= 1
-    file.write_bytes(data)
-
-
 def replace_by_pickle(file: Path) -> None:
     with file.open("wb") as opened:
         np.savez(opened, format=np.array([{}], dtype=object))
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "is_replaced"),
     [
-        truncate,
-        flip_bit_of_a_name,
-        replace_by_pickle,
-        lambda file: file.write_bytes(b""),
-        lambda file: (file.unlink(), file.mkdir()),
-        lambda file: (file.unlink(), file.symlink_to(file)),
+        (lambda file: os.truncate(file, file.stat().st_size // 2), True),
+        (replace_by_pickle, True),
+        (lambda file: (file.unlink(), file.symlink_to(file)), True),
+        (lambda file: (file.unlink(), file.mkdir()), False),
+        (lambda file: (file.unlink(), os.mkfifo(file)), False),
+        (lambda file: (file.unlink(), file.symlink_to("/dev/zero")), False),
     ],
 )
-def test_damaged_cache_is_ignored_and_replaced(
-    cache: Path, root: Path, damage: Callable[[Path], object]
+def test_damaged_cache_is_ignored(
+    cache: Path, root: Path, damage: Callable[[Path], object], is_replaced: bool
 ) -> None:
-    expected = content(index_folder(root))
+    """And replaced, if it is a file."""
+    expected = index_folder(root).digest
     (file,) = cache.iterdir()
     damage(file)
     assert read_scan(root) is None
-    assert content(index_folder(root)) == expected
-    assert file.is_dir() or (content(index_folder(root)) == expected and read_scan(root))
+    for _ in range(2):
+        assert index_folder(root).digest == expected
+        assert file.is_file() == bool(read_scan(root)) == is_replaced
     assert list(cache.iterdir()) == [file]
 
 
@@ -208,9 +163,8 @@ def test_cache_with_a_damaged_header_of_an_array_is_ignored(cache: Path, root: P
     index_folder(root)
     (file,) = cache.iterdir()
     whole = file.read_bytes()
-    assert read_scan(root)
-    shapes = [found.span(1) for found in re.finditer(rb"'shape': \(([\d, ]*)\)", whole)]
-    assert len(shapes) == 10
+    shapes = [found.span(1) for found in re.finditer(rb"'shape': \((\d+)", whole)]
+    assert len(shapes) > 5
     for start, end in shapes:
         for bit in range(8 * start, 8 * end):
             damaged = bytearray(whole)
@@ -227,19 +181,18 @@ def test_cache_of_another_format_is_ignored(
     assert read_scan(root) is None
 
 
-@pytest.mark.parametrize("place", ["/dev/null", "/proc/cache", "file/cache"])
+@pytest.mark.parametrize("place", ["/proc/cache", "a/1.jpg/cache"])
 def test_cache_folder_that_cannot_be_made_is_no_error(
     cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    touch(root.parent / "file")
-    monkeypatch.setenv("IMAGENET_CLS_CACHE", str(root.parent / place))
+    monkeypatch.setenv(index_cache.CACHE_VARIABLE, str(root / place))
     assert len(index_folder(root)) == len(index_folder(root)) == 5
 
 
 def test_full_disk_leaves_no_file(
     disk: Path, cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("IMAGENET_CLS_CACHE", str(disk))
+    monkeypatch.setenv(index_cache.CACHE_VARIABLE, str(disk))
     (disk / "filled").write_bytes(bytes(990_000))
     for number in range(3000):
         touch(root / "a" / f"{number}.jpg")
@@ -250,13 +203,9 @@ def test_full_disk_leaves_no_file(
 def test_default_place_is_the_cache_of_the_user(
     cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("IMAGENET_CLS_CACHE")
+    monkeypatch.delenv(index_cache.CACHE_VARIABLE)
     monkeypatch.setenv("HOME", str(root.parent / "home"))
-    for variable, place in (
-        ("", "home/.cache"),
-        ("relative", "home/.cache"),
-        (str(root.parent / "xdg"), "xdg"),
-    ):
+    for variable, place in (("relative", "home/.cache"), (str(root.parent / "xdg"), "xdg")):
         monkeypatch.setenv("XDG_CACHE_HOME", variable)
         index_folder(root)
         (file,) = (root.parent / place / "imagenet-cls").iterdir()
@@ -265,11 +214,11 @@ def test_default_place_is_the_cache_of_the_user(
 
 
 def test_writers_and_readers_at_once_get_the_whole_scan(cache: Path, root: Path) -> None:
-    expected = content(index_folder(root))
+    expected = index_folder(root).digest
     scan = scan_classes(root)
     with ThreadPoolExecutor(8) as pool:
         writes = [pool.submit(write_scan, root, scan, time.time()) for _ in range(40)]
-        reads = [pool.submit(lambda: content(index_folder(root))) for _ in range(40)]
-    assert [write.result() for write in writes] == [None] * 40
-    assert all(read.result() == expected for read in reads)
+        reads = [pool.submit(index_folder, root) for _ in range(40)]
+    assert not any(write.result() for write in writes)
+    assert all(read.result().digest == expected for read in reads)
     assert read_scan(root) and [path.suffix for path in cache.iterdir()] == [".npz"]

@@ -14,9 +14,9 @@ import threading
 import time
 import zipfile
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -129,40 +129,24 @@ def first_batch(
     return loader, epoch
 
 
-class Holds:
-    """A dataset with attributes."""
-
-    def __init__(self, **attributes: Any):
-        self.__dict__.update(attributes)
-
-
-def _holders(file: IO[bytes], archive: zipfile.ZipFile) -> dict[str, Holds]:
-    h5py_file = type("File", (), {"__module__": "h5py._hl.files"})()
-    return {
-        "file": Holds(size=1, file=file),
-        "archive": Holds(archive=archive),
-        "h5": Holds(h5=h5py_file),
-    }
-
-
 def test_dataset_that_holds_an_open_file_is_warned_about(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"x")
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("1", "x")
-    config = DataConfig("my_data:Own", num_workers=2)
 
-    def warning(dataset: Holds, config: DataConfig = config) -> str | None:
-        source = SubsetSource(MapSource(dataset, "own", ("a",)), np.arange(1))
-        return open_file_warning(config, source)
+    def warning(num_workers: int = 2, **attributes: Any) -> str | None:
+        source = MapSource(SimpleNamespace(**attributes), "own", ("a",))
+        config = DataConfig("my_data:Own", num_workers=num_workers)
+        return open_file_warning(config, SubsetSource(source, np.arange(1)))
 
+    h5py_file = type("File", (), {"__module__": "h5py._hl.files"})()
     with (tmp_path / "a.bin").open("rb") as file, zipfile.ZipFile(tmp_path / "a.zip") as archive:
-        for name, dataset in _holders(file, archive).items():
-            assert f" {name};" in (warning(dataset) or ""), name
-            assert warning(dataset, replace(config, num_workers=0)) is None
+        for opened in (file, archive, h5py_file):
+            assert " opened;" in (warning(size=1, opened=opened) or ""), opened
+        assert warning(num_workers=0, opened=file) is None
     with (tmp_path / "log.txt").open("a") as log:
-        closed = Holds(file=file, archive=archive, log=log, memory=io.BytesIO(b"x"))
-        assert warning(closed) is None
-    assert warning(Holds(np=np, path=tmp_path, array=np.memmap(tmp_path / "a.bin"))) is None
+        assert warning(file=file, archive=archive, log=log, memory=io.BytesIO(b"x")) is None
+    assert warning(np=np, path=tmp_path, array=np.memmap(tmp_path / "a.bin")) is None
 
 
 def test_workers_of_a_process_with_killed_and_hung_workers_all_end(tmp_path: Path) -> None:
@@ -246,6 +230,18 @@ def test_close_ends_idle_workers_and_the_thread_that_pins_memory(
     assert capfd.readouterr() == ("", "")
 
 
+def evaluated(images: Images, options: WorkerOptions) -> Iterator[object]:
+    """The batches of an evaluation after the first one."""
+    transform = EvalTransform(EvalConfig(crop_px=8, resize_px=8))
+    batches = eval_batches(images, transform, range(16), 4, options)
+    next(batches)
+    return batches
+
+
+def workers_by_number() -> list[multiprocessing.process.BaseProcess]:
+    return sorted(multiprocessing.active_children(), key=lambda worker: worker.pid or 0)
+
+
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_worker_that_dies_between_two_batches_is_named_at_its_next_batch(
     pinning: None, tmp_path: Path, pin_memory: bool
@@ -253,11 +249,8 @@ def test_worker_that_dies_between_two_batches_is_named_at_its_next_batch(
     """torch's SIGCHLD handler would raise here, in `join`. Worker 1 has batch 1, with image 4."""
     os.mkfifo(tmp_path / "pipe")
     images = Images(tmp_path / "pipe", hanging=[4])
-    transform = EvalTransform(EvalConfig(crop_px=8, resize_px=8))
-    options = WorkerOptions(2, pin_memory=pin_memory, timeout_sec=60.0)
-    batches = eval_batches(images, transform, range(16), 4, options)
-    next(batches)
-    first, second = sorted(multiprocessing.active_children(), key=lambda worker: worker.pid or 0)
+    batches = evaluated(images, WorkerOptions(2, pin_memory=pin_memory, timeout_sec=60.0))
+    first, second = workers_by_number()
     second.kill()
     second.join()
     with pytest.raises(ResourceError, match=rf"^Data worker 1 \(process {second.pid}\) was killed"):
@@ -270,19 +263,11 @@ def test_worker_that_hangs_is_named(tmp_path: Path, hanging: int) -> None:
     """Without shuffling, batches 2 and 3 of four images each have images 8 and 12."""
     os.mkfifo(tmp_path / "pipe")
     images = Images(tmp_path / "pipe", hanging=[hanging])
-    batches = eval_batches(
-        images,
-        EvalTransform(EvalConfig(crop_px=8, resize_px=8)),
-        range(16),
-        4,
-        WorkerOptions(2, timeout_sec=2.0),
-    )
-    next(batches)
-    workers = sorted(multiprocessing.active_children(), key=lambda worker: worker.pid or 0)
+    batches = evaluated(images, WorkerOptions(2, timeout_sec=2.0))
+    workers = workers_by_number()
     number = (hanging // 4) % 2
-    with pytest.raises(
-        ResourceError, match=rf"^Data worker {number} \(process {workers[number].pid}\) returned"
-    ):
+    message = rf"^Data worker {number} \(process {workers[number].pid}\) returned"
+    with pytest.raises(ResourceError, match=message):
         list(batches)
     assert not any(worker.is_alive() for worker in workers)
 
@@ -310,19 +295,19 @@ def test_memory_of_batches_is_received_once_and_batches_stay(
     received = Mock(wraps=reductions.rebuild_storage_fd)
     counted = functools.wraps(reductions.rebuild_storage_fd)(lambda *args: received(*args))
     monkeypatch.setattr(reductions, "rebuild_storage_fd", counted)
-    augment = AugmentConfig(size_px=8, erasing=ErasingConfig(prob=0.5))
+    transform = TrainTransform(AugmentConfig(size_px=8, erasing=ErasingConfig(prob=0.5)))
+    sampler = EpochSampler(16, 4, 0, 1, seed=1)
 
     def batches(num_workers: int) -> list[TrainBatch]:
-        sampler = EpochSampler(16, 4, 0, 1, seed=1)
         options = WorkerOptions(num_workers)
-        loader = TrainLoader(Images(), TrainTransform(augment), sampler, 1, options, num_epochs=8)
+        loader = TrainLoader(Images(), transform, sampler, 1, options, num_epochs=8)
         found = [batch for epoch in range(8) for batch in loader.epoch(epoch)]
         loader.close()
         return found
 
     ours = batches(2)
-    assert received.call_count == 6
-    assert same(ours, batches(0)) and len(ours) == 32
+    assert received.call_count == 6 and len(ours) == 32
+    assert same(ours, batches(0))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -333,26 +318,23 @@ def test_tensors_of_a_batch_of_workers_are_views_of_one(num_workers: int, labels
             return 6
 
         def __getitem__(self, i: int) -> tuple[torch.Tensor, Any]:
-            image = torch.full((1, 9, 9), i, dtype=torch.uint8)
-            return image, (np.float64(i % 2) if labels == "single" else [0.0, i / 8, 1])
+            target = np.float64(i % 2) if labels == "single" else [0.0, i / 8, 1]
+            return torch.full((1, 9, 9), i, dtype=torch.uint8), target
 
-    source = MapSource(Dataset(), "own", ("a", "b", "c"), labels)
+    dataset = Dataset()
+    source = MapSource(dataset, "own", ("a", "b", "c"), labels)
     options = WorkerOptions(num_workers)
     erasing = ErasingConfig(prob=0.5, max_count=2)
     transform = TrainTransform(AugmentConfig(size_px=9, erasing=erasing), [0.5])
     loader = TrainLoader(source, transform, EpochSampler(6, 3, 0, 1, seed=1), 1, options)
-    evaluated = EvalTransform(EvalConfig(crop_px=9, resize_px=9), [0.5])
-    own = list(eval_batches(source, evaluated, range(6), 4, options))
+    evaluation = EvalTransform(EvalConfig(crop_px=9, resize_px=9), [0.5])
+    own = list(eval_batches(source, evaluation, range(6), 4, options))
     for tensors in (*loader.epoch(0), *own):
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         assert len(storages) == 1 or num_workers == 0
         images, targets, *_ = tensors
         assert images.is_contiguous(memory_format=torch.channels_last)
-        values = images[:, 0, 4, 4].tolist()
-        expected = [i % 2 for i in values]
-        if labels == "multi":
-            expected = [[0, i / 8, 1] for i in values]
-        assert targets.tolist() == expected
+        assert targets.tolist() == [dataset[i][1] for i in images[:, 0, 4, 4].tolist()]
         assert targets.dtype == (torch.int64 if labels == "single" else torch.float32)
     loader.close()
     assert [indices.tolist() for _, _, indices in own] == [[0, 1, 2, 3], [4, 5]]

@@ -1,11 +1,10 @@
 """The number of data workers of a rank, and the warning if the loop waits for them."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
-from helpers import arguments, single_rank, train_here
+from helpers import arguments, records, single_rank, train_here
 
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
@@ -18,15 +17,11 @@ from imagenet_cls.engine.plan import plan_run
     ("cpus", "num_batches", "expected"),
     [
         (0.5, 100, 1),
-        (1, 100, 1),
-        (2, 100, 2),
         (3.9, 100, 3),
         (4, 100, 3),  # one is left to the process that trains
         (7.5, 100, 6),
-        (17, 100, 16),
         (128, 100, 16),
         (8, 5, 5),
-        (8, 1, 1),
     ],
 )
 def test_auto_workers_of_a_rank(cpus: float, num_batches: int, expected: int) -> None:
@@ -38,12 +33,7 @@ def test_auto_workers_of_a_rank_with_several_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "shown"),
-    [
-        ("auto", "4 per rank (data.num_workers=auto: 5 CPUs per rank)"),
-        ("null", "4 per rank (data.num_workers=auto: 5 CPUs per rank)"),
-        ("3", "3 per rank\n"),
-    ],
+    ("workers", "shown"), [("auto", "4 per rank"), ("null", "4 per rank"), ("3", "3 per rank\n")]
 )
 def test_startup_table_shows_the_data_workers(
     digits: Path,
@@ -54,12 +44,8 @@ def test_startup_table_shows_the_data_workers(
     shown: str,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
-    assert (
-        train_command(
-            [*arguments(digits, tmp_path / "run", data__num_workers=workers), "--dry-run"]
-        )
-        == 0
-    )
+    words = arguments(digits, tmp_path / "run", data__num_workers=workers)
+    assert train_command([*words, "--dry-run"]) == 0
     assert shown in capsys.readouterr().out
 
 
@@ -83,10 +69,12 @@ def warnings_of(check: DataWaitCheck, intervals: list[tuple[int, float]]) -> lis
     """The intervals, counted from 0, that get a warning. intervals: epoch and share of the time
     spent waiting.
     """
-    records = [
-        [{"epoch": epoch}, {"epoch": epoch, "data_wait_pct": wait}] for epoch, wait in intervals
-    ]
-    return [number for number, interval in enumerate(records) if check.add_interval(interval)]
+    found = []
+    for number, (epoch, wait) in enumerate(intervals):
+        interval = [{"epoch": epoch}, {"epoch": epoch, "data_wait_pct": wait}]
+        if check.add_interval(interval):
+            found.append(number)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -103,25 +91,7 @@ def test_data_wait_warning_after_five_consecutive_intervals(
     intervals: list[tuple[int, float]], expected: list[int]
 ) -> None:
     assert warnings_of(data_wait_check("data.num_workers=1"), intervals) == expected
-
-
-def test_data_wait_warning_names_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    interval = [{"epoch": 0, "data_wait_pct": 40.0}]
-    for overrides, remedy in {
-        ("data.num_workers=0",): "set data.num_workers=auto",
-        ("data.num_workers=3",): "increase data.num_workers: 3 workers of a rank that may use 8 "
-        "CPUs",
-        ("data.num_workers=auto",): "may use 8 CPUs for 7 workers, so give it more CPUs, store "
-        "smaller images",
-    }.items():
-        check = data_wait_check(*overrides)
-        (warning,) = filter(None, (check.add_interval(interval) for _ in range(10)))
-        assert (
-            warning.startswith("warning: the loop waited for data 40 % of the time in 5 ")
-            and remedy in warning
-        )
-    assert warnings_of(data_wait_check("data.name=synthetic"), [(0, 90.0)] * 10) == []
+    assert warnings_of(data_wait_check("data.name=synthetic"), intervals) == []
 
 
 def test_data_wait_warning_is_an_event_of_the_run(
@@ -132,7 +102,7 @@ def test_data_wait_warning_is_an_event_of_the_run(
 ) -> None:
     monkeypatch.setattr(loaders, "_MAX_WAIT_PCT", -1.0)  # every interval counts
     train_here(arguments(digits, tmp_path / "run", train__max_steps=8))
-    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    (event,) = [record for record in records if "waited for data" in record.get("message", "")]
-    assert (event["kind"], event["step"]) == ("event", 6)
+    events = records(tmp_path / "run", "event")
+    (event,) = [event for event in events if "waited for data" in event["message"]]
+    assert event["step"] == 6
     assert capsys.readouterr().out.count(event["message"]) == 1

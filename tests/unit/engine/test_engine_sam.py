@@ -57,7 +57,7 @@ def assert_equal(model: nn.Module, before: dict[str, Tensor]) -> None:
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 4])
 def test_sam_two_steps_equal_formula(accumulation: int) -> None:
     """Equation 2 and the update of Algorithm 1, with momentum and weight decay, on a dictionary of
     tensors.
@@ -103,19 +103,16 @@ def test_sam_restores_bits_strides_and_buffers() -> None:
     before, strides = values(model), [p.stride() for p in model.parameters()]
     sam, _ = sam_and_updater(model)
     backward(model, images.float(), targets)
+    gradients = [weakref.ref(p.grad) for p in model.parameters()]
     with sam.perturbed_weights():
-        assert all(p.grad is None for p in model.parameters())
-        moved = torch.cat(
-            [(p.detach() - before[name]).flatten() for name, p in model.named_parameters()]
-        )
+        assert not any(gradient() is not None for gradient in gradients), "they need memory"
+        moved = [(p - before[name]).flatten() for name, p in model.named_parameters()]
         backward(model, images.float(), targets)
-    assert moved.norm().item() == pytest.approx(RHO, rel=1e-5)
+    assert torch.cat(moved).norm().item() == pytest.approx(RHO, rel=1e-5)
     assert_equal(model, before)
     assert [p.stride() for p in model.parameters()] == strides
     plain(images.float())
-    for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(buffer, expected, msg=name)
-    assert model[1].num_batches_tracked == 1
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
@@ -139,15 +136,6 @@ def test_sam_frozen_and_unused_parameters_stay() -> None:
     with sam.perturbed_weights():
         moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {"used.0.weight", "used.3.weight", "used.3.bias"}
-
-
-def test_sam_frees_the_first_gradients_before_the_second_pass() -> None:
-    model = network()
-    sam, _ = sam_and_updater(model)
-    backward(model, *batch())
-    gradients = [weakref.ref(p.grad) for p in model.parameters()]
-    with sam.perturbed_weights():
-        assert [gradient() for gradient in gradients] == [None] * 4
 
 
 def test_sam_error_in_second_pass_restores_weights() -> None:

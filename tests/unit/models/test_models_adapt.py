@@ -4,6 +4,7 @@ else; image sizes; deterministic padding.
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
@@ -156,26 +157,18 @@ class UserModel(nn.Module):
 def test_checkpointing_updates_statistics_once(momentum: float | None) -> None:
     """torch alone updates them twice."""
 
-    def statistics(prepare: Callable[[nn.Module], object]) -> dict[str, Tensor]:
+    def statistics(prepare: Callable[[Any], object]) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = UserModel(momentum)
         prepare(model)
         trained(model)
-        return {
-            name: value
-            for name, value in model.body[1].state_dict().items()
-            if name not in ("weight", "bias")
-        }
+        return dict(model.body[1].named_buffers())
 
     plain = statistics(lambda model: None)
     ours = statistics(checkpoint_activations)
     bare = statistics(lambda model: model.set_grad_checkpointing())
-    assert (
-        all(torch.equal(ours[name], plain[name]) for name in plain)
-        and plain["num_batches_tracked"] == 4
-    )
-    assert bare["num_batches_tracked"] == 8
-    assert momentum is None or not torch.equal(bare["running_mean"], plain["running_mean"])
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    assert (plain["num_batches_tracked"], bare["num_batches_tracked"]) == (4, 8)
 
 
 @pytest.mark.nightly
@@ -183,15 +176,10 @@ def test_checkpointing_of_a_compiled_model() -> None:
     """The compiler recomputes by itself, and updates once."""
     torch.manual_seed(0)
     model = UserModel()
-    reference = copy.deepcopy(model)
+    losses, state = trained(copy.deepcopy(model))
     checkpoint_activations(model)
     model.compile(backend="aot_eager", fullgraph=True)
-    losses, state = trained(model)
-    expected, expected_state = trained(reference)
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert all(
-        torch.allclose(state[key], expected_state[key], rtol=1e-5, atol=1e-6) for key in state
-    )
+    torch.testing.assert_close(trained(model), (losses, state), rtol=1e-5, atol=1e-6)
 
 
 def test_model_without_checkpointing_is_an_error() -> None:
@@ -230,7 +218,7 @@ def test_resize_model_of_any_size_changes_nothing() -> None:
 def test_resize_model_without_support_raises_and_keeps_the_mode() -> None:
     fixed = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5))
     assert resize_model(fixed, 16) is None
-    with pytest.raises(ValueError, match="mat1 and mat2 shapes cannot be multiplied"):
+    with pytest.raises(ValueError):
         resize_model(fixed, 32)
     assert fixed.training
 
@@ -251,23 +239,20 @@ def test_resize_model_keeps_embedding_frozen() -> None:
 def test_deterministic_padding_gives_the_same_bits_without_the_nondeterministic_operator(
     size: int, channels: int | None, layout: torch.memory_format
 ) -> None:
-    plain = nn.Sequential(
-        BlurPool2d(channels, size), BlurPool2d(channels, size, pad_mode="constant")
-    )
+    zeros = BlurPool2d(channels, size, pad_mode="constant")
+    plain = nn.Sequential(BlurPool2d(channels, size), zeros)
     changed = copy.deepcopy(plain)
     pad_deterministically(changed)
-    results = []
-    for model in (plain, changed):
-        images = torch.randn(2, 4, 9, 11, generator=torch.Generator().manual_seed(0)).to(
-            memory_format=layout
-        )
-        images.requires_grad_()
+    assert type(changed[1]) is BlurPool2d, "it pads with zeros"
+
+    def results(model: nn.Module) -> tuple[Tensor, Tensor | None, bool]:
+        leaf = images_of(0)[:, [0, 1, 2, 0], :9, :11].to(memory_format=layout).requires_grad_()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            outputs = model(images)
+            outputs = model(leaf)
             outputs.square().sum().backward()
         names = {event.name for event in profile.events()}
-        results.append((outputs, images.grad, "aten::reflection_pad2d_backward" in names))
-    (before, gradient, reflects), (after, own, still_reflects) = results
+        return outputs, leaf.grad, "aten::reflection_pad2d_backward" in names
+
+    (before, gradient, reflects), (after, own, still_reflects) = map(results, (plain, changed))
     assert torch.equal(after, before) and reflects and not still_reflects
     torch.testing.assert_close(own, gradient)
-    assert type(changed[1]) is BlurPool2d, "it pads with zeros"

@@ -44,22 +44,14 @@ class OwnModule(nn.Module):
 def test_user_loss_gets_float32_logits() -> None:
     loss = build_loss(LossConfig(name=f"{__name__}:own_dtype", kwargs={"weight": 2.0}), 5)
     assert loss(LOGITS.bfloat16(), TARGETS) == 2 * LOGITS.bfloat16().float().sum()
-    bce = build_loss(
-        LossConfig(
-            name="timm.loss:BinaryCrossEntropy", kwargs={"smoothing": 0.0, "sum_classes": True}
-        ),
-        5,
-    )
-    one_hot = nn.functional.one_hot(TARGETS, 5).float()
-    expected = nn.functional.binary_cross_entropy_with_logits(LOGITS, one_hot, reduction="none")
-    torch.testing.assert_close(bce(LOGITS, TARGETS), expected.sum(1).mean())
+
+
+def test_user_loss_that_returns_no_number_is_an_error() -> None:
     with pytest.raises(UserError):
         build_loss(LossConfig(name=f"{__name__}:own_number"), 5)
-    losses = build_loss(
-        LossConfig(name="torch.nn:CrossEntropyLoss", kwargs={"reduction": "none"}), 5
-    )
+    config = LossConfig(name="torch.nn:CrossEntropyLoss", kwargs={"reduction": "none"})
     with pytest.raises(UserError, match=r"loss\.name"):
-        losses(LOGITS, TARGETS)
+        build_loss(config, 5)(LOGITS, TARGETS)
 
 
 @pytest.mark.parametrize(
@@ -73,18 +65,19 @@ def test_buffers_move_to_the_device_of_the_logits(loss: LossConfig) -> None:
 @pytest.mark.parametrize(("kind", "beta"), [("balanced", None), ("effective", 0.99)])
 def test_weights_by_class_size_have_mean_1_over_the_samples(kind: str, beta: float | None) -> None:
     counts = np.array([90, 0, 9, 1])
-    weights = weights_by_size(counts, beta).numpy()
+    weights = weights_by_size(counts, beta)
     assert weights[1] == 1  # a class without images
-    np.testing.assert_allclose((weights * counts).sum(), 100, rtol=1e-6)
+    assert (weights * torch.from_numpy(counts)).sum() == pytest.approx(100)
     expected = [9 / n if beta is None else (1 - beta**9) / (1 - beta**n) for n in (90, 9, 1)]
-    np.testing.assert_allclose(weights[[0, 2, 3]] / weights[2], expected, rtol=1e-6)
+    assert (weights[[0, 2, 3]] / weights[2]).tolist() == pytest.approx(expected)
     config = LossConfig(class_weights=kind, effective_beta=0.99)
-    found = build_loss(config, 4, class_samples=counts)(torch.eye(4), torch.arange(4))
-    plain = torch.nn.functional.cross_entropy(torch.eye(4), torch.arange(4), reduction="none")
-    torch.testing.assert_close(found, (plain * torch.from_numpy(weights)).mean())
+    logits, targets = torch.eye(4), torch.arange(4)
+    found = build_loss(config, 4, class_samples=counts)(logits, targets)
+    plain = nn.functional.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(found, (plain * weights).mean())
 
 
-@pytest.mark.parametrize("name", ["bce", "cross_entropy", "focal"])
+@pytest.mark.parametrize("name", ["bce", "cross_entropy"])
 def test_class_weights_of_mixed_targets_are_not_rounded_under_autocast(name: str) -> None:
     draws = torch.Generator().manual_seed(0)
     logits, targets = (
@@ -97,23 +90,23 @@ def test_class_weights_of_mixed_targets_are_not_rounded_under_autocast(name: str
     torch.testing.assert_close(under_autocast, loss(logits, targets), rtol=1e-6, atol=0.0)
 
 
-def test_model_that_returns_two_outputs_is_an_error_without_a_teacher() -> None:
-    training_loss = build_training_loss(build_loss(LossConfig(), 3), DistillConfig())
-    logits = torch.zeros(2, 3)
-    with pytest.raises(UserError, match=r"^model\.name: .* returns a tuple"):
-        training_loss((logits, logits), torch.tensor([0, 1]), torch.zeros(2, 3, 4, 4))
+Two = namedtuple("Two", ["logits", "aux_logits"])
 
 
-def test_auxiliary_outputs_are_no_distillation_token() -> None:
-    """As torchvision's Inception (a named tuple of two) and GoogLeNet (of three) return them."""
-    Two = namedtuple("Two", ["logits", "aux_logits"])
-    training_loss = build_training_loss(
-        build_loss(LossConfig(), 3), DistillConfig("soft"), lambda images: torch.zeros(2, 3)
-    )
-    logits = torch.zeros(2, 3)
-    for outputs in (Two(logits, logits), (logits, logits, logits)):
-        with pytest.raises(UserError, match="aux_logits"):
-            training_loss(outputs, torch.tensor([0, 1]), torch.zeros(2, 3, 4, 4))
+@pytest.mark.parametrize(
+    ("kind", "outputs"),
+    [
+        (None, (LOGITS, LOGITS)),  # without a teacher
+        # auxiliary outputs, as of torchvision's Inception and GoogLeNet, are no distillation token
+        ("soft", Two(LOGITS, LOGITS)),
+        ("soft", (LOGITS, LOGITS, LOGITS)),
+    ],
+)
+def test_outputs_that_are_not_logits_are_an_error(kind: str | None, outputs: tuple) -> None:
+    distill = DistillConfig(kind) if kind else DistillConfig()
+    training_loss = build_training_loss(build_loss(LossConfig(), 5), distill, lambda images: LOGITS)
+    with pytest.raises(UserError, match=r"^model\.name: "):
+        training_loss(outputs, TARGETS, torch.zeros(6, 3, 4, 4))
 
 
 def test_wrong_number_of_class_weights_is_an_error() -> None:
@@ -125,8 +118,6 @@ def test_wrong_number_of_class_weights_is_an_error() -> None:
     ("options", "keys"),
     [
         ({"name": f"{__name__}:own_dtype", "kwargs": {"weight": 1}}, []),
-        ({"name": "cross_entrop"}, ["loss.name"]),
-        ({"name": f"{__name__}:own_not"}, ["loss.name"]),
         (
             {"name": f"{__name__}:own_dtype", "kwargs": {"weigth": 1}},
             ["loss.kwargs.weigth", "loss.kwargs"],
@@ -134,11 +125,8 @@ def test_wrong_number_of_class_weights_is_an_error() -> None:
         ({"name": f"{__name__}:own_number", "label_smoothing": 0.1}, ["loss.label_smoothing"]),
         ({"name": f"{__name__}:own_number", "class_weights": [1.0]}, ["loss.class_weights"]),
         ({"kwargs": {"label_smoothing": 0.1}}, ["loss.kwargs.label_smoothing"]),
-        ({"kwargs": {"gamma": 2}}, ["loss.kwargs.gamma"]),
         ({"name": "focal", "kwargs": {"alpha": 0.25}}, ["loss.kwargs.alpha"]),
-        ({"name": "bce", "kwargs": {"target_threshold": 1.0}}, ["loss.kwargs.target_threshold"]),
         ({"name": "bce", "kwargs": {"sum_classes": 1}}, ["loss.kwargs.sum_classes"]),
-        ({"name": "jsd", "kwargs": {"alpha": -1}}, ["loss.kwargs.alpha"]),
         ({"name": "jsd", "class_weights": [1.0, 2.0]}, ["loss.class_weights"]),
         ({"class_weights": [0.0, 0.0]}, ["loss.class_weights"]),
         ({"name": "focal", "kwargs": {"gamma": -1}}, ["loss.kwargs.gamma"]),

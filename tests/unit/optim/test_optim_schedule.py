@@ -33,21 +33,19 @@ def test_step_defaults_are_those_of_pytorch_examples() -> None:
 def test_warmup_of_fractional_epochs_equals_timms(warmup_epochs: float) -> None:
     warmup_steps = round(warmup_epochs * PER_EPOCH)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE)
-    settings = {
-        "t_initial": TOTAL - warmup_steps,
-        "lr_min": 0.02,
-        "warmup_t": warmup_steps,
-        "warmup_prefix": True,
-    }
     scheduler = CosineLRScheduler(
-        optimizer, warmup_lr_init=BASE * 0.05, t_in_epochs=False, **settings
+        optimizer,
+        t_initial=TOTAL - warmup_steps,
+        t_in_epochs=False,
+        lr_min=0.02,
+        warmup_t=warmup_steps,
+        warmup_prefix=True,
+        warmup_lr_init=BASE * 0.05,
     )
-    expected = []
+    ours = built("cosine", {"min_lr": 0.02}, warmup_epochs=warmup_epochs, warmup_start_factor=0.05)
     for step in range(TOTAL):
         scheduler.step_update(step)
-        expected.append(optimizer.param_groups[0]["lr"])
-    ours = built("cosine", {"min_lr": 0.02}, warmup_epochs=warmup_epochs, warmup_start_factor=0.05)
-    assert rates(ours) == pytest.approx(expected, rel=1e-9)
+        assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -62,28 +60,21 @@ def test_staircase_in_the_cooldown_is_constant(name: str, kwargs: dict) -> None:
 
 def test_warmup_ends_at_the_first_value_of_the_curve() -> None:
     """With an absolute start too; and by epochs it need not be whole."""
-    ours = built(
-        "piecewise", {"epochs": [0, 4], "factors": [0.5, 0]}, warmup_epochs=2, warmup_start_lr=0.04
-    )
+    kwargs = {"epochs": [0, 4], "factors": [0.5, 0]}
+    ours = built("piecewise", kwargs, warmup_epochs=2, warmup_start_lr=0.04)
     by_epoch = [ours(epoch * PER_EPOCH) for epoch in range(7)]
     assert by_epoch == pytest.approx([0.04, 0.12, 0.2, 0.15, 0.1, 0.05, 0])
     ours = built("polynomial", warmup_epochs=1.5, warmup_start_factor=0.1, by_epoch=True)
-    by_epoch = [0.1, 0.7, *(1 - (epoch - 1.5) / 8.5 for epoch in range(2, EPOCHS))]
-    assert rates(ours) == pytest.approx(
-        [BASE * rate for rate in by_epoch for _ in range(PER_EPOCH)]
-    )
+    factors = [0.1, 0.7, *(1 - (epoch - 1.5) / 8.5 for epoch in range(2, EPOCHS))]
+    expected = [BASE * factor for factor in factors for _ in range(PER_EPOCH)]
+    assert rates(ours) == pytest.approx(expected)
 
 
 def test_plateau_uses_evaluations_between_epochs_only() -> None:
     ours = built("plateau", {"patience": 0, "gamma": 0.5}, cooldown_epochs=2)
-    recorded = [
-        (PER_EPOCH, 50.0),
-        (PER_EPOCH + 1, 40.0),
-        (2 * PER_EPOCH, 49.0),
-        (9 * PER_EPOCH, 30.0),
-    ]
-    steps = (0, PER_EPOCH + 1, 2 * PER_EPOCH - 1, 2 * PER_EPOCH, 9 * PER_EPOCH)
-    assert [ours(step, recorded) for step in steps] == [BASE, BASE, BASE, BASE / 2, BASE / 2]
+    evaluations = {7: 50.0, 8: 40.0, 14: 49.0, 63: 30.0}  # by step
+    found = [ours(step, [*evaluations.items()]) for step in (0, 8, 13, 14, 63)]
+    assert found == [BASE, BASE, BASE, BASE / 2, BASE / 2]
     assert ours.momentum(0) is None
 
 
@@ -109,24 +100,22 @@ def test_user_factory_is_called_with_steps() -> None:
     """Counted from the run's start, before the cooldown; the warm-up multiplies, or replaces its
     beginning.
     """
-    name, kwargs = f"{__name__}:halving", {"times": 2}
+    name, kwargs, steps = f"{__name__}:halving", {"times": 2}, range(TOTAL)
     assert problem_keys(name, kwargs) == []
 
     def rate(step: int, total_steps: int = TOTAL) -> float:
         return BASE * 0.5 ** (2 * step / total_steps)
 
     end = TOTAL - 2 * PER_EPOCH
-    expected = [rate(min(step, end), end) for step in range(TOTAL)]
-    assert rates(built(name, kwargs, cooldown_epochs=2)) == pytest.approx(expected)
-    expected = [rate(step - step % PER_EPOCH) for step in range(TOTAL)]
-    assert rates(built(name, kwargs, by_epoch=True)) == pytest.approx(expected)
-    expected = [rate(step) * min(1, 0.5 + 0.5 * step / PER_EPOCH) for step in range(TOTAL)]
-    assert rates(built(name, kwargs, warmup_epochs=1, warmup_start_factor=0.5)) == pytest.approx(
-        expected
-    )
+    cooled = rates(built(name, kwargs, cooldown_epochs=2))
+    assert cooled == pytest.approx([rate(min(step, end), end) for step in steps])
+    by_epoch = rates(built(name, kwargs, by_epoch=True))
+    assert by_epoch == pytest.approx([rate(step - step % PER_EPOCH) for step in steps])
+    warmed = rates(built(name, kwargs, warmup_epochs=1, warmup_start_factor=0.5))
+    factors = [min(1, 0.5 + 0.5 * step / PER_EPOCH) for step in steps]
+    assert warmed == pytest.approx([rate(step) * factors[step] for step in steps])
     ours = built(name, kwargs, warmup_epochs=1, warmup_start_lr=0.0, warmup_prefix=False)
-    expected = [0, BASE * 6 / 7, rate(PER_EPOCH)]
-    assert [ours(step) for step in (0, PER_EPOCH - 1, PER_EPOCH)] == pytest.approx(expected)
+    assert [ours(0), ours(6), ours(7)] == pytest.approx([0, BASE * 6 / 7, rate(7)])
     with pytest.raises(UserError, match="returned float"):
         built(f"{__name__}:constant_number")
 
@@ -141,33 +130,22 @@ def problem_keys(
 @pytest.mark.parametrize(
     ("name", "kwargs", "key"),
     [
-        ("cosin", {}, "name"),
         (f"{__name__}:halving", {}, "kwargs"),
         (f"{__name__}:constant_number", {"base_lr": 3}, "base_lr"),
-        ("exponential", {}, "kwargs"),
         ("multistep", {}, "kwargs"),
-        ("cosine", {"lr_min": 0.1}, "lr_min"),
         ("cosine", {"min_lr": -0.1}, "min_lr"),
-        ("step", {"every_epochs": 0}, "every_epochs"),
         ("step", {"every_epochs": 1e-310}, "every_epochs"),
         ("multistep", {"milestones_epochs": 30}, "milestones_epochs"),
-        ("multistep", {"milestones_epochs": []}, "milestones_epochs"),
         ("multistep", {"milestones_epochs": [60, 30]}, "milestones_epochs"),
-        ("one_cycle", {"pct_start": 1.1}, "pct_start"),
         ("one_cycle", {"anneal": "cosine"}, "anneal"),
-        ("one_cycle", {"div_factor": 0}, "div_factor"),
         ("one_cycle", {"min_momentum": 0.85, "max_momentum": 1}, "max_momentum"),
         ("one_cycle", {"max_momentum": 0.95}, "min_momentum"),
-        ("piecewise", {"epochs": [0, 2, 2], "factors": [0, 1, 0]}, "epochs"),
         ("piecewise", {"epochs": [0, 2], "factors": [0, -1]}, "factors"),
         ("piecewise", {"epochs": [0, 2], "factors": [0, 1, 0]}, "factors"),
-        ("plateau", {"patience": 2.5}, "patience"),
         ("plateau", {"gamma": 1.0}, "gamma"),
         # The rate would be higher than the highest.
-        ("step", {"every_epochs": 0.001, "gamma": 1000}, "gamma"),
         ("exponential", {"gamma": 9.5}, "gamma"),
         ("one_cycle", {"div_factor": 1e-9}, "div_factor"),
-        ("one_cycle", {"final_div_factor": 1e-300}, "final_div_factor"),
     ],
 )
 def test_bad_section_is_a_problem(name: str, kwargs: dict, key: str) -> None:
@@ -175,21 +153,14 @@ def test_bad_section_is_a_problem(name: str, kwargs: dict, key: str) -> None:
 
 
 def test_learning_rate_range_test_is_allowed() -> None:
-    assert (
-        problem_keys("piecewise", {"epochs": [0, 9], "factors": [1, 1e8]}, epochs=9, lr=1e-7) == []
-    )
-    assert problem_keys("constant", lr=1e6) == []
+    kwargs = {"epochs": [0, 9], "factors": [1, 1e8]}
+    assert problem_keys("piecewise", kwargs, epochs=9, lr=1e-7) == []
 
 
-def test_rate_above_the_highest_is_a_problem() -> None:
-    assert problem_keys("cosine", {"min_lr": 0.02}, lr=0.01) == ["min_lr"]
-    assert problem_keys("cosine", lr=0.25, warmup_epochs=1, warmup_start_lr=0.5) == [
-        "warmup_start_lr"
-    ]
-    assert (
-        problem_keys("cosine", {"min_lr": 0.25}, lr=0.25, warmup_epochs=1, warmup_start_lr=0.25)
-        == []
-    )
+@pytest.mark.parametrize(("lr", "keys"), [(0.25, []), (0.2, ["min_lr", "warmup_start_lr"])])
+def test_rate_above_the_highest_is_a_problem(lr: float, keys: list[str]) -> None:
+    found = problem_keys("cosine", {"min_lr": 0.25}, lr=lr, warmup_epochs=1, warmup_start_lr=0.25)
+    assert sorted(found) == keys
 
 
 @pytest.mark.parametrize(
@@ -200,18 +171,11 @@ def test_rate_above_the_highest_is_a_problem() -> None:
     ],
 )
 def test_schedule_longer_than_the_run_is_a_problem(name: str, kwargs: dict) -> None:
-    assert (
-        problem_keys(name, kwargs, 60)
-        == problem_keys(name, kwargs, 66, warmup_epochs=4, cooldown_epochs=2)
-        == []
-    )
-    assert problem_keys(name, kwargs, 60, warmup_epochs=5, warmup_prefix=False) == []
-    key = [next(iter(kwargs))]
-    assert (
-        problem_keys(name, kwargs, 59)
-        == problem_keys(name, kwargs, 65, warmup_epochs=4, cooldown_epochs=2)
-        == key
-    )
+    around = {"warmup_epochs": 4, "cooldown_epochs": 2}
+    inside = {"warmup_epochs": 5, "warmup_prefix": False}
+    for epochs, settings in ((60, {}), (66, around), (60, inside)):
+        assert problem_keys(name, kwargs, epochs, **settings) == []
+        assert problem_keys(name, kwargs, epochs - 1, **settings) == [next(iter(kwargs))]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +183,6 @@ def test_schedule_longer_than_the_run_is_a_problem(name: str, kwargs: dict) -> N
     [
         (0.1, None, 1024, "linear", 0.1),
         (0.1, 256, 256, "sqrt", 0.1),
-        (0.1, 256, 1024, "linear", 0.4),
         (5e-4, 512, 1024, "linear", 1e-3),  # DeiT's
         (5e-3, 2048, 512, "sqrt", 2.5e-3),
     ],

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from helpers import write_files
@@ -89,16 +90,12 @@ def numbers(rank_info: RankInfo | None) -> tuple[int, int, int, int] | None:
         ({"RANK": "0", "WORLD_SIZE": "1"}, "auto", None),  # a pod, or one process started by hand
         ({"RANK": "1", "WORLD_SIZE": "1"}, "auto", UsageError),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "pytorch", None),  # a pod, which starts its ranks
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "spawn", UsageError),
         (SLURM, "spawn", None),  # one task for each machine, which starts the ranks of its GPUs
-        (OPEN_MPI, "spawn", None),
         (TORCHRUN, "pytorch", (5, 1, 8, 4)),
         ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),  # which GPU?
-        ({"RANK": "one", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),
-        ({"RANK": "-1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "auto", UsageError),
         ({"RANK": "\N{SUPERSCRIPT TWO}", "WORLD_SIZE": "4"}, "auto", UsageError),
-        ({"RANK": "0"}, "none", None),
+        ({"RANK": ""}, "auto", UsageError),
     ],
 )
 def test_find_rank_info_for_each_launcher(
@@ -109,12 +106,6 @@ def test_find_rank_info_for_each_launcher(
             find_rank_info(env, launcher)
     else:
         assert numbers(find_rank_info(env, launcher)) == expected
-
-
-@pytest.mark.parametrize("text", ["0", ""])
-def test_error_of_a_single_variable_says_how_to_run_one_process(text: str) -> None:
-    with pytest.raises(UsageError, match=r"(?s)unset RANK.*--launcher none"):
-        find_rank_info({"RANK": text})
 
 
 def test_find_rank_info_of_a_spawned_rank_names_spawn() -> None:
@@ -135,13 +126,12 @@ def test_find_rank_info_of_a_spawned_rank_names_spawn() -> None:
     ],
 )
 def test_options_that_ask_for_other_ranks_than_the_launcher_are_an_error(
-    env: dict[str, str], words: list[str], is_error: bool, monkeypatch: pytest.MonkeyPatch
+    env: dict[str, str], words: list[str], is_error: bool
 ) -> None:
-    for name in [*TORCHRUN, *SLURM, *OPEN_MPI, LAUNCHED_VARIABLE]:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError) if is_error else contextlib.nullcontext():
+    with (
+        patch.dict(os.environ, env, clear=True),
+        pytest.raises(UsageError) if is_error else contextlib.nullcontext(),
+    ):
         assert parse_rank_arguments(train_parser(), ["demo", *words])[1] is not None
 
 
@@ -159,7 +149,6 @@ PYTORCHJOB_1_7 = {
     "PET_NPROC_PER_NODE": "8",
     "PET_NNODES": "2",
 }
-PYTORCHJOB_1_7_AUTO = PYTORCHJOB_1_7 | {"WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "auto"}
 TRAINJOB = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1", **PET_MASTER}
 ELASTIC = {
     "PYTHONUNBUFFERED": "1",
@@ -189,13 +178,10 @@ OF_ELASTIC = {
         ({}, {}),
         (PYTORCHJOB_1_6, SECOND_OF_TWO),
         (PYTORCHJOB_1_7, SECOND_OF_TWO),
-        (PYTORCHJOB_1_7_AUTO, SECOND_OF_TWO),
         (TRAINJOB, SECOND_OF_TWO),
         (ELASTIC, OF_ELASTIC),
         ({**MASTER, "WORLD_SIZE": "5", "RANK": "4", **ELASTIC}, OF_ELASTIC),  # with a Master
         ({**TORCHRUN, **PYTORCHJOB_1_7, "LOCAL_RANK": "1"}, {}),  # a rank in a pod
-        ({"WORLD_SIZE": "2"}, {}),
-        (SLURM, {}),
     ],
 )
 def test_machine_options_of_a_pod(env: dict[str, str], expected: dict[str, str]) -> None:
@@ -208,39 +194,42 @@ def completed(env: dict[str, str]) -> dict[str, str]:
     return env
 
 
-def test_complete_master_address_without_master_addr_uses_the_first_host() -> None:
-    env = completed({**SLURM, "SLURM_STEP_NODELIST": "gpu[003-007,9],cpu1"})
-    assert env["MASTER_ADDR"] == "gpu003" and 20000 <= int(env["MASTER_PORT"]) < 32000
-    in_a_job = completed({**OPEN_MPI, "SLURM_JOB_NODELIST": "gpu[003-007]"})
-    assert in_a_job["MASTER_ADDR"] == "gpu003"
-    on_one_machine = completed({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    assert on_one_machine["MASTER_ADDR"] == "127.0.0.1"
-    given = completed({**PMI, "MASTER_ADDR": "here", "MASTER_PORT": "1"})
-    assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("here", "1")
+@pytest.mark.parametrize(
+    ("env", "address"),
+    [
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[003-007,9],cpu1"}, "gpu003"),
+        ({**OPEN_MPI, "SLURM_JOB_NODELIST": "gpu[003-007]"}, "gpu003"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "127.0.0.1"),  # on one machine
+        ({**PMI, "MASTER_ADDR": "here"}, "here"),
+    ],
+)
+def test_complete_master_address_without_master_addr_uses_the_first_host(
+    env: dict[str, str], address: str
+) -> None:
+    found = completed(env)
+    assert found["MASTER_ADDR"] == address and 20000 <= int(found["MASTER_PORT"]) < 32000
+    assert completed(env | {"MASTER_PORT": "1"})["MASTER_PORT"] == "1"
+
+
+def test_complete_master_address_leaves_torchs_alone_and_needs_mpis() -> None:
+    assert completed(TORCHRUN) == TORCHRUN
     with pytest.raises(UsageError):
         completed(PMI)
-    assert completed(TORCHRUN) == TORCHRUN
 
 
 def test_ports_differ_between_jobs_and_agree_between_ranks() -> None:
     jobs = [SLURM | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job in JOBS for step in "012"]
-    jobs += [
-        OPEN_MPI | {"MASTER_ADDR": "here", "OMPI_MCA_ess_base_jobid": job}
-        for job in ("984285185", "984350721")
-    ]
+    for job in ("984285185", "984350721"):
+        jobs.append(OPEN_MPI | {"MASTER_ADDR": "here", "OMPI_MCA_ess_base_jobid": job})
     ports = [completed(job)["MASTER_PORT"] for job in jobs]
     assert len(set(ports)) == len(jobs)
-    others = [
-        job | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "OMPI_COMM_WORLD_RANK": "0"}
-        for job in jobs
-    ]
-    assert [completed(job)["MASTER_PORT"] for job in others] == ports
+    rank0 = {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "OMPI_COMM_WORLD_RANK": "0"}
+    assert [completed(job | rank0)["MASTER_PORT"] for job in jobs] == ports
 
 
 def test_first_host_of_a_slurm_node_list() -> None:
     for nodes, host in {
         "gpu[003-007,9],cpu1": "gpu003",
-        "n1,n2": "n1",
         "rack[1-2]node[03-04],x": "rack1node03",
         "10.0.0.[5-6]": "10.0.0.5",
         "": "127.0.0.1",
@@ -271,9 +260,7 @@ def test_nccl_gets_the_exact_name_of_the_interface(monkeypatch: pytest.MonkeyPat
 def test_choose_interface_for_a_master_named_loopback_uses_the_default_route() -> None:
     """In Debian's /etc/hosts the machine's own name is 127.0.1.1."""
     assert chosen("127.0.1.1", several_machines=False) == "lo"
-    routes = subprocess.run(
-        ["ip", "-4", "route", "show", "default"], capture_output=True, text=True
-    ).stdout.split()
+    routes = subprocess.check_output(["ip", "-4", "route", "show", "default"], text=True).split()
     default = routes[routes.index("dev") + 1] if routes else None
     assert chosen("127.0.1.1", several_machines=True) == default
     assert address_towards("127.0.1.1") == "127.0.1.1"
@@ -282,11 +269,8 @@ def test_choose_interface_for_a_master_named_loopback_uses_the_default_route() -
         assert not address_towards("192.0.2.200").startswith("127.")
 
 
-def test_cpu_threads_share_the_cores_and_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_threads_are_whole_cpus_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
-    monkeypatch.setattr(cpus, "cgroup_cpus", lambda: math.inf)
-    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    assert (cpu_threads(1), cpu_threads(8), cpu_threads(100)) == (64, 8, 1)
     monkeypatch.setattr(cpus, "cgroup_cpus", lambda: 4.5)
     assert (cpu_threads(1), cpu_threads(2), cpu_threads(8)) == (4, 2, 1)
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS
@@ -301,7 +285,6 @@ CONTAINER_V1 = "9:name=systemd:/\n4:cpu,cpuacct:/docker/4711\n3:cpuset:/docker/4
     [
         (None, {}, math.inf),  # no cgroups
         ("0::/\n", {}, math.inf),  # the root has no cpu.max
-        ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
         ("0::/\n", {"cpu.max": "750000 100000\n"}, 7.5),  # a container
         # the upper one limits
         ("0::/a/b\n", {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "400000 100000\n"}, 2.0),
