@@ -62,9 +62,9 @@ def time_demo(folder: str) -> None:
     marks = [time.process_time()]
     from imagenet_cls.commands.cli import main
     from imagenet_cls.commands.train import train_command
-    from imagenet_cls.engine import check, run
+    from imagenet_cls.engine import component_checks, run
 
-    assert check
+    assert component_checks
     marks.append(time.process_time())
     epoch_batches, after_step = run.Run.epoch_batches, run.Run.after_step
 

@@ -51,8 +51,8 @@ from imagenet_cls.engine.run_folder import RunFolder
 from imagenet_cls.engine.state import open_saver
 from imagenet_cls.engine.train import train
 from imagenet_cls.guards.hang import HangLog
-from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.optim.optimizers import build_optimizer
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import RankContext, init_process_groups
 from imagenet_cls.parallel.stop_requests import StopSignalHandler

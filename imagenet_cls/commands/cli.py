@@ -150,7 +150,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_allow_import(parser: argparse.ArgumentParser) -> None:
     """Add --allow-import: code that the config in a checkpoint may name, see
-    `config.check.check_trusted`.
+    `config.rules.check_trusted`.
     """
     parser.add_argument(
         "--allow-import",

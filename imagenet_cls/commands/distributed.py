@@ -50,7 +50,7 @@ def check_components(loaded: LoadedConfig, world_size: int | None, training: boo
     """Check the components that the config names. world_size: None if unknown. Raises
     ConfigError.
     """
-    from imagenet_cls.engine.check import config_problems, raise_problems
+    from imagenet_cls.engine.component_checks import config_problems, raise_problems
 
     raise_problems(config_problems(loaded.config, world_size, training), loaded)
 

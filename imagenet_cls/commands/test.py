@@ -15,9 +15,9 @@ from imagenet_cls.commands.distributed import (
     run_on_ranks,
 )
 from imagenet_cls.commands.own_data import is_config, key_of
-from imagenet_cls.config.check import EVALUATED, check_trusted
 from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config, load_stored_config
+from imagenet_cls.config.rules import EVALUATED, check_trusted
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import UsageError
@@ -218,7 +218,7 @@ def evaluate_on_rank(
     arguments: argparse.Namespace, loaded: LoadedConfig, context: "RankContext"
 ) -> None:
     """One rank's part of an evaluation."""
-    from imagenet_cls.engine.check import check_on_all_ranks
+    from imagenet_cls.engine.component_checks import check_on_all_ranks
     from imagenet_cls.inference.run_evaluation import run_evaluation
     from imagenet_cls.parallel.collectives import run_on_main
 

@@ -48,7 +48,7 @@ def train_on_rank(
     arguments: argparse.Namespace, loaded: LoadedConfig, context: "RankContext"
 ) -> None:
     """One rank's part of a training."""
-    from imagenet_cls.engine.check import check_on_all_ranks
+    from imagenet_cls.engine.component_checks import check_on_all_ranks
     from imagenet_cls.engine.run_training import run_training
 
     check_on_all_ranks(loaded, context, training=True)
@@ -174,7 +174,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Raise a UserError if data is missing. On the first machine also if initial weights are
     missing, or the run folder can't be used.
     """
-    from imagenet_cls.data.check import check_paths
+    from imagenet_cls.data.paths import check_paths
 
     if loaded.data is None:
         check_paths(loaded.config.data, allow_missing=loaded.config.eval.classes == "present")

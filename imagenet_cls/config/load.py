@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from imagenet_cls.config import keys, reader
-from imagenet_cls.config.check import NO_VALUE, check_value, rule_problems, unused_values
 from imagenet_cls.config.layers import CONFIGS, DELETE, Layers, find_config, flatten, walk
 from imagenet_cls.config.reader import Tree
+from imagenet_cls.config.rules import NO_VALUE, check_value, rule_problems, unused_values
 from imagenet_cls.config.schema import COMPONENTS, DEFAULT_KWARGS, Config
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import did_you_mean

@@ -42,9 +42,9 @@ from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.ema import ModelEma, build_ema
 from imagenet_cls.models.head import head_names
 from imagenet_cls.models.teacher import Teacher
-from imagenet_cls.optim.build import build_optimizer, initial_momentum
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import TrainingLoss, build_loss, build_training_loss
+from imagenet_cls.optim.optimizers import build_optimizer, initial_momentum
 from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
 from imagenet_cls.parallel.collectives import run_on_main_first
 from imagenet_cls.parallel.devices import Devices, choose_devices

@@ -8,7 +8,7 @@ from imagenet_cls.config.schema import Config, TrainConfig, format_size, height_
 from imagenet_cls.data.samplers import samples_per_epoch
 from imagenet_cls.data.transforms import size_px_at
 from imagenet_cls.errors import DataError, Problem
-from imagenet_cls.optim.build import initial_momentum, optimizer_of_layer
+from imagenet_cls.optim.optimizers import initial_momentum, optimizer_of_layer
 from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 
 

@@ -26,16 +26,16 @@ from imagenet_cls.checkpoint.optimizer_state import (
 from imagenet_cls.checkpoint.progress import Progress, read_progress
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.checkpoint.select import load_newest, newest_intact, state_of_newest
-from imagenet_cls.config.check import ineffective_keys
 from imagenet_cls.config.keys import keys_without_recipe
 from imagenet_cls.config.load import comparable_values
+from imagenet_cls.config.rules import ineffective_keys
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.data.sources import size_fingerprint
 from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import state_dict_mismatch
-from imagenet_cls.optim.build import optimizer_of_layer
+from imagenet_cls.optim.optimizers import optimizer_of_layer
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.jsonl import missing_steps

@@ -27,7 +27,7 @@ from imagenet_cls.models.adapt import (
     size_remedy,
     split_batch_norm,
 )
-from imagenet_cls.models.build import (
+from imagenet_cls.models.factory import (
     build_model,
     describe_initial_weights,
     model_mean_std,

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from imagenet_cls.config.check import EVALUATED, code_names
 from imagenet_cls.config.keys import per_machine_keys
 from imagenet_cls.config.load import comparable_values
+from imagenet_cls.config.rules import EVALUATED, code_names
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ConfigError, DataError, UsageError
 from imagenet_cls.lookup import import_from_cwd, is_factory_name

@@ -21,7 +21,7 @@ from imagenet_cls.checkpoint.format import (
 )
 from imagenet_cls.checkpoint.progress import read_progress
 from imagenet_cls.checkpoint.select import load_best
-from imagenet_cls.config.check import check_trusted, check_value
+from imagenet_cls.config.rules import check_trusted, check_value
 from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
 from imagenet_cls.engine.build import choose_num_classes
@@ -36,7 +36,7 @@ from imagenet_cls.errors import (
 )
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.adapt import resize_model, size_remedy
-from imagenet_cls.models.build import RESERVED, build_model, published_weights
+from imagenet_cls.models.factory import RESERVED, build_model, published_weights
 from imagenet_cls.models.head import permute_outputs
 from imagenet_cls.models.weights import (
     load_weights,

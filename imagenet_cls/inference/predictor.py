@@ -20,7 +20,7 @@ from imagenet_cls.checkpoint.format import (
     invalid_content_errors,
     stored_mean_std,
 )
-from imagenet_cls.config.check import check_value
+from imagenet_cls.config.rules import check_value
 from imagenet_cls.config.schema import SHARE, EvalConfig, format_size
 from imagenet_cls.data import sources
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor

@@ -21,7 +21,12 @@ from imagenet_cls.errors import (
     ResourceError,
     out_of_memory_line,
 )
-from imagenet_cls.models.build import build_model, model_mean_std, model_problems, published_weights
+from imagenet_cls.models.factory import (
+    build_model,
+    model_mean_std,
+    model_problems,
+    published_weights,
+)
 from imagenet_cls.models.head import head_names, permute_outputs
 from imagenet_cls.models.weights import load_weights, prefix_errors
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main_first

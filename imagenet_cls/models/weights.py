@@ -15,7 +15,7 @@ from torchvision.models.vision_transformer import VisionTransformer as Torchvisi
 from torchvision.models.vision_transformer import interpolate_embeddings
 
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.models.build import new_head_note
+from imagenet_cls.models.factory import new_head_note
 from imagenet_cls.models.head import head_names
 from imagenet_cls.text import join_names
 

@@ -308,7 +308,7 @@ def loss_problems(loss: LossConfig, labels: str = "single") -> list[Problem]:
     """All problems of the section that can be found without data. labels: `data.labels`."""
     losses = MULTILABEL if labels == "multi" else BUILT_IN
     if loss.name in (BUILT_IN | MULTILABEL).keys() - losses.keys():
-        return []  # `config.check` says so
+        return []  # `config.rules` says so
     try:
         factory = find_factory("loss", loss.name, losses)
     except LookupError as error:

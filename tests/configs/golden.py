@@ -22,8 +22,8 @@ from imagenet_cls.config.load import load_config, values_by_key
 from imagenet_cls.config.schema import Config, ModelConfig
 from imagenet_cls.data.samplers import samples_per_epoch
 from imagenet_cls.models.adapt import freeze, split_batch_norm
-from imagenet_cls.models.build import build_model
 from imagenet_cls.models.ema import ema_decay
+from imagenet_cls.models.factory import build_model
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
 

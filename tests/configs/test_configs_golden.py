@@ -14,7 +14,7 @@ import pytest
 from golden import CONFIGS, GOLDEN, golden_of, loaded, names
 
 from imagenet_cls.config.load import dump_yaml, load_config
-from imagenet_cls.engine.check import config_problems, rank_problems
+from imagenet_cls.engine.component_checks import config_problems, rank_problems
 from imagenet_cls.engine.plan import part_sizes, plan_run
 
 BEFORE: dict[str, dict[str, Any]] = json.loads(GOLDEN.read_text())

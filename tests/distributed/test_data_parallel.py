@@ -12,7 +12,7 @@ from torch import nn
 
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.schema import Config
-from imagenet_cls.engine.check import rank_problems
+from imagenet_cls.engine.component_checks import rank_problems
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.devices import choose_devices
 from imagenet_cls.parallel.wrap import with_callers_autocast, wrap_data_parallel

@@ -24,7 +24,7 @@ from torch.nn import functional
 import imagenet_cls
 from imagenet_cls.commands.distributed import join_ranks
 from imagenet_cls.commands.train import load_for_training, run_options, train_parser
-from imagenet_cls.engine.check import check_on_all_ranks
+from imagenet_cls.engine.component_checks import check_on_all_ranks
 from imagenet_cls.engine.run_training import run_training
 from imagenet_cls.errors import UserError
 from imagenet_cls.guards import agreement

@@ -37,7 +37,7 @@ from imagenet_cls.checkpoint.format import write_manifest
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
-from imagenet_cls.data.check import check_paths
+from imagenet_cls.data.paths import check_paths
 from imagenet_cls.data.samplers import EpochSampler
 
 

@@ -17,8 +17,8 @@ import torch
 from helpers import digits_as_rows
 from PIL import Image as PillowImage
 
-from imagenet_cls.config.check import unused_values
 from imagenet_cls.config.load import load_config
+from imagenet_cls.config.rules import unused_values
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.classes import imagenet_order
 from imagenet_cls.data.datasets import open_datasets

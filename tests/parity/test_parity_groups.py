@@ -14,8 +14,8 @@ from torch import nn
 
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.models.head import head_names
-from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.optim.optimizers import build_optimizer
 
 TIMM = ["resnet50", "convnext_tiny", "vit_small_patch16_224", "swin_tiny_patch4_window7_224"]
 TORCHVISION = ["resnet50", "convnext_tiny", "vit_b_16", "swin_t"]

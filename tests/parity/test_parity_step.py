@@ -23,9 +23,9 @@ from imagenet_cls.config.schema import Config, DistillConfig, ErasingConfig
 from imagenet_cls.data.device import Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.step import Sam, Updater
-from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import build_loss, build_training_loss
+from imagenet_cls.optim.optimizers import build_optimizer
 from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 from imagenet_cls.seeding import hash_key
 

@@ -20,8 +20,8 @@ from imagenet_cls.checkpoint.optimizer_state import (
 from imagenet_cls.config.schema import OptimizerConfig, TrainConfig
 from imagenet_cls.engine.step import Updater
 from imagenet_cls.errors import CheckpointError, ConfigError
-from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.optim.optimizers import build_optimizer
 
 KWARGS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9},

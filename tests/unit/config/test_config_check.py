@@ -4,8 +4,8 @@ import pytest
 from config_files import LR, load
 
 from imagenet_cls.config import keys
-from imagenet_cls.config.check import EVALUATED, code_names, ineffective_keys
 from imagenet_cls.config.load import dump_yaml
+from imagenet_cls.config.rules import EVALUATED, code_names, ineffective_keys
 
 
 def test_every_number_of_the_schema_has_a_range() -> None:

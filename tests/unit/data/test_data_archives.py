@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from archive_writers import Files, write_tar, write_zip
 from helpers import datasets_in
@@ -180,7 +181,7 @@ def contents(source: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
     return [
         (
             source.name(i),
-            tuple(np.flatnonzero(targets[i])) if targets.ndim == 2 else (int(targets[i]),),
+            tuple(np.flatnonzero(targets[i]) if targets.ndim == 2 else [int(targets[i])]),
             source.read(i),
         )
         for i in range(len(source))

@@ -10,8 +10,8 @@ from torch.func import functional_call
 
 from imagenet_cls.config.schema import OptimizerConfig, TrainConfig
 from imagenet_cls.engine.step import Sam, Updater
-from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.optim.optimizers import build_optimizer
 
 RHO, LR = 0.5, 0.1
 

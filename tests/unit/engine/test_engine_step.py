@@ -12,8 +12,8 @@ from imagenet_cls.config.schema import OptimizerConfig, TrainConfig
 from imagenet_cls.engine.precision import autocast, choose_precision
 from imagenet_cls.engine.step import Updater, build_clipper, gradient_norm
 from imagenet_cls.errors import UsageError
-from imagenet_cls.optim.build import build_optimizer
 from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.optim.optimizers import build_optimizer
 
 CPU = torch.device("cpu")
 HEAD = ["3.weight", "3.bias"]  # of `network`

@@ -23,7 +23,7 @@ from imagenet_cls.models.adapt import (
     size_remedy,
     split_batch_norm,
 )
-from imagenet_cls.models.build import build_model
+from imagenet_cls.models.factory import build_model
 
 SPLIT = ModelConfig(split_bn=True)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import ConfigError, ResourceError, UserError
-from imagenet_cls.models.build import (
+from imagenet_cls.models.factory import (
     build_model,
     describe_initial_weights,
     model_mean_std,

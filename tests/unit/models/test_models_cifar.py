@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.models.build import build_model, model_problems
+from imagenet_cls.models.factory import build_model, model_problems
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import CheckpointError, ConfigError, ResourceError
-from imagenet_cls.models.build import build_model, describe_initial_weights, model_problems
+from imagenet_cls.models.factory import build_model, describe_initial_weights, model_problems
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.errors import ConfigError, UserError
-from imagenet_cls.optim.build import (
+from imagenet_cls.optim.groups import parameter_groups
+from imagenet_cls.optim.optimizers import (
     build_optimizer,
     initial_momentum,
     optimizer_of_layer,
     optimizer_problems,
 )
-from imagenet_cls.optim.groups import parameter_groups
 
 # Each built-in optimizer with arguments, the library's class, and what timm's factory sets.
 BUILT_IN = {

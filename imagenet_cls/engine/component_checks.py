@@ -13,10 +13,10 @@ from imagenet_cls.engine.user_metrics import metric_problems
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.guards.agreement import check_same_code, check_same_config
 from imagenet_cls.lookup import import_from_cwd
-from imagenet_cls.models.build import model_problems
+from imagenet_cls.models.factory import model_problems
 from imagenet_cls.models.teacher import distillation_problems
-from imagenet_cls.optim.build import optimizer_problems
 from imagenet_cls.optim.losses import loss_problems
+from imagenet_cls.optim.optimizers import optimizer_problems
 from imagenet_cls.optim.schedule import scaled_lr, schedule_problems
 from imagenet_cls.parallel.collectives import run_on_main
 from imagenet_cls.parallel.process_group import RankContext
