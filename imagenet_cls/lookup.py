@@ -23,6 +23,10 @@ from imagenet_cls.text import format_value, shorten
 _REJECTED_ARGUMENT = re.compile(r"([\w.]+)\(\) got .*unexpected keyword argument.*?'(\w+)'")
 
 
+class NameNotFoundError(LookupError):
+    """A name stands for nothing. A class of its own, since a user's module may raise KeyError."""
+
+
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
     """The at most three candidates that are similar to `name`, best first. Ignores case."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
@@ -70,8 +74,8 @@ def is_model_source(name: str) -> bool:
 
 
 def import_from_cwd(name: str) -> ModuleType:
-    """Import a user's module, also from the working directory. Raises LookupError if there is none
-    of that name.
+    """Import a user's module, also from the working directory, which comes first. Raises
+    NameNotFoundError if there is none of that name, and what the module raises.
     """
     here = str(Path.cwd())
     if here not in sys.path:
@@ -81,29 +85,30 @@ def import_from_cwd(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not (name + ".").startswith(error.name + "."):
             raise  # the module exists; a module that it imports does not
-        raise LookupError(f"no module {name!r} in {here} or among the installed packages") from None
+        raise NameNotFoundError(
+            f"no module {name!r} in {here} or among the installed packages"
+        ) from None
 
 
 def import_factory(name: str) -> Callable[..., Any]:
-    """The callable that `my_module:my_factory` names. Raises LookupError, or what the user's module
-    raises.
+    """The callable that `my_module:my_factory` names. Raises NameNotFoundError, or what the user's
+    module raises.
     """
     module_name, _, attribute = name.partition(":")
     target: Any = import_from_cwd(module_name)
     for part in attribute.split("."):
         if not hasattr(target, part):
-            raise LookupError(
-                f"module {module_name!r} has no "
-                f"{attribute!r}{did_you_mean(attribute, vars(target))}"
+            raise NameNotFoundError(
+                f"module {module_name!r} has no {attribute!r}{did_you_mean(part, dir(target))}"
             )
         target = getattr(target, part)
     if not callable(target):
-        raise LookupError(f"{name!r} is not a function or class")
+        raise NameNotFoundError(f"{name!r} is not a function or class")
     try:
         inspect.signature(target)
     except (TypeError, ValueError):  # such as `dict`, whose arguments can't be checked
         text = "has no signature; name a function or class of Python, which may call it"
-        raise LookupError(f"{name!r} {text}") from None
+        raise NameNotFoundError(f"{name!r} {text}") from None
     return target
 
 
@@ -120,14 +125,14 @@ def check_packages(extra: str, *names: str) -> None:
 def find_factory(
     kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """The built-in factory of this name, or `my_module:my_factory`. Raises LookupError, with the
-    kind.
+    """The built-in factory of this name, or `my_module:my_factory`. kind: for the message. Raises
+    NameNotFoundError, or what the user's module raises.
     """
     if is_factory_name(name):
         return import_factory(name)
     if name not in built_in:
         allowed = f"(built in: {', '.join(built_in)}; or my_module:my_factory)"
-        raise LookupError(f"unknown {kind} {name!r}{did_you_mean(name, built_in)} {allowed}")
+        raise NameNotFoundError(f"unknown {kind} {name!r}{did_you_mean(name, built_in)} {allowed}")
     return built_in[name]
 
 

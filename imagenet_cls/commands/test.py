@@ -14,11 +14,11 @@ from imagenet_cls.commands.distributed import (
     ranks_to_start,
     run_on_ranks,
 )
-from imagenet_cls.commands.own_data import is_config, key_of
+from imagenet_cls.commands.own_data import is_config, key_of, value_of_override
 from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config, load_stored_config
 from imagenet_cls.config.rules import EVALUATED, check_trusted
-from imagenet_cls.config.schema import Config, DataConfig
+from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import UsageError
 from imagenet_cls.files import check_output_path
@@ -26,7 +26,6 @@ from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import command_line
 
 if TYPE_CHECKING:
-    from imagenet_cls.inference.run_evaluation import EvaluationOptions
     from imagenet_cls.parallel.process_group import RankContext
 
 
@@ -123,35 +122,37 @@ def evaluation_parser() -> argparse.ArgumentParser:
 
 def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
     """Load the config, or that of the run or checkpoint which is given instead. Imports no torch.
-
-    Raises a UserError.
+    Adds the overrides and the paths to the arguments. Raises a UserError.
     """
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
-    names = list(map(key_of, overrides))
-    is_null = any(re.fullmatch(r"\s*data\.val\s*=\s*(null|~|)\s*", text) for text in overrides)
-    if "data.val" in names and not is_null:
+    arguments.overrides, arguments.paths = overrides, paths
+    values = {}
+    for key, _, text in (override.partition("=") for override in overrides):
+        values[key.strip()] = value_of_override(key.strip(), text)
+    if values.get("data.val", "null") != "null":
         # The config may hold out training images instead, and data.val replaces that.
         splits = ("data.val_fraction", "data.fold")
-        overrides += [f"{key}=null" for key in splits if key not in names]
+        overrides += [f"{key}=null" for key in splits if key not in values]
     if not paths:
         raise UsageError(
             "No config given.",
             f"Usage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...].",
         )
     source = Path(paths[0])
-    if "model.checkpoint" in names and (len(paths) > 1 or source.is_dir()):
+    names_weights = len(paths) > 1 or source.is_dir()
+    if names_weights and values.get("model.checkpoint", "null") != "null":
         raise UsageError(
             f"{paths[-1]} and model.checkpoint both name weights to evaluate.",
             f"Give one of them: {command_line('test')} CONFIG model.checkpoint=FILE",
         )
     if source.is_dir():
         return load_config_of_run(source, overrides, arguments.allow_import)
-    if not source.exists() and not is_config(paths[0]):
+    if not is_config(paths[0]):
         beside = [str(path) for path in source.parent.glob("*")]
-        near = did_you_mean(paths[0], [*beside, *shipped_configs()])
+        near = "" if source.exists() else did_you_mean(paths[0], [*beside, *shipped_configs()])
         raise UsageError(
-            f"{source}: There is no such run folder, checkpoint or config{near or '.'}",
-            "Give a run folder such as work_dirs/demo.",
+            f"{source}: neither a run folder, a checkpoint folder nor a config{near or '.'}",
+            "Give a run folder such as work_dirs/demo; or a config, and then a file of weights.",
         )
     return load_config(source, overrides)
 
@@ -175,7 +176,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Raise a UserError for options that exclude each other and, on the first machine, for paths
     that can't be used.
     """
-    overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
+    paths = arguments.paths
     outputs = arguments.out or arguments.report or arguments.results
     if (arguments.knn or arguments.linear_probe) and outputs:
         raise UsageError(
@@ -195,7 +196,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         check_output_path(arguments.results, "--results")
         if arguments.report is not None:
             load_extra("test.py --report")(arguments.report, arguments.link_js)
-        if "data.val" in map(key_of, overrides):
+        if "data.val" in map(key_of, arguments.overrides):
             check_images(arguments.data, loaded.config.data)
 
 
@@ -218,30 +219,10 @@ def evaluate_on_rank(
     arguments: argparse.Namespace, loaded: LoadedConfig, context: "RankContext"
 ) -> None:
     """One rank's part of an evaluation."""
+    from imagenet_cls.commands.evaluation import run_evaluation
     from imagenet_cls.engine.component_checks import check_on_all_ranks
-    from imagenet_cls.inference.run_evaluation import run_evaluation
     from imagenet_cls.parallel.collectives import run_on_main
 
     check_on_all_ranks(loaded, context, training=False)
     run_on_main(context, lambda: check_files(arguments, loaded))  # not all launchers have done it
-    run_evaluation(loaded.config, evaluation_options(arguments, loaded.config), context)
-
-
-def evaluation_options(arguments: argparse.Namespace, config: Config) -> "EvaluationOptions":
-    from imagenet_cls.inference.load_weights import WeightsSource
-    from imagenet_cls.inference.run_evaluation import EvaluationOptions
-
-    overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
-    names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
-    checkpoint = Path(paths[-1]) if names_weights else None
-    return EvaluationOptions(
-        weights=WeightsSource(checkpoint, arguments.weights, arguments.allow_import),
-        test_set=arguments.data,
-        list_root=config.data.root if "data.root" in map(key_of, overrides) else None,
-        out=arguments.out,
-        results=arguments.results,
-        report=arguments.report,
-        link_js=arguments.link_js,
-        knn=arguments.knn,
-        linear_probe=arguments.linear_probe,
-    )
+    run_evaluation(arguments, loaded.config, context)

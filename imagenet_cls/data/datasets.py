@@ -36,6 +36,7 @@ from imagenet_cls.data.splits import fraction_rows, split_by_config
 from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import DataError, Problem, UserError
 from imagenet_cls.lookup import (
+    NameNotFoundError,
     did_you_mean,
     import_factory,
     is_factory_name,
@@ -222,7 +223,7 @@ def _open_synthetic(
 def _factory_problems(config: DataConfig) -> list[Problem]:
     try:
         factory = import_factory(config.name)
-    except LookupError as error:
+    except NameNotFoundError as error:
         return [Problem("data.name", str(error))]
     names, takes_any = keyword_names(factory)
     missing = [f"{name}=" for name in ("root", "part") if name not in names and not takes_any]

@@ -19,6 +19,7 @@ from torchvision.transforms import AutoAugmentPolicy, InterpolationMode, v2
 from imagenet_cls.config.schema import AugmentConfig
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import (
+    NameNotFoundError,
     component,
     did_you_mean,
     import_factory,
@@ -173,7 +174,7 @@ def policy_problems(config: AugmentConfig) -> list[Problem]:
         return [_unknown(name)]
     try:
         factory = FROM_TORCHVISION.get(name) or import_factory(name)
-    except LookupError as error:
+    except NameNotFoundError as error:
         return [Problem("augment.policy", str(error))]
     return kwargs_problems("augment.policy_kwargs", factory, config.policy_kwargs)
 

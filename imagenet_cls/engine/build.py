@@ -140,8 +140,7 @@ def build(
     """
     device = context.device
     train = config.train
-    # They may register models. The checks before training imported them only in the launching
-    # process or on rank 0.
+    # They may register models.
     for name in config.imports:
         import_from_cwd(name)
     set_deterministic(train.deterministic, device)
@@ -215,10 +214,10 @@ def build(
 
 
 def build_data(
-    config: Config, context: RankContext, devices_per_rank: int, data: DataSets | None
+    config: Config, context: RankContext, num_devices: int, data: DataSets | None
 ) -> tuple[DataSets, int, Plan]:
-    """The images, the number of the model's outputs, and the plan of the run. data: the images if
-    they are open. Raises UserError.
+    """The images, the number of the model's outputs, and the plan of the run. num_devices: of each
+    rank. data: the images if they are open. Raises UserError.
     """
     if data is None:
         is_subset = config.eval.classes == "present"
@@ -235,7 +234,7 @@ def build_data(
         problem = f"{num_classes}, but there are {len(data.classes)} labels; use null"
         raise ConfigError([f"model.num_classes: {problem}"])
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
-    plan = plan_run(config.train, samples, context.world_size, devices_per_rank)
+    plan = plan_run(config.train, samples, context.world_size, num_devices)
     check_ema_updates(config.ema, plan)
     memory_use = shared_memory_use(config, len(data.val), plan, context)
     check_shared_memory(memory_use, context.rank_info.local_world_size)

@@ -12,7 +12,7 @@ from imagenet_cls.engine.plan import batch_problem
 from imagenet_cls.engine.user_metrics import metric_problems
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.guards.agreement import check_same_code, check_same_config
-from imagenet_cls.lookup import import_from_cwd
+from imagenet_cls.lookup import NameNotFoundError, import_from_cwd
 from imagenet_cls.models.factory import model_problems
 from imagenet_cls.models.teacher import distillation_problems
 from imagenet_cls.optim.losses import loss_problems
@@ -56,7 +56,7 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
     for name in config.imports:
         try:
             import_from_cwd(name)
-        except LookupError as error:
+        except NameNotFoundError as error:
             return [Problem("imports", str(error))]
     problems = model_problems(config.model, config.data.channels)
     problems += data_problems(config.data)

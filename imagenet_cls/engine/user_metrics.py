@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.errors import ConfigError, Problem, UserError
-from imagenet_cls.lookup import import_factory
+from imagenet_cls.lookup import NameNotFoundError, import_factory
 from imagenet_cls.parallel.collectives import (
     all_reduce_sum,
     gather_to_main,
@@ -37,9 +37,13 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
     problems = []
     for name in names:
         try:
-            inspect.signature(import_factory(name)).bind(num_classes=1)
-        # ValueError: a function without a signature
-        except (LookupError, TypeError, ValueError) as error:
+            signature = inspect.signature(import_factory(name))
+        except NameNotFoundError as error:
+            problems.append(Problem("eval.metrics", f"{name!r}: {error}"))
+            continue
+        try:
+            signature.bind(num_classes=1)
+        except TypeError as error:
             problems.append(Problem("eval.metrics", f"{name!r}: {error}"))
     return problems
 

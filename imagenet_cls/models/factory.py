@@ -23,6 +23,7 @@ import imagenet_cls.models.cifar  # noqa: F401 (registers its models with timm)
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError, UserError
 from imagenet_cls.lookup import (
+    NameNotFoundError,
     component,
     did_you_mean,
     import_factory,
@@ -357,7 +358,7 @@ def _factory_problems(config: ModelConfig) -> list[Problem]:
     """Problems of the user's factory, which is not called: building may be slow or need data."""
     try:
         factory = import_factory(config.name)
-    except LookupError as error:
+    except NameNotFoundError as error:
         return [Problem("model.name", str(error))]
     problems = kwargs_problems(
         "model.kwargs", factory, config.kwargs, passed=("num_classes",), reserved=RESERVED

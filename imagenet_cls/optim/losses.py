@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from imagenet_cls.config.schema import SHARE_BELOW_1, DistillConfig, LossConfig
 from imagenet_cls.errors import ConfigError, Problem, UserError
-from imagenet_cls.lookup import find_factory, kwargs_problems
+from imagenet_cls.lookup import NameNotFoundError, find_factory, kwargs_problems
 from imagenet_cls.optim.multilabel_losses import asymmetric_loss, multilabel_bce, positive_weights
 from imagenet_cls.optim.signature_check import NotNegative, value_problems
 
@@ -311,7 +311,7 @@ def loss_problems(loss: LossConfig, labels: str = "single") -> list[Problem]:
         return []  # `config.rules` says so
     try:
         factory = find_factory("loss", loss.name, losses)
-    except LookupError as error:
+    except NameNotFoundError as error:
         return [Problem("loss.name", str(error))]
     reserved = RESERVED if loss.name in losses else ()
     problems = kwargs_problems("loss.kwargs", factory, loss.kwargs, reserved)

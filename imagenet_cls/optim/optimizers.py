@@ -12,6 +12,7 @@ from torch import nn
 from imagenet_cls.config.schema import NOT_NEGATIVE, OptimizerConfig
 from imagenet_cls.errors import Problem, UserError
 from imagenet_cls.lookup import (
+    NameNotFoundError,
     component,
     did_you_mean,
     import_factory,
@@ -71,7 +72,7 @@ def _factory_and_signature(
     """What is called with (groups, lr=, weight_decay=, **kwargs), and what has the names of its
     arguments.
 
-    Raises LookupError, and AssertionError or ImportError for an optimizer that needs a GPU.
+    Raises NameNotFoundError, and AssertionError or ImportError for an optimizer that needs a GPU.
     """
     name = BUILT_IN_FROM_TIMM.get(optimizer.name, optimizer.name)
     if name in BUILT_IN:
@@ -82,6 +83,8 @@ def _factory_and_signature(
     if name.startswith(TIMM):
         known = name.removeprefix(TIMM).lower()
         inner = known.removeprefix(LOOKAHEAD)
+        if inner == "adahessian":
+            raise NameNotFoundError(f"{name!r} needs second derivatives; use another optimizer")
         if inner in timm.optim.list_optimizers():  # timm itself takes `nonsense_adamw` for `adamw`
             # Given groups and not the model, timm adds no exclusions from weight decay.
             factory = partial(timm.optim.create_optimizer_v2, opt=known)
@@ -92,7 +95,7 @@ def _factory_and_signature(
     prefix = TIMM + LOOKAHEAD if name.lower().removeprefix(TIMM).startswith("look") else TIMM
     built_in = [*BUILT_IN, *BUILT_IN_FROM_TIMM]
     of_timm = [prefix + known for known in timm.optim.list_optimizers()]
-    raise LookupError(
+    raise NameNotFoundError(
         f"unknown optimizer {name!r}{did_you_mean(name, built_in + of_timm)} (built in: "
         f"{', '.join(built_in)}; or timm:NAME, my_module:my_factory)"
     )
@@ -102,7 +105,7 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
     """Problems of the section that show without building the optimizer."""
     try:
         _, signature = _factory_and_signature(optimizer)
-    except (LookupError, AssertionError, ImportError) as error:
+    except (NameNotFoundError, AssertionError, ImportError) as error:
         return [Problem("optimizer.name", str(error))]
     problems = [
         Problem("optimizer.lr_scales", f"{pattern!r}: {text}")

@@ -19,7 +19,7 @@ from imagenet_cls.config.schema import (
     ScheduleConfig,
 )
 from imagenet_cls.errors import Problem, UserError
-from imagenet_cls.lookup import find_factory, keyword_names, kwargs_problems
+from imagenet_cls.lookup import NameNotFoundError, find_factory, keyword_names, kwargs_problems
 from imagenet_cls.optim.signature_check import NotNegative, value_problems
 from imagenet_cls.text import format_value
 
@@ -378,7 +378,7 @@ def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) ->
     is_factory = schedule.name not in BUILT_IN
     try:
         factory = find_factory("schedule", schedule.name, BUILT_IN)
-    except LookupError as error:
+    except NameNotFoundError as error:
         return [Problem("schedule.name", str(error))]
     passed = FACTORY_ARGUMENTS if is_factory else CURVE_ARGUMENTS
     problems = kwargs_problems("schedule.kwargs", factory, schedule.kwargs, passed)

@@ -21,7 +21,7 @@ from imagenet_cls.config.load import dump_yaml
 from imagenet_cls.config.schema import Config, LogConfig
 from imagenet_cls.errors import Problem, ResourceError
 from imagenet_cls.files import write_file
-from imagenet_cls.lookup import find_factory
+from imagenet_cls.lookup import NameNotFoundError, find_factory
 from imagenet_cls.text import first_line
 
 if TYPE_CHECKING:
@@ -223,10 +223,14 @@ def writer_problems(log: LogConfig) -> list[Problem]:
     for name in writer_names(log):
         try:
             writer = find_factory("writer", name, BUILT_IN)
+        except NameNotFoundError as error:
+            problems.append(Problem("log.writers", f"{name!r}: {error}"))
+            continue
+        try:
             if not (isinstance(writer, type) and issubclass(writer, Writer)):
                 raise TypeError(f"is no subclass of {Writer.__module__}.Writer")
             inspect.signature(writer).bind("folder", "config", "resume_step")
-        except (LookupError, TypeError) as error:
+        except TypeError as error:
             problems.append(Problem("log.writers", f"{name!r}: {error}"))
         # A folder `wandb` in the working directory has a spec without an origin.
         if name in ("wandb", "mlflow") and getattr(find_spec(name), "origin", None) is None:

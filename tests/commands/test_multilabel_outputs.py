@@ -106,8 +106,8 @@ def test_page_has_the_numbers_of_the_evaluation_and_no_confusion(written: Path) 
     numbers = re.findall(r"<strong>(.*?)</strong>", page)
     assert numbers == [f"{result[key]:.2f}" for key in (*keys, "best_threshold")]
     row = report["classes"][3]
-    keys = ("ap_pct", "precision_pct", "recall_pct", "f1_pct")
-    texts = ["–" if row[key] is None else f"{row[key]:.2f}" for key in keys]
+    shares = [row[key] for key in ("ap_pct", "precision_pct", "recall_pct", "f1_pct")]
+    texts = ["–" if share is None else f"{share:.2f}" for share in shares]
     texts = [row["name"], *texts, str(row["images"]), str(row["predicted"])]
     first = cells.index(texts[1]) - 1
     assert cells[first : first + 7] == texts

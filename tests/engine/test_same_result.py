@@ -27,10 +27,10 @@ from helpers import (
 from recording_dataset import read_until_now
 
 from imagenet_cls.checkpoint.format import read_checkpoint, write_checkpoint
+from imagenet_cls.commands import evaluation
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.inference import run_evaluation
 from imagenet_cls.optim.schedule import build_schedule
 
 STEPS_PER_EPOCH, LATE = 5004, 4900  # those of ImageNet at 256 images each
@@ -72,7 +72,7 @@ def test_evaluation_of_a_checkpoint_chooses_kernels_as_the_run_does(
     )
     chosen: list[tuple[bool, torch.device]] = []
     # has the same effect for both values on a CPU
-    monkeypatch.setattr(run_evaluation, "set_deterministic", lambda *values: chosen.append(values))
+    monkeypatch.setattr(evaluation, "set_deterministic", lambda *values: chosen.append(values))
     succeeds(evaluate_command, tmp_path / "run", "device=cpu", "--allow-import", "helpers:plain")
     assert chosen == [(deterministic, torch.device("cpu"))]
 

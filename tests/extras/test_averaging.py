@@ -5,6 +5,7 @@ other.
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
+def update_progress(state: dict[str, Any], values: dict[str, Any]) -> None:
+    state["progress"].update(values)
+
+
 def altered(path: Path, copy: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
     """A copy of a checkpoint with a changed `state.json` and the digests that belong to it."""
     shutil.copytree(path, copy)
@@ -108,7 +113,7 @@ def test_choose_by_each_rule(run: Path, tmp_path: Path) -> None:
         result = {"top1_pct": value}
         raw = {"latest": {"raw": result}, "best": {"raw": {"step": step, **result}}}
         copy = tmp_path / "checkpoints" / path.name
-        altered(path, copy, lambda state, raw=raw: state["progress"].update(raw))
+        altered(path, copy, partial(update_progress, values=raw))
 
     def chosen(rule: str, count: int) -> list[int]:
         paths = choose(tmp_path, rule, count, "raw")

@@ -172,8 +172,8 @@ def test_figures_of_the_page_are_those_in_the_json_file(written: Path) -> None:
             assert cell.replace(",", "") in [f"{number:.{decimals}f}" for number in numbers]
     assert tables[0][0][-1] == "mean_target"
     assert tables[0][1][-1] == f"{report['metrics']['raw']['mean_target']:.4f}"
-    keys = ("name", "precision_pct", "recall_pct", "f1_pct", "images", "predicted")
-    keys += ("mistaken_for", "mistaken_images")
+    keys = ["name", "precision_pct", "recall_pct", "f1_pct", "images", "predicted"]
+    keys += ["mistaken_for", "mistaken_images"]
     expected = [[shown(row[key]) for key in keys] for row in report["classes"]]
     table = next(rows for rows in tables if rows[0][0] == "class")
     assert sorted(table[1:]) == sorted(expected)

@@ -225,11 +225,8 @@ def test_damaged_jpeg_to_be_encoded_is_an_error(
     assert not (out / "train").exists()
 
 
-@pytest.mark.parametrize(
-    "options", [["data.labels=multi", "loss.name=bce", "checkpoint.best=map"], ["--multilabel"]]
-)
 def test_multilabel_of_a_list_are_packed(
-    options: list[str], image_folder: Path, tmp_path: Path, packed: Packed
+    image_folder: Path, tmp_path: Path, packed: Packed
 ) -> None:
     """A shard has images without labels only. Paths are absolute."""
     files = sorted((image_folder / "train").rglob("*.JPEG"))[:8]
@@ -237,16 +234,13 @@ def test_multilabel_of_a_list_are_packed(
     lines = [f"{file},{own}\n" for file, own in zip(files, labels, strict=True)]
     (tmp_path / "train.csv").write_text("".join(lines))
     (tmp_path / "val.csv").write_text("".join(lines[:3:2]))
-    lists = {"name": "list", "train": "train.csv", "val": "val.csv"}
-    places = [f"data.{key}={value}" for key, value in lists.items()]
-    words = [f"data.root={tmp_path}", *places, *options, "--images-per-shard", 2]
+    lists = {"name": "list", "train": "train.csv", "val": "val.csv", "labels": "multi"}
+    overrides = [f"data.{key}={value}" for key, value in lists.items()]
+    others = [f"data.root={tmp_path}", "loss.name=bce", "checkpoint.best=map"]
+    words = [*overrides, *others, "--images-per-shard", 2]
     data = packed("resnet50", *words, labels="multi")
-    assert_same_images(data, datasets_in(tmp_path, **lists, labels="multi"))
+    assert_same_images(data, datasets_in(tmp_path, **lists))
     assert f"/{data.train.name(0)}" == str(files[0]).replace("JPEG", "jpg")
-
-
-def test_class_folders_with_multilabel_are_an_error(image_folder: Path, out: Path) -> None:
-    fails(3, pack_command, image_folder, out, "--multilabel")
 
 
 # ---- Parquet

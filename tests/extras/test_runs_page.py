@@ -319,7 +319,7 @@ def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path) -> 
 
 
 def test_differing_values_of_three_configs() -> None:
-    overrides = ([], ["seed=1"], ["model.kwargs.width=2"])
+    overrides: list[list[str]] = [[], ["seed=1"], ["model.kwargs.width=2"]]
     configs = [load_config(None, words).config for words in overrides]
     assert differing_values(configs) == {
         "seed": ["0", "1", "0"],

@@ -106,7 +106,8 @@ def test_verify_data_of_a_config_reads_the_images_of_its_lists(
     lines = "".join(f"{path} 0\n" for path in paths)
     write_files(tmp_path, {"train.txt": lines, "val.txt": "1.JPEG 0\n"})
     overrides = [f"data.{key}={value}" for key, value in lists.items()]
-    assert verify("resnet50", f"data.root={tmp_path}", *overrides) == 3
+    code, out, _ = call(verify_command, "resnet50", f"data.root={tmp_path}", *overrides)
+    assert code == 3 and "4 images, 2 bad" in out
     assert read_bad_images(tmp_path / BAD_IMAGES_FILE) == {"folder.jpg", "missing.JPEG"}
     assert len(excluding(tmp_path, **lists).train) == 13
 

@@ -53,11 +53,14 @@ class EvaluationReport:
             raise UsageError(f"{found[0]} was not written by this command.", _REMEDY)
         if not is_new and others[0] not in found:
             raise UsageError(f"{self.page} was not written by this command.", _REMEDY)
+        has_folder = folder.exists()
         with explain_write_errors(folder, _REMEDY):
             folder.mkdir(parents=True, exist_ok=True)
             self.page.touch()
             if is_new:
                 self.page.unlink()
+            if not has_folder:  # a later check may fail
+                folder.rmdir()
 
     def write(self, evaluation: WeightsEvaluation) -> None:
         """Write the files. evaluation: with recorded rows. Raises ResourceError."""
@@ -95,6 +98,7 @@ class EvaluationReport:
         page = evaluation_page(statistics, confusion, thumbnails, self.link_js)
         folder = self.folder
         with explain_write_errors(folder, _REMEDY):
+            folder.mkdir(exist_ok=True)
             (folder / "confusion.csv").unlink(missing_ok=True)  # of an earlier report
             if confusion is not None:
                 names = [row["name"] for row in statistics["classes"]]

@@ -129,16 +129,16 @@ def shards(
 
     def make(root: Path, folders: Path) -> DataConfig:
         for part in ("train", "val"):
-            for number in range(3):
+            for number, folder in enumerate("cba"):
+                text = texts["abc".index(folder)]
                 members = []
-                for name, content in files_of(folders / part / "cba"[number]):
+                for name, content in files_of(folders / part / folder):
                     members.append((name, content))
                     if has_image_suffix(name):
-                        key = name.rpartition(".")[0]
-                        members.append((key + suffix, texts[2 - number].encode()))
+                        members.append((name.rpartition(".")[0] + suffix, text.encode()))
                 # as WebDataset's writer: a pax header for each
                 path = root / part / f"s-{number:04d}.tar"
-                write_tar(path, below(f".//{'cba'[number]}/", members), mtime=1.5)
+                write_tar(path, below(f".//{folder}/", members), mtime=1.5)
             if classes:
                 (root / part / "classes.txt").write_text(classes)
         train, val = (place.format(root=root, part=part) for part in ("train", "val"))
@@ -147,6 +147,7 @@ def shards(
     return make
 
 
+# A float, a text beside another key, and a file that is longer than a block.
 JSON = ['{"cls": 1.0}', '{"label": "2", "cls": 7}', '{"label": "x"}' + " " * 600]
 CONTAINERS: dict[str, Make] = {
     "tar, pax": one_file(".tar", write_tar),
@@ -241,14 +242,15 @@ def test_cached_container_is_listed_again_after_a_change(
     assert_holds(data, name, folders)
 
 
-def test_class_tars_are_not_read_from_the_cache_if_one_is_removed_or_all_are_unpacked(
+def test_class_tars_are_not_read_from_the_cache_if_one_is_added_or_all_are_unpacked(
     cache: Path, folders: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "container"
     data = CONTAINERS["class tars"](root, folders)
-    assert open_datasets(data, ("train",)).classes == ("a", "b", "c")
-    (root / "train" / "c.tar").unlink()
-    assert open_datasets(data, ("train",)).classes == ("a", "b")
+    open_datasets(data)
+    added = write_tar(root / "train" / "d.tar", [("1.jpg", IMAGE)])
+    assert open_datasets(data, ("train",)).classes == ("a", "b", "c", "d")
+    added.unlink()
     (folders / "train" / "c" / "new.jpg").write_bytes(IMAGE)
     shutil.copytree(folders, root, dirs_exist_ok=True)  # beside the tars
     assert_holds(data, "class tars", folders)
@@ -282,8 +284,8 @@ def patch_central(path: Path, offset: int, value: int) -> None:
 Write = Callable[[Path], object]  # to a folder
 
 
-def tar(*files: tuple[str, bytes], **options: Any) -> Write:
-    return lambda folder: write_tar(folder / "a.tar", files, **options)
+def tar(*files: tuple[str, bytes], name: str = "a.tar", **options: Any) -> Write:
+    return lambda folder: write_tar(folder / name, files, **options)
 
 
 def patched_zip(offset: int, value: int, **options: Any) -> Write:
@@ -315,14 +317,8 @@ BAD: dict[str, tuple[Write, str]] = {
     "two images of a sample": (tar(*SAMPLE, ("a.png", b"")), "a.tar"),
     "label of a surrogate": (tar(("a.jpg", b""), ("a.json", b'{"label": "\\ud800"}')), "a.tar"),
     "key with a dot": (tar(*SAMPLE, ("b.v2.jpg", b""), ("b.v2.cls", b"0")), "b.v2.jpg"),
-    "some without labels": (
-        both(tar(*SAMPLE), lambda f: write_tar(f / "b.tar", [("b/1.jpg", b"")])),
-        "train",
-    ),
-    "texts in place of labels": (
-        both(tar(*TEXTS), lambda f: write_tar(f / "b.tar", TEXTS)),
-        "a.tar",
-    ),
+    "some without labels": (both(tar(*SAMPLE), tar(("b/1.jpg", b""), name="b.tar")), "train"),
+    "texts in place of labels": (both(tar(*TEXTS), tar(*TEXTS, name="b.tar")), "a.tar"),
     "label out of range": (
         both(
             tar(("a.jpg", b""), ("a.cls", b"7")),

@@ -16,13 +16,12 @@ from imagenet_cls.config.schema import (
     ColorJitterConfig,
     DataConfig,
     ErasingConfig,
-    EvalConfig,
 )
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions, eval_batches
+from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import ArraySource, ImageSource, MapSource
-from imagenet_cls.data.transforms import EvalTransform, TrainTransform
+from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.errors import DataError
 
 DRAWS = np.random.RandomState(0)
@@ -134,23 +133,6 @@ def test_train_batches_equal_the_path_by_pillow(
     batches = two_epochs(source, AUGMENTS[augment], channels, num_workers)
     assert len(batches) == 2 * (5 + 3) and batches[0].images.shape[1] == channels
     assert same(batches, two_epochs(by_items, AUGMENTS[augment], channels))
-
-
-EVALS = {
-    "resized": EvalConfig(crop_px=24, resize_px=36),
-    "padded": EvalConfig(crop_px=[24, 32], resize_px=None, crop_pct=1, mode="pad"),
-}
-
-
-@pytest.mark.parametrize("config", EVALS)
-@pytest.mark.parametrize(("name", "channels"), [("FashionMNIST", 1), ("CIFAR10", 3)])
-def test_eval_batches_equal_the_path_by_pillow(name: str, channels: int, config: str) -> None:
-    transform = EvalTransform(EVALS[config], MEANS[channels])
-    ours, expected = (
-        list(eval_batches(source, transform, range(40), 16, WorkerOptions(0)))
-        for source in open_both(name)
-    )
-    assert len(ours) == 3 and same(ours, expected)
 
 
 def invert_in_place() -> Any:

@@ -61,10 +61,9 @@ def opened(root: Path, kind: str, **changes: object) -> DataSets:
 @pytest.mark.parametrize("kind", ["folder", "list", "map-style"])
 def test_each_image_is_held_out_in_one_fold(photos: Path, kind: str, stratify: bool) -> None:
     folds = [opened(photos, kind, fold=[number, 3], stratify=stratify) for number in range(3)]
-    held_out = [names(fold.val) for fold in folds]
-    whole = sorted(chain(*held_out))
-    assert len(set(whole)) == len(whole) and min(map(len, held_out)) > 20
-    assert all(sorted(names(fold.train) + names(fold.val)) == whole for fold in folds)
+    held_out = sorted(chain.from_iterable(names(fold.val) for fold in folds))
+    assert len(set(held_out)) == len(held_out)
+    assert all(sorted(names(fold.train) + names(fold.val)) == held_out for fold in folds)
 
 
 @pytest.mark.parametrize(
@@ -184,4 +183,3 @@ def test_fraction_is_of_the_training_images_only(photos: Path, kind: str) -> Non
     assert names(tenth.val) == names(whole.val)
     assert set(names(tenth.train)) < set(names(whole.train))
     assert len(tenth.train) == pytest.approx(0.1 * len(whole.train), abs=2)
-    assert tenth.train.digest() != whole.train.digest()
