@@ -137,6 +137,16 @@ class Evaluation:
             masked = {name: self.labels.mask(values) for name, values in logits.items()}
             yield masked, targets, indices
 
+    def results(
+        self,
+        outputs: Iterable[EvalOutputs],
+        names: Sequence[str],
+        num_classes: int,
+        metrics: Mapping[str, UserMetrics] | None = None,
+    ) -> dict[str, dict[str, Any]]:
+        """The results of the models `names` from their outputs: see `compute_results`."""
+        return compute_results(outputs, names, self.context, num_classes, self.labels, metrics)
+
 
 @torch.no_grad()
 def model_outputs(

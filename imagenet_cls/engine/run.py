@@ -18,7 +18,6 @@ from imagenet_cls.checkpoint.progress import RESULT_FIELDS, Progress, stops_earl
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts
-from imagenet_cls.engine.evaluate import compute_results
 from imagenet_cls.engine.loaders import DataWaitCheck, EvalBatch
 from imagenet_cls.engine.meter import Meter, StepResult
 from imagenet_cls.engine.plan import Due, ceil_div, due_after
@@ -209,14 +208,7 @@ class Run:
         if parts.ema.module is not None:
             models["ema"] = parts.ema.module
         outputs = parts.evaluation.outputs(models, self.evaluation_batches())
-        results = compute_results(
-            outputs,
-            list(models),
-            parts.context,
-            parts.num_classes,
-            parts.evaluation.labels,
-            parts.metrics,
-        )
+        results = parts.evaluation.results(outputs, list(models), parts.num_classes, parts.metrics)
         epoch, step_of_epoch = parts.plan.place(progress.step - 1)
         common = {"kind": "eval", "step": progress.step, "epoch": epoch}
         records = [common | {"weights": kind} | result for kind, result in results.items()]

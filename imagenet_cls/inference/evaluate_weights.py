@@ -20,7 +20,7 @@ from imagenet_cls.data.datasets import has_training_part, open_datasets
 from imagenet_cls.data.sources import ImageSource, with_classes
 from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.engine.build import rank_devices
-from imagenet_cls.engine.evaluate import EvalOutputs, Evaluation, compute_results, evaluation_labels
+from imagenet_cls.engine.evaluate import EvalOutputs, Evaluation, evaluation_labels
 from imagenet_cls.engine.stored_weights import stated_classes
 from imagenet_cls.engine.user_metrics import build_metrics
 from imagenet_cls.errors import CheckpointError, DataError
@@ -106,7 +106,7 @@ def evaluate_weights(
     recorder = OutputRecorder(kinds, context.device, kind if record else None)
     outputs = recorder.watch(evaluation.outputs(trained.models))
     user_metrics = build_metrics(config.eval.metrics, trained.num_classes, kinds, context)
-    results = compute_results(outputs, kinds, context, trained.num_classes, labels, user_metrics)
+    results = evaluation.results(outputs, kinds, trained.num_classes, user_metrics)
     counts = all_reduce_sum(recorder.nonfinite, context).tolist()
     if any(counts):
         bad = " and ".join(

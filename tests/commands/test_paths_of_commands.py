@@ -134,8 +134,8 @@ def test_output_to_a_fifo_is_written_and_the_fifo_stays(
     reader = threading.Thread(target=lambda: content.append(fifo.read_bytes()), daemon=True)
     reader.start()
     assert call(command, *fill(words), fifo)[0] == 0
-    reader.join()
-    assert fifo.is_fifo() and [*tmp_path.iterdir()] == [fifo]
+    reader.join(60)
+    assert fifo.is_fifo() and [*tmp_path.iterdir()] == [fifo] and not reader.is_alive()
     assert content[0] or name == "verify-data"  # no image is bad
 
 

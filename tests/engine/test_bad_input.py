@@ -103,6 +103,7 @@ def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("code", "place", "options", "named"),
     [
         (2, "new", "--gpus 0", "--gpus"),
+        (2, "new", "train.global_batch_size=1 device=cpu --gpus 2", "train.global_batch_size: "),
         (3, "new", "train.global_batch_size=5000", "1438"),
         (4, "new", f"model.checkpoint={DEMO}", "demo.yaml"),
         (2, "finished", "", "step 22"),
