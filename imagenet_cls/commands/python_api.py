@@ -61,9 +61,8 @@ def train(
     such as `["train.epochs"]`.
 
     Prints the lines of the run; on a terminal and in a notebook a progress bar shows its steps.
-    Raises the errors of the run as a
-    UserError. An interrupt or another exception here, such as a timeout, stops the run, which
-    saves, before it is raised.
+    Raises the errors of the run as a UserError. An interrupt or another exception here, such as a
+    timeout, stops the run, which saves, before it is raised.
     """
     short = {"model": model, "epochs": epochs, "size": size, "lr": lr, "device": device}
     values = {key: value for key, value in short.items() if value is not None}

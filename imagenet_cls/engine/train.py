@@ -22,8 +22,7 @@ from imagenet_cls.seeding import hash_key, seed_generators
 class TrainingRun(Protocol):
     """What the loop needs besides the computation: batches, and the calls between two steps.
 
-    `engine.run.Run` is a training run. The finders of the largest micro-batch and of a learning
-    rate have runs of their own.
+    `engine.run.Run` is a training run, and `engine.short_run` has one without a run folder.
     """
 
     parts: TrainingParts
