@@ -32,13 +32,6 @@ def printable(text: str) -> str:
     return "".join(c if kept else ascii(c)[1:-1] for c, kept in zip(text, keeps, strict=True))
 
 
-def utf8_text(value: Any) -> str:
-    """The value as text that can be encoded in UTF-8, for a file: control characters and
-    undecodable bytes of a path are escapes.
-    """
-    return printable(str(value)).encode(errors="backslashreplace").decode()
-
-
 def shorten(text: str, length: int) -> str:
     """The text in at most `length` characters, with `...` at the end where it was cut."""
     return text if len(text) <= length else f"{text[: length - 3]}..."

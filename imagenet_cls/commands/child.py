@@ -28,47 +28,50 @@ def child_command(name: str) -> list[str]:
     return [sys.executable, "-u", "-P", "-m", "imagenet_cls", name]
 
 
-def start_child(
-    name: str,
-    argv: Sequence[str | Path],
-    error_file: Path | None = None,
-    env: Mapping[str, str] | None = None,
-    cpus: Sequence[int] = (),
-    **options: Any,
-) -> "subprocess.Popen[Any]":
-    """Start a command in a process that receives SIGTERM when this one ends (Linux), and no Ctrl-C
-    of the terminal.
+class Child(subprocess.Popen[Any]):
+    """A command in a process that receives SIGTERM when this one ends (Linux), and no Ctrl-C of the
+    terminal.
 
-    name: of a command in `entry_points`. error_file: a new file for `read_error`. env: further
-    variables. cpus: those that it may use; none for all. options: of Popen.
+    name: of a command in `entry_points`. error_file: a new file, from which `error` reads. env:
+    further variables. cpus: those that it may use; none for all. options: of Popen.
     """
-    command = child_command(name)
-    variables = {**os.environ, **(env or {})}
-    variables.pop(CHILD_ERROR_FILE_VARIABLE, None)  # of this process, if it is a child
-    if error_file is not None:
-        variables[CHILD_ERROR_FILE_VARIABLE] = str(error_file)
-    return subprocess.Popen(
-        [*command, *argv],
-        stdin=subprocess.DEVNULL,
-        env=variables,
-        process_group=0,
-        preexec_fn=partial(_prepare, cpus),
-        **options,
-    )
 
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str | Path],
+        error_file: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        cpus: Sequence[int] = (),
+        **options: Any,
+    ):
+        self._error_file = error_file
+        command = child_command(name)  # may set PYTHONPATH
+        variables = {**os.environ, **(env or {})}
+        variables.pop(CHILD_ERROR_FILE_VARIABLE, None)  # of this process, if it is a child
+        if error_file is not None:
+            variables[CHILD_ERROR_FILE_VARIABLE] = str(error_file)
+        super().__init__(
+            [*command, *argv],
+            stdin=subprocess.DEVNULL,
+            env=variables,
+            process_group=0,
+            preexec_fn=partial(_prepare, cpus),
+            **options,
+        )
 
-def read_error(file: Path, code: int) -> Exception | None:
-    """The error of a process that has ended with an exit code, a RuntimeError for a bug; None if it
-    left none.
-    """
-    if not file.is_file():
-        return None
-    record = json.loads(file.read_text())
-    if record["class"] == "RuntimeError":
-        return RuntimeError(*record["arguments"])
-    error: UserError = getattr(errors, record["class"])(*record["arguments"])
-    error.exit_code = code
-    return error
+    def error(self) -> Exception | None:
+        """The error of the process, which has ended; a RuntimeError for a bug; None if it left
+        none.
+        """
+        if self._error_file is None or not self._error_file.is_file():
+            return None
+        record = json.loads(self._error_file.read_text())
+        if record["class"] == "RuntimeError":
+            return RuntimeError(*record["arguments"])
+        error: UserError = getattr(errors, record["class"])(*record["arguments"])
+        error.exit_code = self.returncode
+        return error
 
 
 def _prepare(cpus: Sequence[int]) -> None:

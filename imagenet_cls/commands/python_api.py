@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from imagenet_cls.commands.child import read_error, start_child
+from imagenet_cls.commands.child import Child
 from imagenet_cls.commands.own_data import expand_short_keys, is_data
 from imagenet_cls.commands.train import load_run
 from imagenet_cls.commands.trained_run import TrainedRun
@@ -166,7 +166,7 @@ def run_command(name: str, argv: Sequence[str], run_folder: Path | None = None) 
         error_file = Path(folder) / "error.json"
         messages = Path(folder) / "stderr"
         with messages.open("wb") as stderr:
-            process = start_child(
+            process = Child(
                 name,
                 argv,
                 error_file,
@@ -202,7 +202,7 @@ def run_command(name: str, argv: Sequence[str], run_folder: Path | None = None) 
                 bar.close()
         text = messages.read_text(errors="backslashreplace").strip()
         if stopped_by is None and code:
-            found = read_error(error_file, code)
+            found = process.error()
             if isinstance(found, UserError):
                 raise found
             raise RuntimeError(text or f"The command ended with exit code {code}.")

@@ -14,6 +14,7 @@ from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.train import train
 from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.optim.schedule import Horizon, Schedule
+from imagenet_cls.parallel.memory import peak_memory_bytes, reset_peak_memory
 from imagenet_cls.parallel.process_group import RankContext
 
 
@@ -23,14 +24,15 @@ def run_steps(
     after_step: Callable[[StepResult, TrainingParts], bool | None],
     lr_at: Callable[[int], float] | None = None,
     one_batch: bool = False,
-) -> None:
+) -> int:
     """Train from step 0 to the last step, and call `after_step` after each, which may return True
-    to end the training.
+    to end the training. Returns the peak memory in bytes, see `peak_memory_bytes`.
 
     lr_at: the learning rate of step 0, 1, ..., in place of the schedule. one_batch: train on the
     first micro-batch again and again, from random weights. Raises OutOfMemoryError, and other
     errors as a training.
     """
+    reset_peak_memory()
     with explain_device_errors():
         parts = build(config, context, load_initial_weights=not one_batch)
         if lr_at is not None:
@@ -45,6 +47,7 @@ def run_steps(
             )
         with closing(parts.train_loader), suppress(_End):
             train(_ShortRun(parts, after_step, one_batch))
+    return peak_memory_bytes()
 
 
 class _End(Exception):

@@ -43,7 +43,7 @@ NaN and infinity are the strings "NaN", "Infinity" and "-Infinity", which JSON l
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -78,20 +78,9 @@ MIN_CLASSES_FOR_TOP5 = 10  # of fewer classes nearly every image has its class a
 EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "left_out")
 
 
-MAIN_TITLES = {"top1_pct": "top-1", "map_pct": "mAP"}  # of `main_metric`
-
-
 def main_metric(result: Mapping[str, Any]) -> str:
     """The field by which results are compared: `map_pct` of several labels, else `top1_pct`."""
     return "map_pct" if "map_pct" in result else "top1_pct"
-
-
-def main_metrics(records: Iterable[Record]) -> dict[str, str]:
-    """The main metrics of the evaluations among records, with their titles; `top1_pct` without
-    any.
-    """
-    found = [main_metric(record) for record in records if record["kind"] == "eval"]
-    return {name: MAIN_TITLES[name] for name in dict.fromkeys(found or ["top1_pct"])}
 
 
 def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:

@@ -115,7 +115,7 @@ def test_runs_are_stopped_when_the_sweep_fails(
         raise OSError(errno.ENOSPC, "No space left on device", "sweep.json")
 
     program = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(sweep, "start_child", lambda *_, **__: subprocess.Popen(program))
+    monkeypatch.setattr(sweep, "Child", lambda *_, **__: subprocess.Popen(program))
     monkeypatch.setattr(sweep.Runner, "poll", fail)
     fails(5, sweep_command, "demo", "seed=0,1", "--out", tmp_path / "out")
     assert [process.returncode for process in started] == [-signal.SIGTERM]

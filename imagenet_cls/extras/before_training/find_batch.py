@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import join_alone
 from imagenet_cls.errors import ResourceError
-from imagenet_cls.text import count_of
 
 _USAGE = "CONFIG|DATA [key=value ...] [--gpus N] [--max IMAGES]"
 _GIB = 2.0**30
@@ -81,7 +80,7 @@ def describe_plan(global_batch: int, num_devices: int, largest: int, equal: bool
     size = micro_batch_for(global_batch, num_devices, largest, equal)
     steps = math.ceil(global_batch / (num_devices * size))
     limit = "null" if steps == 1 else str(largest)
-    devices = count_of(num_devices, "device")
+    devices = "1 device" if num_devices == 1 else f"{num_devices} devices"
     micro_batches = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"
     return (
         f"train.micro_batch_size={limit}  # train.global_batch_size={global_batch} on "

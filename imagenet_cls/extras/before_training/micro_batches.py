@@ -13,7 +13,6 @@ from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.short_run import run_steps
 from imagenet_cls.errors import OutOfMemoryError
-from imagenet_cls.parallel.memory import peak_memory_bytes, reset_peak_memory
 from imagenet_cls.parallel.process_group import RankContext
 
 _MANY_EPOCHS = 10**6  # so that any ema.every_steps is less than the steps of the run
@@ -130,11 +129,10 @@ def try_micro_batch(config: Config, context: RankContext, images: int, accumulat
                 torch.accelerator.synchronize(context.device)
             times.append(time.perf_counter())
 
-    reset_peak_memory()
     try:
-        run_steps(trial, context, after_step, one_batch=True)
+        peak_bytes = run_steps(trial, context, after_step, one_batch=True)
     except OutOfMemoryError:
         return Trial(images, problem="out of memory")
     reserved = torch.cuda.max_memory_reserved() if context.device.type == "cuda" else 0
     seconds = times[1] - times[0]
-    return Trial(images, steps * batch / seconds, peak_memory_bytes(), reserved)
+    return Trial(images, steps * batch / seconds, peak_bytes, reserved)

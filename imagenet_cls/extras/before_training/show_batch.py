@@ -11,8 +11,8 @@ from imagenet_cls.extras.before_training.pictures import (
     picture_path,
     plot_images,
 )
+from imagenet_cls.extras.pages.render import utf8_text
 from imagenet_cls.files import explain_write_errors
-from imagenet_cls.text import utf8_text
 
 if TYPE_CHECKING:
     from torch import Tensor

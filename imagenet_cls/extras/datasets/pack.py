@@ -31,7 +31,7 @@ from imagenet_cls.data.targets import split_labels
 from imagenet_cls.errors import DataError, UsageError, explain_content_errors
 from imagenet_cls.extras.datasets.arguments import add_data_options, load_config_if_given, track
 from imagenet_cls.files import explain_write_errors, new_file, take_lock, write_file
-from imagenet_cls.text import count_of, first_line, format_value, join_names, printable
+from imagenet_cls.text import first_line, format_value, join_names, printable
 
 # Of a part, the files with the first prefix that any has.
 PARQUET_PARTS = {"train": ("train-",), "val": ("validation-", "valid-", "val-", "test-")}
@@ -83,7 +83,10 @@ def pack_command(argv: Sequence[str]) -> None:
     parser.add_argument("out", type=cli.path, metavar="OUT")
     add_data_options(parser)
     parser.add_argument(
-        "--max-px", type=cli.positive, metavar="N", help="shrink images whose longer side exceeds N"
+        "--max-px",
+        type=cli.positive,
+        metavar="N",
+        help="shrink images whose longer side exceeds N",
     )
     quality = parser.add_mutually_exclusive_group()
     quality.add_argument(
@@ -417,8 +420,10 @@ def write_part(name: str, part: Part, arguments: argparse.Namespace) -> None:
                 "Remove it, and pack again.",
             )
         partial_folder.rename(folder)
-    shards_made = count_of(len(part.shards), "shard")
-    print(f"{folder}: {part.count:,} images of {len(part.classes):,} classes in {shards_made}")
+    print(
+        f"{folder}: {part.count:,} images of {len(part.classes):,} classes; "
+        f"shards: {len(part.shards)}"
+    )
 
 
 def write_shard(file: IO[bytes], files: Iterator[Sample]) -> None:

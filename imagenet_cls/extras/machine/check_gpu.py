@@ -27,11 +27,11 @@ from typing import Any
 
 from imagenet_cls import __version__
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.child import read_error, start_child
+from imagenet_cls.commands.child import Child
 from imagenet_cls.commands.distributed import check_is_no_rank
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.files import explain_write_errors, write_output
-from imagenet_cls.parallel.signals import handle_interrupts
+from imagenet_cls.parallel.signals import handle_stop_signals
 from imagenet_cls.report.jsonl import read_metrics
 from imagenet_cls.text import shorten
 from imagenet_cls.versions import code_version, library_versions
@@ -127,7 +127,7 @@ class Task:
             print("$", *settings, name, *argv, file=log, flush=True)
             start = log.tell()
             error_file = Path(tempfile.mkdtemp(dir=self.folder)) / "error.json"
-            process = start_child(
+            process = Child(
                 name,
                 argv,
                 error_file,
@@ -149,9 +149,7 @@ class Task:
             log.seek(start)
             output = log.read()
         if code:
-            raise CheckFailed(
-                str(read_error(error_file, code) or f"exit code {code}: see {self.log}")
-            )
+            raise CheckFailed(str(process.error() or f"exit code {code}: see {self.log}"))
         return output
 
     def train(
@@ -201,9 +199,8 @@ def check_gpu_command(argv: Sequence[str]) -> int:
         for name, check in CHECKS.items()
         if (name in arguments.only if arguments.only else check.quick or not arguments.quick)
     }
-    # Both signals become exceptions, so that `Task.run` kills its process.
-    handle_interrupts(signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # An exception, so that `Task.run` kills its process.
+    handle_stop_signals(lambda number, _: sys.exit(128 + number))
     results = run_checks(checks, arguments.out, arguments.parallel)
     return ResourceError.exit_code if any(result.result == "fail" for result in results) else 0
 
@@ -283,7 +280,7 @@ def run_checks(checks: Mapping[str, Check], out: Path, parallel: int = 1) -> lis
                 for future in finished:
                     write(future.result())
         except BaseException:
-            handle_interrupts(signal.SIG_IGN)
+            handle_stop_signals(lambda *_: None)
             stopped.set()  # the threads kill their processes
             pool.shutdown(cancel_futures=True)
             raise

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from imagenet_cls.extras.pages.figures import Figure, confusion_figure
-from imagenet_cls.extras.pages.render import render
+from imagenet_cls.extras.pages.render import render, utf8_text
 from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, user_metrics
-from imagenet_cls.text import utf8_text
 
 Statistics = dict[str, Any]
 

@@ -18,13 +18,13 @@ from imagenet_cls.extras.pages.render import (
     PLOTLY_FILE,
     plotly_script,
     to_jpeg,
+    utf8_text,
 )
 from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.inference.evaluate_weights import WeightsEvaluation, prediction_rows
 from imagenet_cls.inference.label_rows import class_statistics
 from imagenet_cls.lookup import check_packages
 from imagenet_cls.report.jsonl import finite_json
-from imagenet_cls.text import utf8_text
 
 _THUMBNAIL_PX = 160
 _MAX_EXAMPLES = 12  # with several labels

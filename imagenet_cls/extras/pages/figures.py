@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from imagenet_cls.extras.pages.plots import columns, mean_points
-from imagenet_cls.report.jsonl import Record, main_metrics
+from imagenet_cls.extras.pages.plots import columns, main_metrics, mean_points
+from imagenet_cls.report.jsonl import Record
 
 # Of a field of the records: title of its figure, and format of d3 for an exact value.
 _CURVES = {

@@ -5,7 +5,7 @@ inside the functions, since that takes half a second.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,19 +13,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from imagenet_cls.files import OUTPUT_MARK, write_file
-from imagenet_cls.report.jsonl import MAIN_TITLES, Record, main_metrics
+from imagenet_cls.report.jsonl import Record, main_metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MAX_POINTS = 300  # of a curve; each is a mean
+MAIN_TITLES = {"top1_pct": "top-1", "map_pct": "mAP"}  # of `main_metric`
 # Fields of the records that are drawn over the steps of a run, with the labels of their axes.
 _CURVES = {
     "loss": "loss",
     "lr": "learning rate",
     **{key: f"{title} on validation images (%)" for key, title in MAIN_TITLES.items()},
 }
+
+
+def main_metrics(records: Iterable[Record]) -> dict[str, str]:
+    """The main metrics of the evaluations among records, with their titles; `top1_pct` without
+    any.
+    """
+    found = [main_metric(record) for record in records if record["kind"] == "eval"]
+    return {name: MAIN_TITLES[name] for name in dict.fromkeys(found or ["top1_pct"])}
 
 
 def plot_run(metrics: Sequence[Record], folder: Path) -> None:

@@ -11,13 +11,20 @@ from typing import Any
 
 from PIL import Image
 
-from imagenet_cls.text import utf8_text
+from imagenet_cls.text import printable
 
 PLOTLY_FILE = "plotly.min.js"
 DURATION = "duration"  # the format of a number of hours
 _TEMPLATES = Path(__file__).parent / "templates"
 _SECONDS_BELOW_HOURS = 2 / 60
 _MINUTES_BELOW_HOURS = 2
+
+
+def utf8_text(value: Any) -> str:
+    """The value as text that can be encoded in UTF-8, for a file: control characters and
+    undecodable bytes of a path are escapes.
+    """
+    return printable(str(value)).encode(errors="backslashreplace").decode()
 
 
 def plotly_script() -> str:

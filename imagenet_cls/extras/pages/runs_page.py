@@ -15,15 +15,11 @@ from urllib.parse import quote
 
 from imagenet_cls.errors import CheckpointError, explain_content_errors
 from imagenet_cls.extras.pages.figures import curve_figures
-from imagenet_cls.extras.pages.render import DURATION, render
+from imagenet_cls.extras.pages.plots import main_metrics
+from imagenet_cls.extras.pages.render import DURATION, render, utf8_text
 from imagenet_cls.files import is_locked
-from imagenet_cls.report.jsonl import (
-    Record,
-    main_metrics,
-    read_metrics,
-    user_metrics,
-)
-from imagenet_cls.text import command_line, utf8_text
+from imagenet_cls.report.jsonl import Record, read_metrics, user_metrics
+from imagenet_cls.text import command_line
 
 _MAX_COLUMNS = 6  # differing keys that are columns of the table of runs
 

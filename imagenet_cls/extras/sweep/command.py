@@ -14,7 +14,7 @@ from pathlib import Path
 
 from imagenet_cls.checkpoint.folders import list_checkpoints
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.child import start_child
+from imagenet_cls.commands.child import Child
 from imagenet_cls.commands.distributed import check_is_no_rank
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.errors import Stopped, UsageError, UserError
@@ -270,7 +270,7 @@ class Runner:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[slot * ranks : (slot + 1) * ranks])
         with self.log(run).open("ab") as log:
             # Ctrl-C in a terminal reaches it once, as SIGTERM from here.
-            return start_child("train", arguments, env=env, cpus=cpus, stdout=log, stderr=log)
+            return Child("train", arguments, env=env, cpus=cpus, stdout=log, stderr=log)
 
     def poll(self, slot: int) -> None:
         """Record the end of a run, or stop one that the search gives up."""
