@@ -1,9 +1,10 @@
 """Read the weights of a file, a checkpoint or a run, and what is known about their training."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -21,6 +22,7 @@ class StoredWeights:
     """Weights in a file or checkpoint folder, on the CPU, and how they were trained, if known.
 
     tensors: the weights by name. origin: where they are from, for messages. kind: `raw` or `ema`.
+    path, state: the checkpoint and its `state.json`; None for a file.
     """
 
     tensors: dict[str, Tensor]
@@ -29,6 +31,8 @@ class StoredWeights:
     mean_std: MeanStd | None = None
     classes: Sequence[str] | None = None
     warnings: Sequence[str] = ()
+    path: Path | None = None
+    state: Mapping[str, Any] | None = None
 
 
 def read_stored_weights(source: str | Path, kind: str | None = None) -> StoredWeights:
@@ -61,6 +65,8 @@ def read_stored_weights(source: str | Path, kind: str | None = None) -> StoredWe
             mean_std=stored_mean_std(snapshot.state),
             classes=[*map(str, snapshot.state["classes"])],
             warnings=damage,
+            path=snapshot.path,
+            state=snapshot.state,
         )
 
 

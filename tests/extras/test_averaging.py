@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
+from imagenet_cls.engine.stored_weights import StoredWeights
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.extras.weights.average_checkpoints import average_command, choose, mean_of_weights
 
@@ -73,7 +74,7 @@ def altered(path: Path, copy: Path, edit: Callable[[dict[str, Any]], object]) ->
 def test_mean_of_weights_half_precision_is_summed_in_double() -> None:
     """A thousand times 1 + 1/128, whose sum bfloat16 can't represent."""
     state = {"weight": torch.full((3,), 1 + 1 / 128, dtype=torch.bfloat16)}
-    mean, _ = mean_of_weights((Path("x"), state, None) for _ in range(1000))
+    mean, _ = mean_of_weights((Path("x"), StoredWeights(state, "x", "raw")) for _ in range(1000))
     assert mean["weight"].tolist() == [1 + 1 / 128] * 3
 
 
@@ -157,7 +158,7 @@ def test_average_of_other_models_or_of_unusable_checkpoints_is_an_error(
         ((first, classes, "--out", out), 4, "classes"),
         ((small, first, "--out", file), 4, "small.safetensors"),
         ((first, damaged, "--out", out), 4, "damaged"),
-        ((first, ema.parent, "--weights", "ema", "--out", out), 4, "EMA"),
+        ((first, ema.parent, "--weights", "ema", "--out", out), 4, "ema"),
         ((first, "--out", out), 2, ""),
         ((first, second, "--last", 2, "--out", out), 2, "--last"),
         ((first, tmp_path / "nowhere", "--out", out), 4, "nowhere"),

@@ -6,7 +6,7 @@ statistics are averaged like weights.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from imagenet_cls.files import explain_write_errors, write_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from imagenet_cls.checkpoint.format import Snapshot
+    from imagenet_cls.engine.stored_weights import StoredWeights
 
 RULES = {
     "last": "the newest N of a run folder",
@@ -70,11 +70,10 @@ def average_command(argv: Sequence[str]) -> None:
     from safetensors.torch import save
 
     from imagenet_cls.checkpoint.format import Snapshot, class_metadata, write_checkpoint
-    from imagenet_cls.engine.stored_weights import stated_classes
 
     weights_only = out.suffix == ".safetensors"
-    average, sources = mean_of_weights(read_states(paths, kind, weights_only))
-    classes = {tuple(stated) for path in paths if (stated := stated_classes(path)) is not None}
+    average, sources = mean_of_weights(read_weights(paths, kind, weights_only))
+    classes = {tuple(source.classes) for source in sources if source.classes is not None}
     if len(classes) > 1:
         raise CheckpointError(
             "The weights are of other classes, or in another order of them.",
@@ -85,13 +84,15 @@ def average_command(argv: Sequence[str]) -> None:
         if weights_only:
             write_file(out, save(average, *map(class_metadata, classes)))
         else:
-            step = sources[-1].state["step"]
-            state = sources[-1].state | {
+            states = [source.state or {} for source in sources]
+            step = states[-1]["step"]
+            state = {
+                **states[-1],
                 "progress": {"step": step, "evaluated_step": 0, "best": {}, "latest": {}},
                 "scaler": {},
                 "averaged": [
-                    {"checkpoint": str(s.path), "step": s.state["step"], "weights": kind}
-                    for s in sources
+                    {"checkpoint": str(source.path), "step": state["step"], "weights": kind}
+                    for source, state in zip(sources, states, strict=True)
                 ],
             }
             out = write_checkpoint(
@@ -154,60 +155,48 @@ def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
     return sorted(fitting[:count], key=step_of)
 
 
-def read_states(
+def read_weights(
     paths: Sequence[Path], kind: str, weights_only: bool
-) -> "Iterator[tuple[Path, Mapping[str, Tensor], Snapshot | None]]":
-    """Each path with its weights and, unless it is a file of weights, its checkpoint without the
-    tensors.
+) -> "Iterator[tuple[Path, StoredWeights]]":
+    """Each path with its weights.
 
     paths: checkpoints, run folders (their best one), or with `weights_only` files of any library.
     Raises CheckpointError if one is damaged, or of another model or task than the first.
     """
-    from imagenet_cls.checkpoint.select import load_best
-    from imagenet_cls.models.weight_files import is_safetensors, read_all_weights
+    from imagenet_cls.engine.stored_weights import read_stored_weights
+    from imagenet_cls.models.weight_files import is_safetensors
 
-    first: Snapshot | None = None
+    first: StoredWeights | None = None
     for path in paths:
         if path.is_file() and not weights_only:
             raise UsageError(
                 f"{path} is a file, and a checkpoint is a folder.",
                 "Give checkpoints; or average files of weights with --out average.safetensors.",
             )
-        if path.is_file():
-            found = read_all_weights(path)
-            # A file of the format safetensors has one set of weights, of either kind.
-            if kind not in found and not is_safetensors(path):
+        # A file of the format safetensors has one set of weights, of either kind.
+        has_one_kind = path.is_file() and is_safetensors(path)
+        stored = read_stored_weights(path, None if has_one_kind else kind)
+        if stored.warnings:
+            raise CheckpointError(stored.warnings[0], "Give the checkpoints to average one by one.")
+        if stored.state is not None:
+            first = first or replace(stored, tensors={})
+            mine, others = task_of(stored), task_of(first)
+            if different := [key for key in mine if mine[key] != others[key]]:
+                text = f"{stored.path} and {first.path} differ in {', '.join(different)}"
                 raise CheckpointError(
-                    f"{path} has no {kind} weights.",
-                    "Choose the kind that all files have (--weights), or leave this file out.",
+                    f"{text}.", "Average checkpoints of one architecture and one task only."
                 )
-            yield path, (found.get(kind) or found["raw"])[0], None
-            continue
-        snapshot, _, damage = load_best(path)
-        if damage:
-            raise CheckpointError(f"{damage[0]}", "Give the checkpoints to average one by one.")
-        tensors = snapshot.ema if kind == "ema" else snapshot.model
-        if tensors is None:
-            raise CheckpointError(
-                f"{snapshot.path} has no EMA.", "Average its raw weights, or give another one."
-            )
-        source = replace(snapshot, model={}, optimizer={}, ema=None)
-        first = first or source
-        mine, others = task_of(source), task_of(first)
-        if different := [key for key in mine if mine[key] != others[key]]:
-            text = f"{snapshot.path} and {first.path} differ in {', '.join(different)}"
-            raise CheckpointError(
-                f"{text}.", "Average checkpoints of one architecture and one task only."
-            )
-        yield path, tensors, source
+        yield path, stored
 
 
-def task_of(snapshot: "Snapshot") -> dict[str, Any]:
+def task_of(stored: "StoredWeights") -> dict[str, Any]:
     """What must be the same in checkpoints that are averaged: model without dropout, kind of
     labels, classes and preprocessing.
     """
-    with explain_content_errors(CheckpointError, snapshot.path):
-        config = snapshot.state["config"]
+    state = stored.state
+    assert state is not None
+    with explain_content_errors(CheckpointError, stored.path):
+        config = state["config"]
         name, kwargs = (config["model"][key] for key in ("name", "kwargs"))
         return {
             "data.labels": config["data"].get("labels", "single"),  # older ones lack the key
@@ -217,22 +206,23 @@ def task_of(snapshot: "Snapshot") -> dict[str, Any]:
                 for k, v in kwargs.items()
                 if not re.search(r"drop|stochastic_depth|^weights$", k)
             },
-            **{key: snapshot.state[key] for key in ("num_classes", "classes", "preprocessing")},
+            **{key: state[key] for key in ("num_classes", "classes", "preprocessing")},
         }
 
 
 def mean_of_weights(
-    states: "Iterable[tuple[Path, Mapping[str, Tensor], Snapshot | None]]",
-) -> "tuple[dict[str, Tensor], list[Snapshot]]":
-    """The mean of state dicts, summed in float64, and their checkpoints; one state dict at a time
-    is in memory.
+    all_weights: "Iterable[tuple[Path, StoredWeights]]",
+) -> "tuple[dict[str, Tensor], list[StoredWeights]]":
+    """The mean of weights, summed in float64, and what they are from, without the tensors; one
+    state dict at a time is in memory.
 
     Integers are taken from the last one. Raises CheckpointError if names, shapes or dtypes differ.
     """
     sums: dict[str, Tensor] = {}
-    sources: list[Snapshot] = []
-    for count, (path, state, source) in enumerate(states, start=1):
-        sources += [] if source is None else [source]
+    sources: list[StoredWeights] = []
+    for count, (path, stored) in enumerate(all_weights, start=1):
+        sources.append(replace(stored, tensors={}))
+        state = stored.tensors
         kinds = {key: (value.shape, value.dtype) for key, value in state.items()}
         if count == 1:
             first, expected = path, kinds
