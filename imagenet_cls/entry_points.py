@@ -80,6 +80,8 @@ EXTRAS = {
     "test.py --report": "extras.pages.evaluation_report:EvaluationReport",
     "TrainedRun.report": "extras.pages.report:report_command",
     "TrainedRun.plot": "extras.pages.plots:draw_run",
+    "log.writers=wandb": "extras.trackers:Wandb",
+    "log.writers=mlflow": "extras.trackers:Mlflow",
     "log.plots": "extras.pages.plots:plot_run",
 }
 

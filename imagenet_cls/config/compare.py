@@ -1,22 +1,10 @@
-"""Differences between configs, and between a config and the defaults."""
+"""Differences between configs."""
 
 from collections.abc import Sequence
 
 from imagenet_cls.config.load import values_by_key
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config
-
-
-def changed_values(config: Config) -> dict[str, float | str]:
-    """The values of a config that differ from the schema's defaults, by key, except published
-    results (`expect`). Lists and null are text.
-    """
-    defaults = values_by_key(Config())
-    return {
-        key: value if isinstance(value, bool | int | float | str) else dump_inline(value)
-        for key, value in values_by_key(config).items()
-        if value != defaults.get(key) and not key.startswith("expect.")
-    }
 
 
 def differing_values(configs: Sequence[Config]) -> dict[str, list[str]]:

@@ -2,14 +2,12 @@
 
 import errno
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracker import AppendOnly, read_rows
 
@@ -17,7 +15,7 @@ from imagenet_cls.config.schema import Config, LogConfig
 from imagenet_cls.errors import ResourceError, Stopped
 from imagenet_cls.report.jsonl import MetricsFile, read_metrics
 from imagenet_cls.report.reporter import Reporter
-from imagenet_cls.report.writers import Mlflow, TensorBoard, writer_names, writer_problems
+from imagenet_cls.report.writers import TensorBoard, writer_names, writer_problems
 
 TRAIN = {"kind": "train", "epoch": 1, "loss": 1.0, "top1_pct": 50.0, "lr": 0.1, "grad_norm": 1.0}
 EVAL = {"kind": "eval", "step": 6, "epoch": 1, "weights": "raw", "top1_pct": 97.5}
@@ -206,36 +204,6 @@ def test_writer_that_fails_is_reported_once_and_the_run_continues(
     assert capsys.readouterr().out.count("no space in the tracker") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 6
     assert len(steps_of(read_events(tmp_path), "train/loss")) == 6
-
-
-# As much of MLflow as the writer uses, with a server that is away.
-MLFLOW = """
-from types import SimpleNamespace
-
-entities = SimpleNamespace(Metric=lambda key, value, timestamp, step: (key, value, step))
-run = SimpleNamespace(info=SimpleNamespace(run_id="1"), data=SimpleNamespace(metrics={}))
-set_tracking_uri = set_experiment = log_params = end_run = lambda argument: None
-start_run = lambda run_id, run_name: run
-
-class MlflowClient:
-    def log_batch(self, run_id, metrics):
-        raise ConnectionError("the server is away")
-"""
-
-
-def test_failed_upload_to_mlflow_is_an_error_of_the_next_write_or_the_end(tmp_path, monkeypatch):
-    (tmp_path / "mlflow.py").write_text(MLFLOW)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("write", "close"):
-        (tmp_path / name).mkdir()
-    writer = Mlflow(tmp_path / "write", Config(), 0)
-    with pytest.raises(ConnectionError):
-        wait_for(lambda: bool(writer.write([(1, {"a": 1.0})])), "the error of a write", 60)
-    writer = Mlflow(tmp_path / "close", Config(), 0)
-    writer.write([(1, {"train/loss": 1.0})])
-    with pytest.raises(ConnectionError):
-        writer.close(True)
-    del sys.modules["mlflow"]
 
 
 def test_writer_that_changes_the_first_batch_changes_a_copy(tmp_path, monkeypatch):
