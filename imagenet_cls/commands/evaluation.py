@@ -2,7 +2,6 @@
 
 import argparse
 import io
-from pathlib import Path
 
 from imagenet_cls.commands.own_data import key_of
 from imagenet_cls.config.schema import Config
@@ -28,10 +27,7 @@ def run_evaluation(arguments: argparse.Namespace, config: Config, context: RankC
     """Evaluate weights, and print and write what the arguments ask for. A collective."""
     # Use the kernels that the run used for its own evaluations.
     set_deterministic(config.train.deterministic, context.device)
-    paths = arguments.paths
-    names_weights = len(paths) > 1 or Path(paths[0]).is_dir()  # a folder is config and checkpoint
-    path = Path(paths[-1]) if names_weights else None
-    weights = WeightsSource(path, arguments.weights, arguments.allow_import)
+    weights = WeightsSource(arguments.checkpoint, arguments.weights, arguments.allow_import)
     test_set = None
     if arguments.data is not None:
         list_root = config.data.root if "data.root" in map(key_of, arguments.overrides) else None

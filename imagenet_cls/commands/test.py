@@ -122,10 +122,11 @@ def evaluation_parser() -> argparse.ArgumentParser:
 
 def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
     """Load the config, or that of the run or checkpoint which is given instead. Imports no torch.
-    Adds the overrides and the paths to the arguments. Raises a UserError.
+    Adds the overrides and the weights to the arguments: the path of a checkpoint, a run folder or a
+    file; None for those that the config names. Raises a UserError.
     """
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
-    arguments.overrides, arguments.paths = overrides, paths
+    arguments.overrides = overrides
     values = {}
     for key, _, text in (override.partition("=") for override in overrides):
         values[key.strip()] = value_of_override(key.strip(), text)
@@ -139,13 +140,14 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
             f"Usage: {command_line('test')} CONFIG [CHECKPOINT] [key=value ...].",
         )
     source = Path(paths[0])
-    names_weights = len(paths) > 1 or source.is_dir()
-    if names_weights and values.get("model.checkpoint", "null") != "null":
+    is_run = source.is_dir()  # or a checkpoint
+    arguments.checkpoint = Path(paths[-1]) if is_run or len(paths) > 1 else None
+    if arguments.checkpoint is not None and values.get("model.checkpoint", "null") != "null":
         raise UsageError(
             f"{paths[-1]} and model.checkpoint both name weights to evaluate.",
             f"Give one of them: {command_line('test')} CONFIG model.checkpoint=FILE",
         )
-    if source.is_dir():
+    if is_run:
         return load_config_of_run(source, overrides, arguments.allow_import)
     if not is_config(paths[0]):
         beside = [str(path) for path in source.parent.glob("*")]
@@ -176,7 +178,6 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Raise a UserError for options that exclude each other and, on the first machine, for paths
     that can't be used.
     """
-    paths = arguments.paths
     outputs = arguments.out or arguments.report or arguments.results
     if (arguments.knn or arguments.linear_probe) and outputs:
         raise UsageError(
@@ -190,8 +191,8 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
             "--link-js is an option of --report.", "Add --report DIR, or leave it out."
         )
     if arguments.node_rank == 0:
-        if len(paths) > 1:
-            cli.checkpoint_path(paths[1])
+        if arguments.checkpoint is not None:
+            cli.checkpoint_path(str(arguments.checkpoint))
         check_output_path(arguments.out)
         check_output_path(arguments.results, "--results")
         if arguments.report is not None:
