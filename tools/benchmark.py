@@ -10,12 +10,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from imagenet_cls.commands import check_start
+from imagenet_cls.commands import check_environment
 
 if __name__ == "__main__":
     # The benchmarks write no TensorBoard files and draw nothing. A GPU machine may lack both.
     os.environ.setdefault("IMAGENET_CLS_NO_REPORTS", "1")
-check_start()
+check_environment()
 
 from benchmarks.compare import (  # noqa: E402
     COMMANDS,

@@ -58,7 +58,7 @@ def check_libraries() -> None:
         raise ImportError(f"{', '.join(missing)}: not installed for {sys.executable}.\n{remedy}")
 
 
-def check_start() -> None:
+def check_environment() -> None:
     """On the command line: print an error and end this process if the working directory no longer
     exists, or as `check_libraries`.
     """

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from imagenet_cls.commands import check_start
+from imagenet_cls.commands import check_environment
 from imagenet_cls.entry_points import COMMANDS, load_command
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.versions import __version__
@@ -19,7 +19,7 @@ def main(name: str | None = None) -> None:
     if name in COMMANDS:
         if name == "check-gpu":
             os.environ["IMAGENET_CLS_NO_REPORTS"] = "1"
-        check_start()
+        check_environment()
         from imagenet_cls.commands import cli
 
         cli.main(lambda argv: load_command(name)(argv))
