@@ -17,7 +17,6 @@ from imagenet_cls.engine.profiler import StepProfiler
 from imagenet_cls.engine.run import Run
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.engine.state import (
-    compare_with_existing_run,
     find_checkpoint,
     open_saver,
     restore,
@@ -178,7 +177,7 @@ def dry_run(
     plan = parts.plan
     with closing(parts.train_loader), open_reporter(loaded, parts, None, progress) as reporter:
         if context.is_main and not options.resume and folder.holds_run():
-            messages.append(compare_with_existing_run(parts, folder, options.allow_change))
+            messages.append(f"{folder.path} already holds a run; with --resume it is compared")
         for message in messages:
             reporter.message(message)
         set_training(parts.model, parts.config.model)

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Collection
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,7 +24,7 @@ from imagenet_cls.checkpoint.optimizer_state import (
 )
 from imagenet_cls.checkpoint.progress import Progress, read_progress
 from imagenet_cls.checkpoint.saver import CheckpointSaver
-from imagenet_cls.checkpoint.select import load_newest, newest_intact, state_of_newest
+from imagenet_cls.checkpoint.select import load_newest, newest_intact
 from imagenet_cls.config.keys import keys_without_recipe
 from imagenet_cls.config.load import comparable_values
 from imagenet_cls.config.rules import ineffective_keys
@@ -355,24 +354,6 @@ def check_resumable(
             "the samples are the same, but rounding may differ: results may not be identical"
         )
     return lines
-
-
-def compare_with_existing_run(
-    parts: TrainingParts, folder: RunFolder, allow_change: Collection[str]
-) -> str:
-    """What `--resume` would say about the run in the folder. For a dry run, on rank 0."""
-    state = None
-    with suppress(CheckpointError):
-        state = state_of_newest(folder.path)
-    if state is None:
-        return f"{folder.path} already holds a run, which has no checkpoint yet"
-    step = state["progress"]["step"]
-    try:
-        lines = check_resumable(state, parts, allow_change)
-    except CheckpointError as error:
-        lines = [f"--resume would be an error: {error.problem}"]
-    lines = lines or ["nothing that --resume compares has changed"]
-    return "\n".join([f"{folder.path} already holds a run, saved up to step {step}", *lines])
 
 
 def changed_optimizer_kwargs(state: dict[str, Any], now: OptimizerConfig) -> list[str]:

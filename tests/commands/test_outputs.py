@@ -281,20 +281,6 @@ def test_missing_weights_of_an_evaluation_are_named(digits: Path, tmp_path: Path
 # ---- ways to start
 
 
-def test_dry_run_beside_a_run_says_what_resume_would_compare(digits: Path, tmp_path: Path) -> None:
-    words = arguments(digits, tmp_path / "run", train__max_steps=1)
-    succeeds(train_command, *words)
-    before = contents(tmp_path)
-    out = succeeds(train_command, *words, "--dry-run")
-    assert "already holds a run, saved up to step 1" in out
-    assert "nothing that --resume compares has changed" in out
-    out = succeeds(train_command, *words, "seed=7", "--dry-run")
-    assert "seed: 0 -> 7" in out and "would be an error" in out
-    out = succeeds(train_command, *words, "seed=7", "--dry-run", "--allow-change", "seed")
-    assert "seed: 0 -> 7" in out and "would be an error" not in out
-    assert contents(tmp_path) == before
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
