@@ -131,9 +131,9 @@ def build_mixing(config: MixConfig, num_classes: int, multilabel: bool = False) 
 
     It takes images, float (B, C, H, W) with an even B, which are **changed in place**, and targets,
     int64 (B,), or with several labels (multilabel) float (B, num_classes); it returns images and
-    float32 targets (B, num_classes). It draws from numpy's
-    default generator, on the host. With mode `batch` nothing waits for a GPU. Label smoothing is
-    left to the loss (`optim.losses`), with the same result.
+    float32 targets (B, num_classes). It draws from numpy's default generator, on the host. With
+    mode `batch` nothing waits for a GPU. Label smoothing is left to the loss (`optim.losses`), with
+    the same result.
     """
     if not config.is_on:
         return None
@@ -165,8 +165,8 @@ class TrainPreprocess:
     normalized, erased, mixed.
 
     targets: int64 (B,), or float (B, classes) with several labels or with mixing, which ends before
-    `off_epoch`. Mixing
-    draws from the key (seed, step, micro-batch, rank), erasing from the keys of the samples.
+    `off_epoch`. Mixing draws from the key (seed, step, micro-batch, rank), erasing from the keys of
+    the samples.
     """
 
     normalize: Normalize

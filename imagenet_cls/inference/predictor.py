@@ -294,8 +294,7 @@ class Predictor:
 
     def read_batches(self, images: Sequence[AnyImage]) -> Iterator[ImageBatch]:
         """Read images in batches, and crop each at once: files of large photographs would not fit
-        in memory together. Raises TypeError for arrays of other shapes
-        and types than `AnyImage`.
+        in memory together. Raises TypeError for arrays of other shapes and types than `AnyImage`.
         """
         size = max(min(_BATCH, _MAX_PIXELS // math.prod(self.transform.crop)), 1)
         for start in range(0, len(images), size):

@@ -179,26 +179,6 @@ def bound_device(backend: str, device: torch.device) -> torch.device | None:
     return device if backend == "nccl" else None
 
 
-def new_process_group(backend: str, context: RankContext, timeout_sec: float) -> tuple[str, Any]:
-    """A further process group of all ranks, for a context whose default group is over gloo. A
-    collective.
-
-    backend: as for `init_process_groups`. Returns the name of the backend, and the group, None for
-    the default one. Raises UsageError for a missing backend.
-    """
-    check_backend(backend, context.rank_info.launcher)
-    if backend == "auto":
-        backend = "nccl" if context.device.type == "cuda" else "gloo"
-    if backend == "gloo":
-        return backend, None
-    group = dist.new_group(
-        backend=backend,
-        timeout=timedelta(seconds=timeout_sec),
-        device_id=bound_device(backend, context.device),
-    )
-    return backend, group
-
-
 def name_flight_recorder_files(env: MutableMapping[str, str], logs: Path) -> None:
     """Have nccl's process group write its last collectives to `nccl_trace_rank<r>` in the folder
     `logs` after a timeout, unless a variable names a file.

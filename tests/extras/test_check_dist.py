@@ -5,10 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import REPOSITORY, free_port, python_path, run
 from test_launchers import run_together
 
+from imagenet_cls.extras.machine import check_dist
 from imagenet_cls.extras.machine.check_dist import RankReport, report_problems, table
+from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.parallel.process_group import RankContext
 
 CHECK = str(REPOSITORY / "tools" / "check_dist.py")
 GOOD = RankReport(
@@ -89,3 +93,14 @@ def test_rank_problems_name_the_ranks(other: dict, problem: str | None) -> None:
     reports = [GOOD, replace(GOOD, rank=1, local_rank=1, **other)]
     assert report_problems(reports) == ([problem] if problem else [])
     assert len(table(reports).splitlines()) == 3
+
+
+@pytest.mark.parametrize(("backend", "bound"), [("nccl", "cuda:1"), ("auto", "cuda:1")])
+def test_process_group_of_nccl_is_bound_to_the_gpu_of_its_rank(
+    backend: str, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_dist, "check_backend", lambda *_: None)
+    monkeypatch.setattr(check_dist.dist, "new_group", lambda **keywords: keywords["device_id"])
+    context = RankContext(RankInfo(1, 1, 2, 2), torch.device("cuda", 1))
+    assert check_dist.new_process_group(backend, context, 10.0) == ("nccl", torch.device(bound))
+    assert check_dist.new_process_group("gloo", context, 10.0) == ("gloo", None)

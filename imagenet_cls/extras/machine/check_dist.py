@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.parallel.collectives import all_gather_objects, run_on_main
 from imagenet_cls.parallel.environment import name_ranks
-from imagenet_cls.parallel.process_group import RankContext, new_process_group
+from imagenet_cls.parallel.process_group import RankContext, check_backend
 from imagenet_cls.text import format_columns
 
 # The gradients of a ResNet-18 in float32.
@@ -95,6 +96,23 @@ def check_ranks(arguments: argparse.Namespace, loaded: LoadedConfig, context: Ra
             f"{context.world_size} ranks over {backend}, {_ELEMENTS * 4 / 1e6:.0f} MB reduced: "
             "all checks passed"
         )
+
+
+def new_process_group(backend: str, context: RankContext, timeout_sec: float) -> tuple[str, Any]:
+    """A further process group of all ranks, whose default group is over gloo. A collective.
+
+    backend: `parallel.backend`. Returns the name of the backend, and the group, None for the
+    default one. Raises UsageError for a missing backend.
+    """
+    check_backend(backend, context.rank_info.launcher)
+    if backend == "auto":
+        backend = "nccl" if context.device.type == "cuda" else "gloo"
+    if backend == "gloo":
+        return backend, None
+    # Otherwise torch guesses a GPU from the rank.
+    device = context.device if backend == "nccl" else None
+    timeout = timedelta(seconds=timeout_sec)
+    return backend, dist.new_group(backend=backend, timeout=timeout, device_id=device)
 
 
 def check_reports(context: RankContext, own: RankReport, show_always: bool = False) -> None:

@@ -22,7 +22,6 @@ from imagenet_cls.parallel.process_group import (
     check_backend,
     init_process_groups,
     name_flight_recorder_files,
-    new_process_group,
 )
 from imagenet_cls.parallel.wrap import (
     BatchNormStatistics,
@@ -133,7 +132,7 @@ def test_check_backend_that_is_missing_or_does_not_fit_raises(
 def test_process_group_is_bound_to_the_gpu_of_its_rank(
     backend: str, device_id: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a single rank, and the group that check_dist.py makes."""
+    """Of a single rank."""
     gpu, bound = torch.device("cuda", 1), []
     monkeypatch.setattr(process_group, "start_gpu", lambda _: None)
     monkeypatch.setattr(process_group, "check_backend", lambda *_: None)
@@ -141,10 +140,7 @@ def test_process_group_is_bound_to_the_gpu_of_its_rank(
         dist, "init_process_group", lambda *_, **keywords: bound.append(keywords["device_id"])
     )
     init_process_groups(RankInfo(), gpu, "ddp", backend, "env://", 10.0)
-    monkeypatch.setattr(dist, "new_group", lambda **keywords: bound.append(keywords["device_id"]))
-    new_process_group(backend, RankContext(RankInfo(1, 1, 2, 2), gpu), 10.0)
-    # gloo's group exists already
-    assert bound == ([torch.device(device_id)] * 2 if device_id else [None])
+    assert bound == [torch.device(device_id) if device_id else None]
 
 
 @pytest.mark.parametrize(("backend", "own"), [("gloo", None), ("nccl", None), ("nccl", "a")])
