@@ -7,29 +7,25 @@ import pytest
 from helpers import arguments, records, single_rank, train_here
 
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.config.load import load_config
+from imagenet_cls.config.schema import DataConfig, TrainConfig
 from imagenet_cls.engine import loaders
 from imagenet_cls.engine.loaders import DataWaitCheck, auto_workers
 from imagenet_cls.engine.plan import plan_run
 
 
 @pytest.mark.parametrize(
-    ("cpus", "num_batches", "expected"),
+    ("cpus", "num_batches", "devices", "expected"),
     [
-        (0.5, 100, 1),
-        (3.9, 100, 3),
-        (4, 100, 3),  # one is left to the process that trains
-        (7.5, 100, 6),
-        (128, 100, 16),
-        (8, 5, 5),
+        (0.5, 100, 1, 1),
+        (3.9, 100, 1, 3),
+        (4, 100, 1, 3),  # one is left to the process that trains
+        (128, 100, 1, 16),
+        (128, 1000, 4, 64),
+        (8, 5, 1, 5),
     ],
 )
-def test_auto_workers_of_a_rank(cpus: float, num_batches: int, expected: int) -> None:
-    assert auto_workers(cpus, num_batches) == expected
-
-
-def test_auto_workers_of_a_rank_with_several_devices() -> None:
-    assert auto_workers(128, 1000, devices=4) == 64 and auto_workers(33, 1000, devices=4) == 32
+def test_auto_workers_of_a_rank(cpus: float, num_batches: int, devices: int, expected: int) -> None:
+    assert auto_workers(cpus, num_batches, devices) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,21 +56,17 @@ def test_synthetic_data_has_no_workers_and_no_prefetched_batches(
     assert "data workers" not in capsys.readouterr().out
 
 
-def data_wait_check(*overrides: str) -> DataWaitCheck:
-    config = load_config(None, overrides).config
-    return DataWaitCheck(config.data, plan_run(config.train, 10_000, 1, 1), single_rank())
-
-
-def warnings_of(check: DataWaitCheck, intervals: list[tuple[int, float]]) -> list[int]:
+def warnings_of(name: str, intervals: list[tuple[int, float]]) -> list[int]:
     """The intervals, counted from 0, that get a warning. intervals: epoch and share of the time
     spent waiting.
     """
-    found = []
-    for number, (epoch, wait) in enumerate(intervals):
-        interval = [{"epoch": epoch}, {"epoch": epoch, "data_wait_pct": wait}]
-        if check.add_interval(interval):
-            found.append(number)
-    return found
+    plan = plan_run(TrainConfig(), 10_000, 1, 1)
+    check = DataWaitCheck(DataConfig(name, num_workers=1), plan, single_rank())
+    return [
+        number
+        for number, (epoch, wait) in enumerate(intervals)
+        if check.add_interval([{"epoch": epoch}, {"epoch": epoch, "data_wait_pct": wait}])
+    ]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +82,8 @@ def warnings_of(check: DataWaitCheck, intervals: list[tuple[int, float]]) -> lis
 def test_data_wait_warning_after_five_consecutive_intervals(
     intervals: list[tuple[int, float]], expected: list[int]
 ) -> None:
-    assert warnings_of(data_wait_check("data.num_workers=1"), intervals) == expected
-    assert warnings_of(data_wait_check("data.name=synthetic"), intervals) == []
+    assert warnings_of("folder", intervals) == expected
+    assert warnings_of("synthetic", intervals) == []
 
 
 def test_data_wait_warning_is_an_event_of_the_run(
