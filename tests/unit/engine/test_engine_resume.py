@@ -1,6 +1,5 @@
 """Which changes of config, data and environment a resumed run accepts, and which it reports."""
 
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -10,8 +9,7 @@ import pytest
 import torch
 from helpers import arguments, single_rank
 
-from imagenet_cls.checkpoint.format import Snapshot, read_checkpoint, write_checkpoint
-from imagenet_cls.checkpoint.progress import Progress
+from imagenet_cls.checkpoint.format import Snapshot
 from imagenet_cls.config.load import config_from_dict, load_config
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.state import (
@@ -52,22 +50,16 @@ def test_keys_that_are_not_recipe_may_change_and_are_reported(digits: Path) -> N
     [
         ("adamw", {}, {"amsgrad": True}, "max_exp_avg_sq"),
         ("timm:rmsproptf", {"momentum": 0}, {}, "momentum_buffer"),
-        ("adamw", {}, {"betas": [0.8, 0.9]}, None),
     ],
 )
 def test_optimizer_argument_that_needs_more_state_is_an_error(
-    name: str, before: dict, now: dict, missing: str | None
+    name: str, before: dict, now: dict, missing: str
 ) -> None:
     config = config_from_dict({"optimizer": {"name": name, "lr": 0.1, "kwargs": before}})
     checkpoint = Snapshot({}, {}, {}, {"config": asdict(config)}, path=Path("step-0000001"))
-    with (
-        pytest.raises(CheckpointError, match=f"step-0000001.*{missing}")
-        if missing
-        else nullcontext()
-    ):
-        check_optimizer_state(
-            checkpoint, replace(config.optimizer, kwargs=now), torch.device("cpu")
-        )
+    optimizer = replace(config.optimizer, kwargs=now)
+    with pytest.raises(CheckpointError, match=f"step-0000001.*{missing}"):
+        check_optimizer_state(checkpoint, optimizer, torch.device("cpu"))
 
 
 def test_recipe_change_is_an_error_unless_allowed(digits: Path) -> None:
@@ -116,16 +108,13 @@ def test_change_of_an_effective_key_is_an_error_unless_allowed(
     assert len(check_resumable(before, parts, [key])) == 1
 
 
-def test_order_of_lr_scales_is_part_of_the_recipe(digits: Path, tmp_path: Path) -> None:
-    """The first pattern that matches counts. The checkpoint keeps the order."""
+def test_order_of_lr_scales_is_part_of_the_recipe(digits: Path) -> None:
+    """The first pattern that matches counts. That a checkpoint keeps the order:
+    tests/unit/checkpoint.
+    """
     first, second = '"2.*": 0.5', '"*.weight": 2'
-    parts = parts_for(digits, optimizer__lr_scales=f"{{{first}, {second}}}")
+    before = state_for(digits, optimizer__lr_scales=f"{{{first}, {second}}}")
     swapped = parts_for(digits, optimizer__lr_scales=f"{{{second}, {first}}}")
-    state = describe_run(parts) | {"step": 1, "progress": asdict(Progress(step=1)), "scaler": {}}
-    before = read_checkpoint(
-        write_checkpoint(tmp_path / "checkpoints", Snapshot({}, {}, {}, state))
-    ).state
-    assert check_resumable(before, parts, ()) == []
     with pytest.raises(CheckpointError, match=r"optimizer\.lr_scales"):
         check_resumable(before, swapped, ())
     assert len(check_resumable(before, swapped, ["optimizer.lr_scales"])) == 1
@@ -138,32 +127,24 @@ def test_other_optimizer_or_training_images_are_an_error_even_if_allowed(digits:
         (before, parts_for(digits, data__val_fraction=0.3)),
         (before | {"data_digest": "0" * 16}, parts),
         (before | {"classes": ["a", "b"]}, parts),
+        (before | {"averaged": []}, parts),
     ):
-        with pytest.raises(CheckpointError, match="another optimizer"):
+        with pytest.raises(CheckpointError):
             check_resumable(state, now, ["optimizer", "data"])
 
 
-def test_other_teacher_is_an_error_unless_allowed(digits: Path) -> None:
-    before, parts = state_for(digits) | {"teacher_digest": "a"}, parts_for(digits)
-    assert check_resumable(before, parts, ()) == []  # without a teacher now
-    parts = cached_parts.__wrapped__(words_for(digits))
-    parts.teacher_digest = "b"
-    with pytest.raises(CheckpointError, match=r"--allow-change distill\.teacher"):
+@pytest.mark.parametrize(
+    ("recorded", "key"), [("teacher_digest", "distill.teacher"), ("data_sizes", "data.files")]
+)
+def test_other_teacher_or_sizes_of_images_are_an_error_unless_allowed(
+    digits: Path, monkeypatch: pytest.MonkeyPatch, recorded: str, key: str
+) -> None:
+    parts = parts_for(digits)
+    monkeypatch.setattr(parts, "teacher_digest", "this one")
+    before = describe_run(parts) | {"step": 11, recorded: "another"}
+    with pytest.raises(CheckpointError, match=f"--allow-change {key}"):
         check_resumable(before, parts, ())
-    assert len(check_resumable(before, parts, ["distill"])) == 1
-
-
-def test_other_sizes_of_images_are_an_error_unless_allowed(digits: Path) -> None:
-    before, parts = state_for(digits), parts_for(digits)
-    before |= {"data_sizes": before["data_sizes"].replace("1000 files", "999 files")}
-    with pytest.raises(CheckpointError, match=r"--allow-change data\.files"):
-        check_resumable(before, parts, ())
-    assert len(check_resumable(before, parts, ["data"])) == 1
-
-
-def test_average_of_checkpoints_is_an_error(digits: Path) -> None:
-    with pytest.raises(CheckpointError, match="average"):
-        check_resumable(state_for(digits) | {"averaged": []}, parts_for(digits), ())
+    assert len(check_resumable(before, parts, [key.partition(".")[0]])) == 1
 
 
 def test_invalid_config_of_a_checkpoint_is_an_error_with_its_path(digits: Path) -> None:
@@ -192,6 +173,6 @@ def test_changed_environment_is_reported(
 
 
 def test_older_checkpoint_that_states_less_is_accepted(digits: Path) -> None:
-    before = state_for(digits)
-    del before["val_digest"], before["teacher_digest"], before["data_sizes"], before["val_sizes"]
+    before = state_for(digits) | {"teacher_digest": "of a teacher that the run no longer has"}
+    del before["val_digest"], before["data_sizes"], before["val_sizes"]
     assert check_resumable(before, parts_for(digits), ()) == []

@@ -1,10 +1,8 @@
 """The run folder: an existing run is protected, and a second process is locked out."""
 
-import json
 import multiprocessing
 import os
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -75,19 +73,14 @@ def test_overwrite_weights_in_the_run_is_an_error(tmp_path: Path, key: str, name
     fill(tmp_path)
 
     def check(source: Path) -> None:
-        options = RunOptions(tmp_path, overwrite=True)
-        words = [f"{key}={source}"]
-        if key.startswith("--"):
-            options = replace(options, resume_from=source)
-            words = []
-        with RunFolder(tmp_path) as folder:
-            folder.open(load_config(None, words).config, options)
+        is_option = key.startswith("--")
+        words = [] if is_option else [f"{key}={source}"]
+        options = RunOptions(tmp_path, overwrite=True, resume_from=source if is_option else None)
+        RunFolder(tmp_path).check_usable(load_config(None, words).config, options)
 
-    before = contents(tmp_path)
     check(tmp_path / "mine" / "x.pth")
     with pytest.raises(UsageError, match=f"^{key}: "):
         check(tmp_path / name)
-    assert contents(tmp_path) == before
 
 
 def test_clear_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
@@ -172,21 +165,6 @@ def test_exit_clears_a_new_run_that_failed_before_its_first_step(
         if error:
             raise error
     assert contents(tmp_path) == ([] if is_cleared else ["config.yaml"])
-
-
-def test_metadata_records_only_listed_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_API_TOKEN", "hunter2")
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    folder = RunFolder(tmp_path)
-    assert not folder.was_started_by(["slurm 7"])
-    folder.write_metadata(["slurm 7", "torchrun x"], "seed: 1\n", {"torch": "9.9"})
-    assert folder.was_started_by(["torchrun x"]) and not folder.was_started_by(["slurm 8"])
-    env = json.loads((tmp_path / "env.json").read_text())
-    assert env["variables"]["NCCL_DEBUG"] == "INFO" and "MY_API_TOKEN" not in env["variables"]
-    assert env["versions"]["torch"] == "9.9"
-    assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
 
 
 def test_check_present_moved_folder_is_an_error(tmp_path: Path) -> None:
