@@ -180,22 +180,13 @@ def test_encoder_for_average_pooling_gets_a_new_norm() -> None:
     assert torch.equal(target.blocks[3].mlp.fc2.weight, source.blocks[3].mlp.fc2.weight)
 
 
-def classifier(layout: str, state: State) -> State:
-    """Weights of a classifier whose names have a prefix, or whose head is elsewhere."""
-    if layout == "mmpretrain":
-        return renamed(state, (r"^", "backbone."), (r"^backbone\.fc\.", "head.fc."))
-    if layout in ("fc.1.", "head."):
-        return renamed(state, (r"^fc\.", layout))
-    return prefixed(layout, state)
-
-
 @pytest.mark.parametrize(
-    "layout", ["encoder.", "net._orig_mod.module.", "_fsdp_wrapped_module.", "conv1."]
+    "prefix", ["encoder.", "net._orig_mod.module.", "_fsdp_wrapped_module.", "conv1."]
 )
-def test_prefix_of_all_names_is_removed(layout: str, tmp_path: Path) -> None:
+def test_prefix_of_all_names_is_removed(prefix: str, tmp_path: Path) -> None:
     """Also for an evaluation, and where the head has another size."""
     source = timm.create_model("test_resnet", num_classes=7)
-    torch.save({"state_dict": classifier(layout, source.state_dict())}, tmp_path / "weights.pth")
+    torch.save({"state_dict": prefixed(prefix, source.state_dict())}, tmp_path / "weights.pth")
     state, _ = read_weights(tmp_path / "weights.pth")
     target = timm.create_model("test_resnet", num_classes=7)
     load_weights(target, state, 7, head_may_differ=False)
@@ -207,10 +198,20 @@ def test_prefix_of_all_names_is_removed(layout: str, tmp_path: Path) -> None:
         load_weights(timm.create_model("resnet18", num_classes=7), state, 7)
 
 
-@pytest.mark.parametrize("layout", ["mmpretrain", "fc.1.", "head.", "encoder_q."])
-def test_head_of_equal_size_that_is_not_loaded_gives_a_warning(layout: str) -> None:
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ((r"^", "backbone."), (r"^backbone\.fc\.", "head.fc.")),  # mmpretrain
+        ((r"^fc\.", "fc.1."),),
+        ((r"^fc\.", "head."),),
+        ((r"^", "encoder_q."),),
+    ],
+)
+def test_head_of_equal_size_that_is_not_loaded_gives_a_warning(
+    rules: tuple[tuple[str, str], ...],
+) -> None:
     source = timm.create_model("test_resnet", num_classes=7)
-    state = classifier(layout, source.state_dict())
+    state = renamed(source.state_dict(), *rules)
     sentence = load_weights(timm.create_model("test_resnet", num_classes=7), state, 7)
     assert sentence.splitlines()[1].startswith("warning: ")
     other = timm.create_model("test_resnet", num_classes=4)

@@ -156,10 +156,8 @@ def test_read_weights_of_a_folder_or_a_truncated_file_is_an_error(
 
 
 def assert_is_no_checkpoint(path: Path) -> None:
-    with pytest.raises(CheckpointError, match=path.name) as caught:
+    with pytest.raises(CheckpointError, match=path.name):
         read_weights(path)
-    lines = str(caught.value).splitlines()
-    assert len(lines) <= 3 and max(map(len, lines)) < 400
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "deit_tiny_distilled_patch16_224"])
@@ -221,18 +219,6 @@ def test_load_weights_loads_everything(net: nn.Module, with_counters: bool) -> N
     target = timm.create_model("test_resnet", num_classes=10)
     assert load_weights(target, state, 10) == f"loaded {len(state)} tensors"
     assert same({key: target.state_dict()[key] for key in state}, state)
-
-
-def test_load_weights_translates_names_of_the_authors() -> None:
-    """Those of DINOv2's repository."""
-    trained, target = (
-        timm.create_model("vit_tiny_patch16_224", num_classes=5, **TINY_VIT) for _ in range(2)
-    )
-    state = {"mask_token": torch.zeros(1, 24)}
-    for name, value in trained.state_dict().items():
-        state[name.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3")] = value
-    assert "names translated" in load_weights(target, state, 5)
-    assert same(target.state_dict(), trained.state_dict())
 
 
 def test_load_weights_of_torchvisions_resnet_fits_timms() -> None:
