@@ -34,35 +34,11 @@ def test_draw_boxes_without_chance_or_fitting_box_gives_none() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_erase_fills_exactly_the_boxes_in_place(mode: str, channels_last: bool) -> None:
-    keys = list(range(8))
-    erasing = ErasingConfig(prob=0.7, mode=mode, max_count=2)
-    boxes = boxes_for(keys, erasing, 24)
-    images = torch.full((8, 3, 24, 24), 7.0)
-    images = images.contiguous(
-        memory_format=torch.channels_last if channels_last else torch.contiguous_format
-    )
-    assert erase(images, boxes, torch.tensor(keys), erasing.mode) is images
-    inside = torch.zeros(8, 24, 24, dtype=torch.bool)
-    for i, rows in enumerate(boxes.tolist()):
-        for top, left, height, width in rows:
-            inside[i, top : top + height, left : left + width] = True
-    assert torch.equal((images != 7).all(1), inside) and torch.equal((images != 7).any(1), inside)
-    assert 0 < inside.any((1, 2)).sum() < 8
-    for image, where, rows in zip(images, inside, boxes, strict=True):
-        fill, colors = image[:, where], len(set(image[0][where].tolist()))
-        if mode == "const":
-            assert not fill.any()
-        elif where.any():
-            assert not torch.equal(fill[0], fill[1])
-            assert colors <= int(rows.any(-1).sum()) if mode == "rand" else colors == fill.shape[1]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("channels_last", [False, True])
 def test_erase_has_the_bits_of_boxes_one_after_another(mode: str, channels_last: bool) -> None:
-    """Also for pixels that are NaN, boxes that overlap, and images that are not square."""
-    keys = list(range(8))
+    """In place. Also for pixels that are NaN, boxes that overlap, and images that are not square.
+    The colors of a box are normal, and depend on the key of the sample alone.
+    """
+    keys = list(range(11, 19))
     boxes = boxes_for(keys, ErasingConfig(prob=0.7, max_count=3, scale=[0.2, 0.9]), [20, 31])
     images = torch.full((8, 3, 20, 31), torch.nan)
     if channels_last:
@@ -78,6 +54,7 @@ def test_erase_has_the_bits_of_boxes_one_after_another(mode: str, channels_last:
                 size = (1, 1) if mode == "rand" else (height, width)
                 region.copy_(torch.empty(3, *size).normal_(generator=draws))
     erased = erase(images, boxes, torch.tensor(keys), mode)
+    assert erased is images and 0 < boxes.any(2).any(1).sum() < 8
     assert torch.equal(erased.isnan(), expected.isnan())
     assert torch.equal(erased.nan_to_num(), expected.nan_to_num())
 
@@ -97,30 +74,3 @@ def test_erase_with_zeros_needs_as_many_operators_for_any_boxes() -> None:
             erase(torch.ones(50, 3, 8, 8), boxes, torch.arange(50), "const")
         counts.append(count.operators)
     assert counts[0] == counts[1] <= 30  # views included
-
-
-@pytest.mark.parametrize("mode", ["rand", "pixel"])
-def test_erase_colors_depend_on_the_key_only(mode: str) -> None:
-    keys = [11, 12, 13, 14]
-    boxes = boxes_for(keys, ErasingConfig(prob=1.0), 32)
-    whole = erase(torch.zeros(4, 3, 32, 32), boxes, torch.tensor(keys), mode)
-    again = erase(
-        torch.ones(4, 3, 32, 32), boxes[[2, 0, 1, 3]], torch.tensor(keys)[[2, 0, 1, 3]], mode
-    )
-    for place, row in enumerate([2, 0, 1, 3]):
-        filled = whole[row] != 0
-        assert torch.equal(again[place][filled], whole[row][filled])
-    same_boxes = erase(torch.zeros(2, 3, 32, 32), boxes[[0, 0]], torch.tensor([11, 12]), mode)
-    assert not torch.equal(*same_boxes)
-
-
-def test_erase_colors_are_standard_normal() -> None:
-    boxes = torch.tensor([[[0, 0, 60, 60]]], dtype=torch.int32).expand(300, 1, 4)
-    keys = torch.arange(300)
-    pixels = erase(torch.zeros(300, 3, 64, 64), boxes, keys, "pixel")[:, :, :60, :60]
-    colors = erase(torch.zeros(300, 3, 64, 64), boxes, keys, "rand")[:, :, 0, 0]
-    for draws, error in ((pixels, 0.005), (colors, 0.15)):
-        assert abs(float(draws.mean())) < error and abs(float(draws.std()) - 1) < error
-    assert (
-        abs(torch.corrcoef(torch.stack([colors[:-1].flatten(), colors[1:].flatten()]))[0, 1]) < 0.15
-    )
