@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from imagenet_cls.config.schema import AugmentConfig, ColorJitterConfig, EvalConfig
+from imagenet_cls.config.schema import (
+    AugmentConfig,
+    ColorJitterConfig,
+    ErasingConfig,
+    EvalConfig,
+    ProgressiveConfig,
+)
 from imagenet_cls.data.builtin import SyntheticLoader, synthetic_eval_batches
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions, eval_batches
@@ -133,20 +139,38 @@ def test_workers_ignore_signals_of_the_process_group_and_end_at_close(image_fold
 
 
 def test_synthetic_batches_are_a_function_of_their_key() -> None:
+    """With two splits, of which the second is erased, and images that grow."""
     device = torch.device("cpu")
+    augment = AugmentConfig(
+        size_px=32,
+        splits=2,
+        erasing=ErasingConfig(prob=0.5),
+        progressive=ProgressiveConfig([0.0, 1.0], [16, 32], 16),
+    )
 
-    def epoch(rank: int, seed: int, number: int = 0, start: int = 0) -> list[TrainBatch]:
-        sampler = EpochSampler(1000, 16, rank, 2, seed, accumulation=2)
-        loader = SyntheticLoader(10, sampler, AugmentConfig(16), seed, device)
-        return list(loader.epoch(number, start))
+    def loader(rank: int = 0, seed: int = 1) -> SyntheticLoader:
+        sampler = EpochSampler(64, 15, rank, 2, seed, accumulation=2)
+        return SyntheticLoader(10, sampler, augment, seed, device)
 
-    first = epoch(0, 1)
-    images = first[0].images
-    assert len(first) == 124 and images.shape == (4, 3, 16, 16) and images.dtype == torch.uint8
-    assert same(first, epoch(0, 1)) and same(first[10:], epoch(0, 1, start=5))
-    for other in (epoch(1, 1), epoch(0, 2), epoch(0, 1, number=1)):
-        assert not same(first, other)
-    assert len({tuple(batch.images.flatten().tolist()) for batch in first}) == 4
+    seed_generators(99)
+    next_draw = random.random()
+    seed_generators(99)
+    ours = loader()
+    epochs = [list(ours.epoch(number)) for number in range(3)]
+    assert random.random() == next_draw
+    for number, side in enumerate((16, 32, 32)):
+        assert len(epochs[number]) == 8 and same(epochs[number], list(loader().epoch(number)))
+        for images, targets, boxes, keys in epochs[number]:
+            assert images.shape == (8, 3, side, side) and images.dtype == torch.uint8
+            assert targets.shape == (4,) and len(set(keys.tolist())) == 8
+            assert boxes.shape == (8, 1, 4) and not boxes[:4].any()
+    assert any(batch.boxes.any() for batch in epochs[2])
+    assert same(epochs[2][4:], list(ours.epoch(2, 2)))
+    other_rank = list(loader(rank=1).epoch(2))
+    assert [len(batch.targets) for batch in other_rank] == [4, 3] * 4
+    for other in (other_rank, list(loader(seed=2).epoch(2)), epochs[1]):
+        assert not torch.equal(epochs[2][0].images, other[0].images)
+    assert len({tuple(batch.images.flatten().tolist()) for batch in epochs[1] + epochs[2]}) == 4
     batches = list(synthetic_eval_batches(10, range(3, 13), 4, 16, 1, device))
     assert [indices.tolist() for *_, indices in batches] == [[3, 4, 5, 6], [7, 8, 9, 10], [11, 12]]
     assert [len(images) for images, *_ in batches] == [4, 4, 2]
