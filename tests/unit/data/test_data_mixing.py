@@ -33,12 +33,6 @@ def mixed(
     )
 
 
-@pytest.mark.parametrize("options", [{"mixup_alpha": 0.1}, {"cutmix_alpha": 1.0}])
-def test_build_mixing_is_none_without_alphas(options: dict) -> None:
-    assert build_mixing(MixConfig(), 5) is None
-    assert build_mixing(MixConfig(**options), 5) is not None
-
-
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 def test_mixing_is_a_function_of_step_rank_and_micro_batch(mode: str) -> None:
     images, targets = mixed(7, mode=mode, **BOTH)
