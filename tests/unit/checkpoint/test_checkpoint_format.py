@@ -102,9 +102,8 @@ def test_read_malformed_state_is_an_error(tmp_path: Path, text: str) -> None:
     path = write_checkpoint(tmp_path, snapshot(1))
     (path / "state.json").write_text(text)
     write_manifest(path)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError):
         read_checkpoint(path)
-    assert len(str(error.value)) < 600
 
 
 def test_read_progress_returns_what_was_written() -> None:

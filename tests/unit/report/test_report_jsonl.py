@@ -32,29 +32,9 @@ def write(path: Path, records: list[dict]) -> Path:
 def test_records_are_read_as_they_were_written(tmp_path):
     records = [
         train_record(1),
-        {
-            "kind": "eval",
-            "step": 1,
-            "epoch": 1,
-            "weights": "ema",
-            "top1_pct": 97.5,
-            "top5_pct": 100.0,
-            "loss": 0.1,
-        },
-        {
-            "kind": "event",
-            "step": 1,
-            "message": "Übung, a 'quote' and\na line end, \udcff of a file name",
-        },
+        {"kind": "eval", "step": 1, "weights": "ema", "classes": "all", "my_metric": math.inf},
+        {"kind": "event", "step": 1, "message": "Übung, a 'quote' and\na line end, \udcff"},
         {"kind": "event", "step": 1, "message": "NaN"},
-        {
-            "kind": "eval",
-            "step": 2,
-            "epoch": 1,
-            "weights": "raw",
-            "classes": "200 of 1000",
-            "my_metric": math.inf,
-        },
     ]
     assert read_metrics(write(tmp_path / "new" / "metrics.jsonl", records)) == records
 

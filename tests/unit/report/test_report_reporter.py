@@ -130,22 +130,6 @@ def test_history_after_resume_has_each_step_once(tmp_path, resume_step):
     assert shown == sorted({1, resume_step or 1})
 
 
-def test_tensorboard_after_resume_before_an_evaluation_shows_it_once(tmp_path):
-    with make_reporter(tmp_path, 0, "tensorboard") as reporter:
-        reporter.report_steps(train_records(1, 6))
-        reporter.eval_results([EVAL], "")
-        reporter.report_steps(train_records(7, 8))
-    wait_for_the_next_second()
-    with make_reporter(tmp_path, 6, "tensorboard", evaluated_step=0) as reporter:
-        reporter.eval_results([EVAL], "")
-        reporter.report_steps(train_records(7, 10))
-    events = read_events(tmp_path)
-    assert steps_of(events, "train/loss") == list(range(1, 11))
-    assert steps_of(events, "val/top1_pct") == [6]
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10]
-
-
 def test_full_disk_is_an_error_of_each_method(tmp_path, monkeypatch):
     def full(self, records):
         raise OSError(errno.ENOSPC, "No space left on device")
