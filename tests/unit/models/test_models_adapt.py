@@ -210,11 +210,6 @@ def test_size_remedy_makes_the_model_take_the_size(name: str, kwargs: dict, reme
         assert remedied.eval()(torch.zeros(1, 3, 96, 96)).shape == (1, 5)
 
 
-def test_resize_model_of_any_size_changes_nothing() -> None:
-    assert size_remedy(timm.create_model("test_resnet"), 96) == ""
-    assert resize_model(timm.create_model("test_resnet"), 40) is None
-
-
 def test_resize_model_without_support_raises_and_keeps_the_mode() -> None:
     fixed = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5))
     assert resize_model(fixed, 16) is None

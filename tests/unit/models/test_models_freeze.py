@@ -78,23 +78,16 @@ def test_training_equals_timms_freezing(cfg: ModelConfig) -> None:
     } == expected and expected
 
 
-def test_set_training_keeps_dropout_in_frozen_parts() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 5))
-    freeze(model, cfg := ModelConfig(head_only=True), 5)
-    set_training(model, cfg)
-    assert [module.training for module in model] == [True, True, False, True]
-
-
-def test_batch_norm_without_weights_follows_the_module_around_it() -> None:
-    """In front of a trained head it is updated, as for MAE's linear probes; within a frozen part it
-    is not.
+def test_only_frozen_batch_norm_leaves_the_training_mode() -> None:
+    """Without weights it is updated in front of a trained head, as for MAE's linear probes; within
+    a frozen part it is not. Dropout stays on.
     """
-    body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
+    body = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4))
     head = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 5))
     model = nn.Sequential(body, head)
     freeze(model, cfg := ModelConfig(head_only=True), 5)
     set_training(model, cfg)
-    assert (body[1].training, head[0].training) == (False, True)
+    assert [module.training for module in (*body, head[0])] == [True, False, False, True]
     set_training(model, ModelConfig(freeze_bn=True))
     assert (body[1].training, head[0].training) == (False, False)
 

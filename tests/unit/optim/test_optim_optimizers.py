@@ -99,11 +99,6 @@ def problem_keys(name: str = "sgd", kwargs: dict | None = None, **settings) -> l
     return [problem.key for problem in problems]
 
 
-@pytest.mark.parametrize("name", ["timm:muon", "timm:novograd", "timm:lookahead_radam"])
-def test_timm_optimizer_has_no_problem(name: str) -> None:
-    assert problem_keys(name) == []
-
-
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
