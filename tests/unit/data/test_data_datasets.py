@@ -113,18 +113,6 @@ def names(source: ImageSource | None) -> list[str]:
     return [source.name(i) for i in range(len(source))]
 
 
-def test_open_folder_returns_train_and_val(image_folder: Path) -> None:
-    opened = datasets_in(image_folder)
-    assert opened.classes == ("cat", "dog", "eel")
-    assert len(opened.train) == 40 and len(opened.val) == 9
-    image, target = opened.train.load(39)
-    expected = np.array(Image.open(image_folder / "train" / "eel" / "019.JPEG").convert("RGB"))
-    assert np.array_equal(image.permute(1, 2, 0).numpy(), expected) and target == 2
-    assert opened.train.name(39) == "eel/019.JPEG"
-    only_val = datasets_in(image_folder, ("val",))
-    assert "train" not in only_val.parts and names(only_val.val) == names(opened.val)
-
-
 @pytest.mark.parametrize("parts", [("train", "val"), ("val",)])
 def test_open_folder_with_other_validation_classes_raises(
     tmp_path: Path, parts: tuple[str, ...]

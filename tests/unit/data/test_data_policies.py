@@ -89,10 +89,6 @@ def test_policy_changes_images_by_the_seed_alone(image: Tensor, name: str, chann
     assert sum(changed) >= 5 and len({tuple(result.flatten().tolist()) for result in results}) >= 3
 
 
-def test_build_policy_without_name_is_none() -> None:
-    assert build_policy(AugmentConfig(), 224) is None and policy_problems(AugmentConfig()) == []
-
-
 def test_posterize_with_0_bits_is_black_else_pillows(photographs: list[Image.Image]) -> None:
     from PIL import ImageOps
 

@@ -194,9 +194,3 @@ def test_balanced_epochs_are_the_same_for_every_world_size_and_start(repeats: in
     assert balanced_epoch(0.8, 2, repeats=repeats, start=3) == alone[36:]
     assert balanced_epoch(0.8, 3, repeats=repeats) != alone
     assert len(set(alone)) == len(alone) == 96
-
-
-def test_balance_0_is_the_plain_permutation() -> None:
-    plain = EpochSampler(103, 12, 0, 1, 7)
-    plain.set_epoch(2)
-    assert balanced_epoch(0.0, 2) == list(plain)
