@@ -93,7 +93,6 @@ def test_posterize_with_0_bits_is_black_else_pillows(photographs: list[Image.Ima
     from PIL import ImageOps
 
     small = photographs[1].resize((40, 30))
-    assert np.asarray(policies.posterize(small, 0)).shape == (30, 40, 3)
     # what Pillow 12 made of 0 bits: each value & ~255
     assert not np.asarray(policies.posterize(small, 0)).any()
     for bits in range(1, 8):
@@ -167,29 +166,30 @@ def key_of_error(augment: AugmentConfig) -> str:
             seed_generators(seed)
             policy(torch.full((3, 96, 96), 90, dtype=torch.uint8))
     (line,) = caught.value.lines
-    assert len(line) < 500
     return line.partition(":")[0]
-
-
-@pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: name[:20])
-def test_bad_policy_is_a_config_error(name: str) -> None:
-    assert key_of_error(AugmentConfig(size_px=96, policy=name)) == "augment.policy"
 
 
 @pytest.mark.parametrize(
     ("name", "kwargs", "key"),
     [
-        (None, {"magnitude": 9}, "magnitude"),
-        ("3a", {"magnitude": 9}, "magnitude"),
-        (OWN, {"shar": 0.2}, "shar"),
-        ("torchvision:rand_augment", {"magnitud": 9}, "magnitud"),
+        *((name, {}, "policy") for name in BAD_NAMES),
+        (None, {"magnitude": 9}, "policy_kwargs.magnitude"),
+        ("3a", {"magnitude": 9}, "policy_kwargs.magnitude"),
+        (OWN, {"shar": 0.2}, "policy_kwargs.shar"),
+        ("torchvision:rand_augment", {"magnitud": 9}, "policy_kwargs.magnitud"),
+        # values with which the policy fails on an image
+        ("torchvision:aug_mix", {"interpolation": "bicubic"}, "policy"),
+        ("torchvision:rand_augment", {"interpolation": "area"}, "policy"),
+        ("torchvision:auto_augment", {"policy": "cifar"}, "policy"),
+        ("torchvision:auto_augment", {"fill": [0, 0]}, "policy"),
+        ("torchvision:rand_augment", {"magnitude": 31}, "policy"),
+        ("torchvision:rand_augment", {"num_ops": "2"}, "policy"),
+        ("torchvision:aug_mix", {"severity": 11}, "policy"),
     ],
 )
-def test_policy_problems_bad_argument_is_a_problem_of_its_key(
-    name: str | None, kwargs: dict, key: str
-) -> None:
-    (problem,) = policy_problems(AugmentConfig(policy=name, policy_kwargs=kwargs))
-    assert problem.key == f"augment.policy_kwargs.{key}"
+def test_bad_policy_is_a_config_error(name: str | None, kwargs: dict, key: str) -> None:
+    augment = AugmentConfig(size_px=96, policy=name, policy_kwargs=kwargs)
+    assert key_of_error(augment) == f"augment.{key}"
 
 
 def test_torchvision_policy_takes_whole_numbers_and_names(image: Tensor) -> None:
@@ -203,19 +203,3 @@ def test_torchvision_policy_takes_whole_numbers_and_names(image: Tensor) -> None
         policy: Any = build_policy(augment, 32)
         seed_generators(1)
         assert any(not torch.equal(policy(image), image) for _ in range(20))
-
-
-@pytest.mark.parametrize(
-    "augment",
-    [
-        AugmentConfig(policy="torchvision:aug_mix", interpolation="bicubic"),
-        AugmentConfig(policy="torchvision:rand_augment", policy_kwargs={"interpolation": "area"}),
-        AugmentConfig(policy="torchvision:auto_augment", policy_kwargs={"policy": "cifar"}),
-        AugmentConfig(policy="torchvision:auto_augment", policy_kwargs={"fill": [0, 0]}),
-        AugmentConfig(policy="torchvision:rand_augment", policy_kwargs={"magnitude": 31}),
-        AugmentConfig(policy="torchvision:rand_augment", policy_kwargs={"num_ops": "2"}),
-        AugmentConfig(policy="torchvision:aug_mix", policy_kwargs={"severity": 11}),
-    ],
-)
-def test_policy_that_fails_on_an_image_is_a_config_error(augment: AugmentConfig) -> None:
-    assert key_of_error(augment) == "augment.policy"
