@@ -22,11 +22,11 @@ from imagenet_cls.config.schema import (
 )
 from imagenet_cls.data.builtin import SyntheticLoader, synthetic_eval_batches
 from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions, eval_batches
+from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.sources import FolderSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
-from imagenet_cls.seeding import hash_key, seed_generators
+from imagenet_cls.seeding import seed_generators
 
 AUGMENT = AugmentConfig(size_px=24, color_jitter=ColorJitterConfig(brightness=0.3))
 EVAL = EvalConfig(crop_px=24)
@@ -52,29 +52,10 @@ def same(one: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]]) -> bo
     )
 
 
-@pytest.fixture(scope="module")
-def reference(image_folder: Path) -> list[TrainBatch]:
-    """Epoch 1, made from the keys without a loader."""
-    source, transform = FolderSource(index_folder(image_folder / "train")), TrainTransform(AUGMENT)
-    sampler = EpochSampler(len(source), 8, 0, 1, seed=5, accumulation=2)
-    sampler.set_epoch(1)
-    samples = []
-    for epoch, index, repeat in sampler:
-        image, target = source.load(index)
-        key = hash_key("sample", 5, epoch, index, repeat)
-        seed_generators(key)
-        samples.append((transform(image, epoch, [key])[0][0], target))
-    chunks = [samples[i : i + 4] for i in range(0, len(samples), 4)]
-    return [
-        TrainBatch(torch.stack([image for image, _ in c]), torch.tensor([t for _, t in c]))
-        for c in chunks
-    ]
-
-
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_loader_same_bits_for_any_number_of_workers(
-    image_folder: Path, reference: list[tuple[torch.Tensor, ...]], num_workers: int
-) -> None:
+def test_loader_same_bits_for_any_number_of_workers(image_folder: Path, num_workers: int) -> None:
+    """How the bits depend on keys: `test_data_batches.py`."""
+    reference = list(train_loader(image_folder, 0).epoch(1))
     loader = train_loader(image_folder, num_workers)
     batches = list(loader.epoch(1))
     assert batches[0][0].dtype == torch.uint8 and batches[0][0].shape == (4, 3, 24, 24)
