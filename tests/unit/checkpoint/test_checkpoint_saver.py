@@ -95,41 +95,19 @@ def test_exit_logs_a_failed_save_and_keeps_the_first_error(
 
 
 def test_links_name_the_newest_and_the_best_checkpoint(tmp_path: Path) -> None:
-    progress = Progress()
+    """Of equally good ones the first."""
+    progress, folder = Progress(), tmp_path / "checkpoints"
     with saver_for(tmp_path, progress, lambda: None) as saver:
-        for progress.step, top1_pct in (1, 10.0), (2, 30.0), (3, 20.0):
-            if top1_pct > progress.best.get("raw", {"top1_pct": 0})["top1_pct"]:
-                progress.best["raw"] = {"step": progress.step, "top1_pct": top1_pct}
-            progress.best.setdefault("ema", {"step": 1, "top1_pct": 10.0})
+        for progress.step, kind, top1_pct in (1, "raw", 10.0), (2, "raw", 30.0), (3, "ema", 30.0):
+            progress.best[kind] = {"step": progress.step, "top1_pct": top1_pct}
             saver.save()
             saver.wait()
-    links = {
-        path.name: path.readlink().name
-        for path in (tmp_path / "checkpoints").iterdir()
-        if path.is_symlink()
-    }
-    assert links == {"last": "step-0000003", "best": "step-0000002"} and saved(tmp_path) == [
-        3,
-        2,
-        1,
-    ]
+    links = {path.name: path.readlink().name for path in folder.iterdir() if path.is_symlink()}
+    assert links == {"last": "step-0000003", "best": "step-0000002"} and saved(tmp_path) == [3, 2]
+    assert load_best(tmp_path)[1] == "raw"
     for load in (load_newest, load_best):
         for name, target in links.items():
-            assert (
-                load(tmp_path / "checkpoints" / name)[0].path == tmp_path / "checkpoints" / target
-            )
-
-
-def test_link_names_the_best_checkpoint_of_equal_ones(tmp_path: Path) -> None:
-    progress = Progress()
-    with saver_for(tmp_path, progress, lambda: None) as saver:
-        for progress.step, kind in (1, "raw"), (2, "ema"):
-            progress.best[kind] = {"step": progress.step, "top1_pct": 50.0}
-            saver.save()
-            saver.wait()
-    snapshot, weights, _ = load_best(tmp_path)
-    assert (snapshot.state["step"], weights) == (1, "raw")
-    assert (tmp_path / "checkpoints" / "best").readlink().name == "step-0000001"
+            assert load(folder / name)[0].path == folder / target
 
 
 def test_number_of_checkpoints_is_bounded_over_sessions_without_the_best_one(
