@@ -135,15 +135,8 @@ def test_lr_scale_that_is_no_number_is_a_problem(factor: object) -> None:
     assert problem.key == "optimizer.lr_scales" and "'bn1.*'" in problem.message
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs"),
-    [
-        ("sgd", {"momentum": -1}),
-        ("adamw", {"betas": [0.9, 1.5]}),
-    ],
-)
-def test_numbers_that_the_constructor_rejects_are_a_config_error(name: str, kwargs: dict) -> None:
-    config = OptimizerConfig(name=name, lr=0.1, kwargs=kwargs)
+def test_numbers_that_the_constructor_rejects_are_a_config_error() -> None:
+    config = OptimizerConfig(name="adamw", lr=0.1, kwargs={"betas": [0.9, 1.5]})
     with pytest.raises(ConfigError, match=r"^optimizer\.name: "):
         build_optimizer(config, parameter_groups(network(), config))
 
