@@ -233,22 +233,6 @@ def errors_of(model: ModelConfig) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "meant"),
-    [
-        # keywords of an architecture config, and of the model's own
-        ("efficientnet_b0", {"drop_rat": 0.1, "in_chans": 3}, "drop_rate"),
-        ("swin_tiny_patch4_window7_224", {"drop_rat": 0.1}, "drop_rate"),
-        ("ResNet50", {}, "resnet50"),
-        ("convnext-tiny", {}, "convnext_tiny"),
-    ],
-)
-def test_mistake_in_a_name_suggests_a_known_one(name: str, kwargs: dict, meant: str) -> None:
-    (line,) = errors_of(ModelConfig(name, kwargs=kwargs))
-    key = "model.kwargs.drop_rat: " if kwargs else "model.name: "
-    assert line.startswith(key) and f"did you mean '{meant}'" in line
-
-
-@pytest.mark.parametrize(
     ("name", "pretrained", "kwargs", "key"),
     [
         ("timm/resnet18", False, {}, "name"),

@@ -95,7 +95,6 @@ def test_only_frozen_batch_norm_leaves_the_training_mode() -> None:
 @pytest.mark.parametrize(
     ("name", "cfg", "keys"),
     [
-        ("test_resnet", {"freeze": ["layer1"]}, ["model.freeze"]),
         (
             "test_resnet",
             {"freeze": ["zebra", "conv1.*", "quagga"]},

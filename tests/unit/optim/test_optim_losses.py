@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from imagenet_cls.config.schema import DistillConfig, LossConfig
-from imagenet_cls.errors import ConfigError, UserError
+from imagenet_cls.errors import UserError
 from imagenet_cls.optim.losses import (
     build_loss,
     build_training_loss,
@@ -107,11 +107,6 @@ def test_outputs_that_are_not_logits_are_an_error(kind: str | None, outputs: tup
     training_loss = build_training_loss(build_loss(LossConfig(), 5), distill, lambda images: LOGITS)
     with pytest.raises(UserError, match=r"^model\.name: "):
         training_loss(outputs, TARGETS, torch.zeros(6, 3, 4, 4))
-
-
-def test_wrong_number_of_class_weights_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"^loss\.class_weights: "):
-        build_loss(LossConfig(class_weights=[1.0, 2.0, 3.0]), 5)
 
 
 @pytest.mark.parametrize(
