@@ -176,7 +176,6 @@ def key_of_error(augment: AugmentConfig) -> str:
         (None, {"magnitude": 9}, "policy_kwargs.magnitude"),
         ("3a", {"magnitude": 9}, "policy_kwargs.magnitude"),
         (OWN, {"shar": 0.2}, "policy_kwargs.shar"),
-        ("torchvision:rand_augment", {"magnitud": 9}, "policy_kwargs.magnitud"),
         # values with which the policy fails on an image
         ("torchvision:aug_mix", {"interpolation": "bicubic"}, "policy"),
         ("torchvision:rand_augment", {"interpolation": "area"}, "policy"),

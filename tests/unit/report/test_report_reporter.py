@@ -213,7 +213,6 @@ def test_writer_problems_name_the_key_and_the_extra(monkeypatch):
     assert writer_problems(LogConfig(writers=["jsonl", "tensorboard", "tracker:AppendOnly"])) == []
     monkeypatch.setattr("imagenet_cls.report.writers.find_spec", lambda name: None)
     for name, expected in (
-        ("tensorbord", "did you mean 'tensorboard'"),
         ("wandb", r"pip install 'imagenet-cls\[wandb\]'"),
         ("mlflow", r"pip install 'imagenet-cls\[mlflow\]'"),
         ("tracker:NoArguments", "too many positional arguments"),
