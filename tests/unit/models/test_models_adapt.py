@@ -55,6 +55,12 @@ def test_split_batch_norm_equals_one_layer_per_split() -> None:
     assert torch.equal(split.eval()(images), own[0].eval()(images))
 
 
+def test_split_batch_norm_of_tokens_is_an_error() -> None:
+    """A model without BatchNorm: tests/engine/test_bad_recipes.py."""
+    with pytest.raises(ConfigError, match=r"^model\.split_bn: "):
+        split_batch_norm(timm.create_model("levit_128s"), SPLIT, 3)
+
+
 # ---- gradient checkpoints
 
 
