@@ -129,7 +129,7 @@ def test_other_optimizer_or_training_images_are_an_error_even_if_allowed(digits:
         (before | {"classes": ["a", "b"]}, parts),
         (before | {"averaged": []}, parts),
     ):
-        with pytest.raises(CheckpointError, match="another optimizer|average"):
+        with pytest.raises(CheckpointError, match=r"another optimizer|average"):
             check_resumable(state, now, ["optimizer", "data"])
 
 
