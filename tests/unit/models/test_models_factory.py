@@ -210,6 +210,7 @@ SWAG = {"weights": "IMAGENET1K_SWAG_E2E_V1"}  # for images of 384 pixels
 @pytest.mark.parametrize(
     ("name", "pretrained", "kwargs"),
     [
+        ("resnet50.a1_in1k", False, {}),
         ("fbnetc_100", True, {"bn_eps": 0.001}),
         ("regnety_004", False, {"group_size": 16}),
         ("torchvision:mobilenet_v3_large", False, {"width_mult": 0.5}),
