@@ -26,6 +26,7 @@ from imagenet_cls.data.sources import (
     target_at,
 )
 from imagenet_cls.data.targets import class_sizes, multi_hot, split_labels
+from imagenet_cls.data.test_set import locate_test_set, open_test_set
 from imagenet_cls.errors import DataError
 
 IMAGE = b"\xff\xd8 some image"
@@ -279,3 +280,11 @@ def test_all_images_are_split_and_keep_their_labels(changes: dict[str, Any], hel
     half = open_datasets(replace(config, fraction=0.5))
     assert rows_of(half.val) == val
     assert len(half.train) == len(train) // 2 and rows_of(half.train).items() <= train.items()
+
+
+def test_separate_test_set_has_the_rows_of_the_chosen_classes(folder: Path) -> None:
+    (folder / "t.csv").write_text(LISTS["plain.csv"])
+    config = DataConfig("list", "elsewhere", labels="multi", classes=["dog"])
+    config = locate_test_set(folder / "t.csv", config)
+    source = open_test_set(config, ["eel", "dog", "cat"], allow_missing=True)
+    assert source.known_targets().tolist() == [[0], [1], [0]]

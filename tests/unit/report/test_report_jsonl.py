@@ -132,6 +132,16 @@ def test_invalid_line_is_an_error_with_its_number(tmp_path, line):
         read_metrics(path)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a full device")
+def test_close_on_a_full_disk_raises_once_and_closes(tmp_path):
+    (tmp_path / "m.jsonl").symlink_to("/dev/full")
+    metrics = MetricsFile(tmp_path / "m.jsonl")
+    for fails in (lambda: metrics.write([train_record(1)]), metrics.close):
+        with pytest.raises(OSError, match="No space left"):
+            fails()
+    metrics.close()
+
+
 @pytest.mark.parametrize("write_again", [MetricsFile.sync, MetricsFile.close])
 def test_removed_file_is_written_again(tmp_path, write_again):
     records = [train_record(step) for step in range(4)]
