@@ -147,6 +147,10 @@ def test_match_classes_with_other_classes_raises(classes: str, named: str) -> No
         match_classes("abcdef", list(classes), "val")
 
 
+def test_index_folder_single_class_with_subfolders_and_images(tmp_path: Path) -> None:
+    assert len(index_folder(touch(tmp_path, "train/1.jpg", "train/more/2.jpg"))) == 2
+
+
 def test_class_in_another_unicode_normalization_is_shown_by_code_points() -> None:
     composed, decomposed = "caf\u00e9", "cafe\u0301"
     with pytest.raises(DataError) as caught:

@@ -41,6 +41,11 @@ def test_index_list_of_each_form_has_its_paths_and_labels(
     assert index.classes == ("cat", "dog") and index.targets.tolist() == [1, 0]
 
 
+def test_index_list_csv_without_header_of_paths_without_suffixes(folder: Path) -> None:
+    index = index_list(write(folder, "t.csv", "images/0001,cat\nimages/0002,dog\n"), folder)
+    assert index.names.tolist() == [b"images/0001", b"images/0002"]
+
+
 LONG = "9" * 5000
 
 
