@@ -25,7 +25,7 @@ from imagenet_cls.parallel.environment import (
     first_host,
     options_from_kubernetes,
 )
-from imagenet_cls.parallel.network import address_towards, choose_interface, interface_towards
+from imagenet_cls.parallel.network import address_towards, choose_interface
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {
@@ -237,36 +237,33 @@ def test_first_host_of_a_slurm_node_list() -> None:
         assert first_host(nodes) == host
 
 
-def chosen(master_addr: str, several_machines: bool, **env: str) -> str | None:
+def chosen(master_addr: str, several_machines: bool, **env: str) -> dict[str, str]:
     choose_interface(env, master_addr, several_machines)
-    return env.get("GLOO_SOCKET_IFNAME")
+    return env
 
 
 def test_choose_interface_towards_the_master_keeps_the_users_choice() -> None:
-    assert interface_towards("127.0.0.1") == "lo"
-    assert interface_towards("no.such.host.invalid") is None
-    assert chosen("127.0.0.1", several_machines=True) == "lo"
-    assert chosen("127.0.0.1", several_machines=False, GLOO_SOCKET_IFNAME="ib0") == "ib0"
+    loopback, own = {"GLOO_SOCKET_IFNAME": "lo"}, {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert chosen("127.0.0.1", several_machines=True) == loopback
+    assert chosen("127.0.0.1", several_machines=False, **own) == own
+    assert chosen("no.such.host.invalid", several_machines=True) == {}
 
 
 def test_nccl_gets_the_exact_name_of_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "interface_towards", lambda _: "ens1")
-    env: dict[str, str] = {}
-    choose_interface(env, "10.0.0.1", several_machines=True)
-    assert env == {"GLOO_SOCKET_IFNAME": "ens1", "NCCL_SOCKET_IFNAME": "=ens1"}
+    expected = {"GLOO_SOCKET_IFNAME": "ens1", "NCCL_SOCKET_IFNAME": "=ens1"}
+    assert chosen("10.0.0.1", several_machines=True) == expected
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs ip (Debian: iproute2)")
 def test_choose_interface_for_a_master_named_loopback_uses_the_default_route() -> None:
     """In Debian's /etc/hosts the machine's own name is 127.0.1.1."""
-    assert chosen("127.0.1.1", several_machines=False) == "lo"
+    assert chosen("127.0.1.1", several_machines=False)["GLOO_SOCKET_IFNAME"] == "lo"
     routes = subprocess.check_output(["ip", "-4", "route", "show", "default"], text=True).split()
     default = routes[routes.index("dev") + 1] if routes else None
-    assert chosen("127.0.1.1", several_machines=True) == default
+    assert chosen("127.0.1.1", several_machines=True).get("GLOO_SOCKET_IFNAME") == default
     assert address_towards("127.0.1.1") == "127.0.1.1"
-    if default is not None:
-        assert interface_towards("192.0.2.200") == default
-        assert not address_towards("192.0.2.200").startswith("127.")
+    assert default is None or not address_towards("192.0.2.200").startswith("127.")
 
 
 def test_cpu_threads_are_whole_cpus_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,41 +313,39 @@ def test_cgroup_cpus_is_the_smallest_quota(
     assert cgroup_cpus(tmp_path) == expected
 
 
-def test_cpus_per_rank_shares_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    def share(ranks: int, launcher: str = "pytorch") -> float:
-        return cpus_per_rank(RankInfo(0, 0, ranks, ranks, launcher))
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
-    monkeypatch.setattr(cpus, "cgroup_cpus", lambda: math.inf)
-    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    assert (share(1), share(8)) == (64, 8)
-    monkeypatch.setattr(cpus, "cgroup_cpus", lambda: 12.0)
-    assert (share(1), share(8)) == (12, 1.5)
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
-    assert share(1) == 12, "of the job, not of a step"
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert share(8, "slurm") == 6, "each rank is a task"
-    assert share(3, "pytorch") == 2, "three ranks in one task"
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
-    assert share(8, "pytorch") == 6, "tasks that set RANK"
+STEP = {"SLURM_STEP_ID": "0"}
+PER_TASK = {"SLURM_CPUS_PER_TASK": "6"}
+EIGHT_TASKS = {**STEP, **PER_TASK, "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
+PER_GPU = {**STEP, "SLURM_CPUS_PER_GPU": "8"}
+# A step with one task on each machine.
+ONE_TASK = {**PER_GPU, "SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 
 
-@pytest.mark.parametrize(("affinity", "cgroup"), [(32, math.inf), (8, math.inf), (64, 8.0)])
-def test_cpus_per_rank_of_a_step_with_cpus_for_each_gpu(
-    monkeypatch: pytest.MonkeyPatch, affinity: int, cgroup: float
+@pytest.mark.parametrize(
+    ("env", "cpus_here", "ranks", "launcher", "expected"),
+    [
+        ({}, 12, 8, "pytorch", 1.5),
+        (PER_TASK, 12, 1, "pytorch", 12),  # of the job, not of a step
+        (STEP | PER_TASK, 12, 8, "slurm", 6),  # each rank is a task
+        (STEP | PER_TASK, 12, 3, "pytorch", 2),  # three ranks in one task
+        (EIGHT_TASKS, 12, 8, "pytorch", 6),  # tasks that set RANK
+        # SLURM may bind each task to its own CPUs, which no other rank shares
+        (PER_GPU, 8, 4, "slurm", 8),
+        (ONE_TASK, 64, 1, "slurm", 32),
+        (ONE_TASK, 8, 1, "slurm", 8),
+        (ONE_TASK, 64, 4, "pytorch", 8),
+        (ONE_TASK, 8, 4, "pytorch", 2),
+    ],
+)
+def test_cpus_per_rank_in_a_step_of_slurm(
+    monkeypatch: pytest.MonkeyPatch,
+    env: dict[str, str],
+    cpus_here: int,
+    ranks: int,
+    launcher: str,
+    expected: float,
 ) -> None:
-    """SLURM may bind each task to its own CPUs, which no other rank shares."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(affinity))
-    monkeypatch.setattr(cpus, "cgroup_cpus", lambda: cgroup)
-    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    monkeypatch.setenv("SLURM_CPUS_PER_GPU", "8")
-    ranks = RankInfo(0, 0, 4, 4, "slurm")
-    assert cpus_per_rank(ranks) == 8
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
-    assert cpus_per_rank(ranks) == 8
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")
-    one_task = min(affinity, cgroup, 32)
-    assert cpus_per_rank(RankInfo(0, 0, 1, 1, "slurm")) == one_task
-    assert cpus_per_rank(RankInfo(0, 0, 4, 4, "pytorch")) == one_task / 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cpus_here))
+    monkeypatch.setattr(cpus, "cgroup_cpus", lambda: math.inf)
+    with patch.dict(os.environ, env, clear=True):
+        assert cpus_per_rank(RankInfo(0, 0, ranks, ranks, launcher)) == expected

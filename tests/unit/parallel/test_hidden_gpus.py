@@ -1,12 +1,10 @@
-"""The default tests hide GPUs, so that they pass on a machine that has some. Settings of the
-processor hold in all processes.
-"""
+"""The default tests hide GPUs, so that they pass on a machine that has some."""
 
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, environment, python_path, run, runs_on_gpus
+from helpers import REPOSITORY, python_path, run, runs_on_gpus
 
 from imagenet_cls.parallel.environment import RankInfo
 
@@ -22,12 +20,9 @@ assert torch.cuda.is_available()
 @pytest.mark.parametrize(
     ("markers", "paths", "expected"),
     [
-        ("", [], False),
         ("nightly", [], False),
         ("not gpu", ["tests/gpu"], False),
-        ("gpu", [], True),
         ("gpu and not nightly", ["tests"], True),
-        ("", ["tests/gpu"], True),
         ("nightly", ["tests/gpu/test_gpu_data.py::test_erase"], True),
         ("", ["tests/gpu", "tests/unit"], False),
     ],
@@ -53,11 +48,3 @@ def test_tests_choose_the_cpu_on_a_machine_with_a_gpu(
     paths = python_path(tmp_path, REPOSITORY / "tests")
     done = run([sys.executable, "-m", "pytest", "-q", "-p", "one_gpu", test], PYTHONPATH=paths)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
-
-
-@pytest.mark.parametrize("name", ["ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA"])
-def test_settings_of_the_processor_reach_started_processes(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, "default")
-    assert environment()[name] == "default"

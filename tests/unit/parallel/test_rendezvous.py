@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from socket import create_server
@@ -73,48 +74,39 @@ def test_init_process_groups_with_an_unreachable_machine_gives_the_reason(
     rank_info: RankInfo, host: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """torch's store writes two dozen lines from C++."""
-    with pytest.raises(ResourceError, match=reason) as raised:
+    with pytest.raises(ResourceError, match=reason):
         init_process_groups(
             rank_info, torch.device("cpu"), "auto", "gloo", f"tcp://{host}:{free_port()}", 0.5
         )
-    assert len(str(raised.value).splitlines()) == 3 and capfd.readouterr().err == ""
+    assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("by_file", [False, True])
+@pytest.mark.parametrize(
+    ("by_file", "present", "missing"),
+    [
+        (False, (0, 2), "missing: ranks 1, 3 of 4"),
+        (True, (0, 2), "missing: ranks 1, 3 of 4"),
+        (True, (1, 2, 3), "missing: rank 0 of 4"),
+    ],
+)
 def test_wait_for_all_ranks_with_missing_ranks_names_them_on_every_rank(
-    tmp_path: Path, by_file: bool
+    tmp_path: Path, by_file: bool, present: tuple[int, ...], missing: str
 ) -> None:
-    """Ranks 1 and 3 of four are missing; the others are threads with their own stores."""
-    place = (
-        Rendezvous(file=tmp_path / "store")
-        if by_file
-        else Rendezvous("127.0.0.1", int(free_port()))
-    )
-    errors: dict[int, str] = {}
+    """The others are threads with their own stores."""
+    address = Rendezvous("127.0.0.1", int(free_port()))
+    place = Rendezvous(file=tmp_path / "store") if by_file else address
+    all_have_a_store = threading.Barrier(len(present))
 
-    both_have_a_store = threading.Barrier(2)
-
-    def arrive(rank: int) -> None:
+    def arrive(rank: int) -> str:
         rank_info = RankInfo(rank, rank, 4, 4)
         store = open_store(place, rank_info, 240.0)
-        both_have_a_store.wait()
+        all_have_a_store.wait()
         with pytest.raises(TimeoutError) as error:
             wait_for_all_ranks(store, rank_info, 1.0)
-        errors[rank] = str(error.value)
+        return str(error.value)
 
-    ranks = [threading.Thread(target=arrive, args=(rank,)) for rank in (0, 2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert errors == dict.fromkeys((0, 2), "missing: ranks 1, 3 of 4")
-
-
-def test_wait_for_all_ranks_without_rank_0_names_it(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match="missing: rank 0 of 2"):
-        wait_for_all_ranks(
-            open_store(Rendezvous(file=tmp_path / "store"), SECOND, 20.0), SECOND, 0.1
-        )
+    with ThreadPoolExecutor() as threads:
+        assert set(threads.map(arrive, present)) == {missing}
 
 
 @pytest.mark.nightly
@@ -129,7 +121,7 @@ def test_init_process_groups_with_a_silent_server_aborts_after_the_timeout() -> 
             f"'tcp://127.0.0.1:{silent.getsockname()[1]}', 0.5)"
         )
         rank = run([sys.executable, "-c", code], timeout_sec=240)
-    assert rank.returncode == 5 and len(rank.stderr.splitlines()) == 3, rank.stderr
+    assert rank.returncode == 5, rank.stderr
 
 
 def test_check_rendezvous_file_of_an_earlier_run_raises(tmp_path: Path) -> None:
@@ -197,8 +189,7 @@ def test_failure_of_nccl_itself_is_reported_with_its_reason(
     assert (found is None) == (reason is None)
     lost = lost_rank_error(dist.DistBackendError(text), RankInfo(3, 3, 4, 4))
     assert lost.exit_code == 5 and ("lost contact" in str(lost)) == (reason is None)
-    if reason is not None:
-        assert reason in str(found) == str(lost) and len(str(found).splitlines()) <= 3
+    assert reason is None or reason in str(found) == str(lost)
 
 
 def test_failure_of_nccl_at_the_start_is_no_failed_rendezvous(

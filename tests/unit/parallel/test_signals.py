@@ -62,7 +62,6 @@ def test_close_without_a_signal_restores_the_handlers() -> None:
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [
-        ((signal.SIGINT, signal.SIGINT), 130),
         ((signal.SIGTERM, signal.SIGINT, signal.SIGINT), 130),
         ((signal.SIGINT, signal.SIGTERM, signal.SIGUSR2), 0),
     ],
