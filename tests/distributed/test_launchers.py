@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -49,31 +49,10 @@ def one_rank(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_together(commands: list[Command], timeout_sec: float = 240) -> Done:
+def run_together(commands: list[Command]) -> Done:
     """Commands that need each other, all at once; none outlives this function."""
-    started = [
-        subprocess.Popen(
-            words,
-            env=environment(**env),
-            cwd=REPOSITORY,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for words, env in commands
-    ]
-    done: Done = []
-    watchdog = threading.Timer(timeout_sec, lambda: [process.kill() for process in started])
-    watchdog.start()
-    try:
-        for process in started:
-            out, err = process.communicate()
-            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-    finally:
-        watchdog.cancel()
-        for process in started:
-            process.kill()
-    return done
+    with ThreadPoolExecutor(len(commands)) as threads:
+        return list(threads.map(lambda command: run(command[0], **command[1]), commands))
 
 
 def assert_agrees(one_rank: Path, folders: list[Path], done: Done) -> None:
@@ -96,9 +75,7 @@ def assert_agrees(one_rank: Path, folders: list[Path], done: Done) -> None:
         assert [path.name for path in other.iterdir()] == ["logs"]
     output = "".join(process.stdout for process in done)
     assert output.count("run folder") == output.count("done\n") == 1, "only rank 0 prints"
-    seen = re.findall(
-        r"^(?!.*\b(?:warn|nohup)).+$", "".join(process.stderr for process in done), re.M | re.I
-    )
+    seen = re.findall(r"^(?!.*\bwarn).+$", "".join(process.stderr for process in done), re.M | re.I)
     assert not seen or "torch.distributed.launch" in str(done[0].args), seen
 
 
@@ -106,30 +83,24 @@ def assert_agrees(one_rank: Path, folders: list[Path], done: Done) -> None:
 
 
 @pytest.mark.nightly
-def test_torch_distributed_launch_under_nohup_ignores_sighup(
+def test_torch_distributed_launch_agrees_with_one_rank(
     one_rank: Path, digits: Path, tmp_path: Path
 ) -> None:
-    """It passes --local-rank=N; the terminal closes (SIGHUP), and the run continues."""
-    words = words_for(digits, tmp_path / "run")
-    env = environment(PET_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGQUIT")
-    process = subprocess.Popen(
-        ["nohup", *TORCH_LAUNCH, TRAIN, *words],
-        env=env,
-        cwd=REPOSITORY,
-        text=True,
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        log = tmp_path / "run" / "logs" / "rank1.log"
-        wait_for(lambda: log.exists() or process.poll() is not None, "the rendezvous")
-        os.killpg(process.pid, signal.SIGHUP)
-        out, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    """It passes --local-rank=N."""
+    words = [*TORCH_LAUNCH, TRAIN, *words_for(digits, tmp_path / "run")]
+    assert_agrees(one_rank, [tmp_path / "run"], run_together([(words, {})]))
+
+
+def test_two_spawned_ranks_agree_with_one_rank(
+    one_rank: Path, digits: Path, tmp_path: Path
+) -> None:
+    """With a network that a module under `imports` registers, and a module of the working directory
+    named `queue`.
+    """
+    (tmp_path / "queue.py").write_text("raise RuntimeError('not the library')\n")
+    registered = {"model__name": "helpers_registered", "imports": "[registered]"}
+    words = words_for(digits, tmp_path / "run", **registered)
+    done = run([sys.executable, TRAIN, *words, "--gpus", "2"], cwd=tmp_path)
     assert_agrees(one_rank, [tmp_path / "run"], [done])
 
 
@@ -153,60 +124,43 @@ def test_ranks_started_by_hand_agree_with_one_rank(
 # ---- several nodes
 
 
+def by_spawn(config: str, rest: list[str], node: int, port: str) -> Command:
+    options = ["--launcher", "spawn", "--gpus", "1", "--nodes", "2", "--node-rank", str(node)]
+    address = f"parallel.init_method=tcp://127.0.0.1:{port}"
+    return [sys.executable, TRAIN, config, *rest, address, *options], {}
+
+
+def by_script(config: str, rest: list[str], node: int, port: str) -> Command:
+    env = {"NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return ["bash", DIST_TRAIN, config, "1", *rest], env
+
+
+def in_pod(config: str, rest: list[str], node: int, port: str) -> Command:
+    """In one of two pods with one GPU each, with the variables of Kubeflow 1.6."""
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {"PYTHONUNBUFFERED": "0", **master, "WORLD_SIZE": "2", "RANK": str(node)}
+    return ["bash", DIST_TRAIN, config, "1", *rest], env
+
+
+def in_elastic_pod(config: str, rest: list[str], node: int, port: str) -> Command:
+    rendezvous = {"PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "PET_RDZV_BACKEND": "c10d"}
+    env = {"PET_NNODES": "2:2", "PET_NPROC_PER_NODE": "1", **rendezvous}
+    return ["bash", DIST_TRAIN, config, "1", *rest], env
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("launcher", ["pytorch", "spawn"])
-def test_two_nodes_agree_with_one_rank(
-    one_rank: Path, digits: Path, tmp_path: Path, launcher: str
+@pytest.mark.parametrize("launch", [by_spawn, by_script, in_pod, in_elastic_pod])
+def test_two_machines_agree_with_one_rank(
+    one_rank: Path, digits: Path, tmp_path: Path, launch: Callable[..., Command]
 ) -> None:
-    """Each node has a run folder of its own."""
-    folders, port = [tmp_path / "node0", tmp_path / "node1"], free_port()
-    commands: list[Command] = []
+    """Each has a run folder of its own."""
+    folders, port = [tmp_path / "0", tmp_path / "1"], free_port()
+    commands = []
     for node, folder in enumerate(folders):
         config, *rest = words_for(digits, folder)
-        options = ["--launcher", "spawn", "--gpus", "1", "--nodes", "2", "--node-rank", str(node)]
-        spawn = [
-            sys.executable,
-            TRAIN,
-            config,
-            *rest,
-            f"parallel.init_method=tcp://127.0.0.1:{port}",
-            *options,
-        ]
-        env = {
-            "NNODES": "2",
-            "NODE_RANK": str(node),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        by_script: Command = (["bash", DIST_TRAIN, config, "1", *rest], env)
-        commands.append((spawn, {}) if launcher == "spawn" else by_script)
-    assert_agrees(one_rank, folders, run_together(commands))
-
-
-def kubeflow(port: str, pod: int, operator: str) -> dict[str, str]:
-    """The variables in one of two pods with one GPU each, by the version of Kubeflow that sets
-    them.
-    """
-    if operator == "1.6":
-        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        return {"PYTHONUNBUFFERED": "0", **master, "WORLD_SIZE": "2", "RANK": str(pod)}
-    rendezvous = {"PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "PET_RDZV_BACKEND": "c10d"}
-    return {"PET_NNODES": "2:2", "PET_NPROC_PER_NODE": "1", **rendezvous}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("operator", ["1.6", "elastic"])
-def test_two_pods_of_kubeflow_agree_with_one_rank(
-    one_rank: Path, digits: Path, tmp_path: Path, operator: str
-) -> None:
-    """As in two_nodes, but the number of the machine and the others are those of the pod."""
-    folders, port = [tmp_path / "pod0", tmp_path / "pod1"], free_port()
-    commands: list[Command] = []
-    for pod, folder in enumerate(folders):
-        config, *rest = words_for(digits, folder)
-        commands.append((["bash", DIST_TRAIN, config, "1", *rest], kubeflow(port, pod, operator)))
+        commands.append(launch(config, rest, node, port))
     done = run_together(commands)
-    if operator == "elastic" and not (folders[0] / "checkpoints").exists():
+    if launch is in_elastic_pod and not (folders[0] / "checkpoints").exists():
         folders.reverse()  # either pod may get rank 0
     assert_agrees(one_rank, folders, done)
 
@@ -242,10 +196,6 @@ def test_ssh_train_agrees_with_one_rank_and_passes_the_exit_code(
         assert done.returncode == code, done.stderr
         assert done.stdout.count("done\n") == (code == 0), "only rank 0 prints"
     assert losses(tmp_path / "a run") == pytest.approx(losses(one_rank), rel=1e-4)
-    assert sorted(path.name for path in (tmp_path / "a run" / "logs").iterdir()) == [
-        "rank0.log",
-        "rank1.log",
-    ]
 
 
 def test_node_without_the_other_exits_5(digits: Path, tmp_path: Path) -> None:
@@ -258,11 +208,7 @@ def test_node_without_the_other_exits_5(digits: Path, tmp_path: Path) -> None:
         MASTER_PORT=port,
     )
     assert done.stdout == f"node 0 of 2: rendezvous at 127.0.0.1:{port}\n"
-    assert (
-        done.returncode == 5
-        and "1/2 clients joined" in done.stderr
-        and len(done.stderr.splitlines()) <= 3
-    )
+    assert done.returncode == 5 and "1/2 clients joined" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -278,7 +224,6 @@ def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Pa
         "train__epochs": 5,
         "checkpoint__every_steps": 5,
         "parallel__sync_bn": "true",
-        "device": "cpu",
     }
     folder, port = tmp_path / "run", free_port()
     agents: list[subprocess.Popen[bytes]] = []
@@ -344,7 +289,7 @@ def test_port_in_use_exits_5_and_is_named(digits: Path, tmp_path: Path) -> None:
         )
     for process in done:
         assert (process.returncode, process.stdout) == (5, "")
-        assert port in process.stderr and len(process.stderr.splitlines()) <= 3
+        assert port in process.stderr
     assert not (tmp_path / "run").exists()
 
 
