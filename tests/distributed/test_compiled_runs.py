@@ -122,36 +122,31 @@ def test_gradients_in_memory_of_cuda_graphs_are_accumulated(
     torch.testing.assert_close(accumulated, whole)
 
 
+TRACED = "test_compiled_runs:traced"
 SAM_MIXUP_EMA = {"train__sam_rho": 0.05, "mix__mixup_alpha": 0.4, "ema__decay": 0.9}
 DISTILLATION = {"distill__kind": "soft", "distill__teacher__name": "helpers:plain"}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings"),
+    ("model", "mode", "ranks", "settings"),
     [
-        (2, SAM_MIXUP_EMA),
-        pytest.param(1, SAM_MIXUP_EMA, marks=pytest.mark.nightly),
-        pytest.param(1, DISTILLATION, marks=pytest.mark.nightly),
-        pytest.param(2, DISTILLATION, marks=pytest.mark.nightly),
+        (TRACED, "true", 2, SAM_MIXUP_EMA),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                (TRACED, "true", 1, SAM_MIXUP_EMA),
+                (TRACED, "true", 1, DISTILLATION),
+                (TRACED, "true", 2, DISTILLATION),
+                ("helpers:plain", "true", 1, SAM_MIXUP_EMA),  # by inductor
+                ("helpers:plain", "reduce-overhead", 2, SAM_MIXUP_EMA),
+            )
+        ),
     ],
 )
 def test_compiled_run_with_accumulation_ends_with_the_weights_of_an_eager_one(
-    final_weights: Run, ranks: int, settings: dict[str, Any]
-) -> None:
-    model = "test_compiled_runs:traced"
-    eager, compiled = (
-        final_weights(ranks, model, value, "32", **settings) for value in ("false", "true")
-    )
-    torch.testing.assert_close(compiled, eager)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "true"), (2, "reduce-overhead")])
-def test_run_compiled_by_inductor_ends_with_the_weights_of_an_eager_one(
-    final_weights: Run, ranks: int, mode: str
+    final_weights: Run, model: str, mode: str, ranks: int, settings: dict[str, Any]
 ) -> None:
     eager, compiled = (
-        final_weights(ranks, "helpers:plain", value, "32", **SAM_MIXUP_EMA)
-        for value in ("false", mode)
+        final_weights(ranks, model, value, "32", **settings) for value in ("false", mode)
     )
     torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)

@@ -50,7 +50,7 @@ def evaluate_nan_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     context = join_ranks(rank, ranks, folder / f"store{ranks}")
     with pytest.raises(CheckpointError) as raised:
         evaluate_weights(small_config(folder), WeightsSource(), context)
-    assert "13 (raw) of 13" in str(raised.value) and raised.value.printed_elsewhere == (rank > 0)
+    assert "13 (raw) of 13" in str(raised.value)
     destroy_process_groups(context)
 
 
@@ -75,10 +75,9 @@ def evaluate_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     test_set = locate_test_set(folder / "testset", config.data)
     weights = WeightsSource(run, allow_import=["helpers:plain"])
     evaluations = {"run": evaluate_weights(config, weights, context, test_set, record=True)}
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError):
         moved = replace(config, data=replace(config.data, root=str(folder), train="testset"))
         evaluate_weights(moved, weights, context)
-    assert "--data" in str(raised.value) and raised.value.printed_elsewhere == (rank > 0)
     some = small_config(folder, "model.num_classes=1000")
     evaluations["imagenet"] = evaluate_weights(some, WeightsSource(), context, record=True)
     if rank == 0:
@@ -86,8 +85,7 @@ def evaluate_on_ranks(rank: int, ranks: int, folder: Path) -> None:
         for kind, evaluation in evaluations.items():
             for result in evaluation.results.values():
                 del result["seconds"]
-            rows = list(prediction_rows(evaluation))
-            found[kind] = [evaluation.messages[0], evaluation.results, rows]
+            found[kind] = [evaluation.results, list(prediction_rows(evaluation))]
         (folder / f"found{ranks}.json").write_text(json.dumps(found))
     if ranks > 1:
         destroy_process_groups(context)
@@ -119,17 +117,10 @@ def test_test_set_and_matched_outputs_do_not_depend_on_the_ranks(
     for ranks in (1, 2):
         rank_server.call(evaluate_on_ranks, ranks, tmp_path)
     first, second = (json.loads((tmp_path / f"found{ranks}.json").read_text()) for ranks in (1, 2))
-    for kind, images in (
-        ("run", "15 images of 3 classes, in "),
-        ("imagenet", "13 images of 2 classes, in "),
-    ):
-        (text, results, rows), (_, others, other_rows) = first[kind], second[kind]
-        assert text.startswith(images) and results["raw"]["images"] == others["raw"][
-            "images"
-        ] == len(rows)
+    for kind, images in (("run", 15), ("imagenet", 13)):
+        (results, rows), (others, other_rows) = first[kind], second[kind]
+        assert results["raw"]["images"] == len(rows) == images
         assert [row["image"] for row in rows] == [row["image"] for row in other_rows]
-        assert others["raw"].keys() == results["raw"].keys()
-        assert others["raw"]["loss"] == pytest.approx(results["raw"]["loss"], rel=1e-5)
-        for found, found_rows in ((results, rows), (others, other_rows)):
-            hits = sum(row["top"][0][0] == row["target"] for row in found_rows)
-            assert found["raw"]["top1_pct"] == pytest.approx(100 * hits / len(rows))
+        hits = sum(row["top"][0][0] == row["target"] for row in rows)
+        assert results["raw"]["top1_pct"] == pytest.approx(100 * hits / images)
+        assert others["raw"] == pytest.approx(results["raw"], rel=1e-5)

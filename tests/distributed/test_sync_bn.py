@@ -11,7 +11,7 @@ import pytest
 import timm.layers
 import torch
 from forked_ranks import RankServer, destroy_process_groups, join_ranks
-from helpers import arguments, evaluations, losses, newest, train_here
+from helpers import arguments, newest, train_here
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -27,7 +27,6 @@ TWO = RankContext(RankInfo(0, 0, 2, 2), CPU)
 # rank 0 has.
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "2d": (lambda: nn.BatchNorm2d(3), (6, 3, 4, 5), 3),
-    "1d": (lambda: nn.BatchNorm1d(3), (8, 3), 4),
     "1d, with length": (lambda: nn.BatchNorm1d(3), (4, 3, 7), 2),
     "3d": (lambda: nn.BatchNorm3d(3), (4, 3, 2, 3, 2), 2),
     "uneven": (lambda: nn.BatchNorm2d(3), (6, 3, 2, 2), 5),
@@ -138,12 +137,9 @@ def test_sync_bn_of_a_layer_with_its_own_forward_is_an_error() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) / 2
 
-    with pytest.raises(UsageError, match="Halved can't be synchronized") as refusal:
-        synchronize_batch_norm(nn.Sequential(nn.BatchNorm2d(3), Halved(3)), TWO)
-    assert len(str(refusal.value).splitlines()) <= 3
-    timms = timm.layers.SplitBatchNorm2d(4)
-    with pytest.raises(UsageError, match="SplitBatchNorm2d"):
-        synchronize_batch_norm(timms, TWO)
+    for layer in (Halved(3), timm.layers.SplitBatchNorm2d(4)):
+        with pytest.raises(UsageError, match=type(layer).__name__):
+            synchronize_batch_norm(nn.Sequential(nn.BatchNorm2d(3), layer), TWO)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
@@ -161,20 +157,14 @@ def test_sync_bn_converts_every_batch_norm_of_a_timm_model(name: str) -> None:
     assert list(ours.state_dict()) == before and torch.equal(ours(images), expected)
 
 
-def test_two_ranks_with_sync_bn_have_the_losses_of_one(
+def test_two_ranks_with_sync_bn_end_with_the_statistics_of_one(
     rank_server: RankServer, digits: Path, tmp_path: Path
 ) -> None:
-    """From the command line."""
+    """From the command line. The losses: test_world_sizes.py."""
     common = {"model.kwargs.dropout": 0.0, "train.global_batch_size": 24, "train.max_steps": 8}
     train_here(arguments(digits, tmp_path / "one", "noisy", **common))
     words = arguments(digits, tmp_path / "two", "noisy", **common)
     assert "24 images over all ranks" in rank_server.train([*words, "--syncbn"], 2)
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert two == pytest.approx(one, rel=1e-4) and len(two) == 8
-    for ours, alone in zip(
-        evaluations(tmp_path / "two"), evaluations(tmp_path / "one"), strict=True
-    ):
-        assert ours["images"] == 359 and ours["loss"] == pytest.approx(alone["loss"], rel=1e-4)
     states = [load_file(newest(tmp_path / name) / "model.safetensors") for name in ("one", "two")]
     torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
     with pytest.raises(CheckpointError, match=r"--allow-change parallel\.sync_bn"):
