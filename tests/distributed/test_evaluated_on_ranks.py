@@ -46,28 +46,9 @@ def write_images(folder: Path, classes: dict[str, int]) -> None:
             Image.new("RGB", (16, 16), color).save(folder / name / f"{number}.png")
 
 
-def evaluate_nan_on_ranks(rank: int, ranks: int, folder: Path) -> None:
-    context = join_ranks(rank, ranks, folder / f"store{ranks}")
-    with pytest.raises(CheckpointError) as raised:
-        evaluate_weights(small_config(folder), WeightsSource(), context)
-    assert "13 (raw) of 13" in str(raised.value)
-    destroy_process_groups(context)
-
-
-def test_images_without_finite_outputs_are_counted_over_all_ranks(
-    tmp_path: Path, rank_server: RankServer
-) -> None:
-    write_images(tmp_path / "images", {"a": 6, "b": 7})
-    torch.save(
-        {name: value * torch.nan for name, value in plain(2).state_dict().items()},
-        tmp_path / "weights.pth",
-    )
-    rank_server.call(evaluate_nan_on_ranks, 2, tmp_path)
-
-
 def evaluate_on_ranks(rank: int, ranks: int, folder: Path) -> None:
-    """Write the results of a separate test set, of weights for ImageNet, and the error of another
-    folder's split.
+    """Write the results of a separate test set, and of weights for ImageNet. Another folder's
+    split, and outputs that are not finite, counted over all ranks, are errors.
     """
     context = join_ranks(rank, ranks, folder / f"store{ranks}")
     run = folder / "run"
@@ -78,6 +59,9 @@ def evaluate_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     with pytest.raises(DataError):
         moved = replace(config, data=replace(config.data, root=str(folder), train="testset"))
         evaluate_weights(moved, weights, context)
+    with pytest.raises(CheckpointError, match=r"13 \(raw\) of 13"):
+        checkpoint = f"model.checkpoint={folder}/nan.pth"
+        evaluate_weights(small_config(folder, checkpoint), WeightsSource(), context)
     some = small_config(folder, "model.num_classes=1000")
     evaluations["imagenet"] = evaluate_weights(some, WeightsSource(), context, record=True)
     if rank == 0:
@@ -114,6 +98,8 @@ def test_test_set_and_matched_outputs_do_not_depend_on_the_ranks(
     )
     torch.manual_seed(0)
     torch.save(plain(1000).state_dict(), tmp_path / "weights.pth")
+    not_finite = {name: value * torch.nan for name, value in plain(2).state_dict().items()}
+    torch.save(not_finite, tmp_path / "nan.pth")
     for ranks in (1, 2):
         rank_server.call(evaluate_on_ranks, ranks, tmp_path)
     first, second = (json.loads((tmp_path / f"found{ranks}.json").read_text()) for ranks in (1, 2))

@@ -82,37 +82,31 @@ def nonfinite_loss(
     return loss
 
 
-class Diverging(nn.Sequential):
-    """In the forward pass of one step, the last bit of one weight changes on one rank."""
+class Disturbed(nn.Sequential):
+    """`quiet`, with an event in the forward pass of one training step on rank 1."""
 
-    def __init__(self, num_classes: int, rank: int, step: int, name: str = "1.weight"):
+    def __init__(self, num_classes: int, event: str, step: int):
         super().__init__(*quiet(num_classes))
-        self.rank, self.step, self.name, self.calls = rank, step, name, -_SETTLING_PASSES
+        self.event, self.step, self.calls = EVENTS[event], step, -_SETTLING_PASSES
 
     def forward(self, images: Tensor) -> Tensor:
         self.calls += self.training
-        if self.training and (dist.get_rank(), self.calls) == (self.rank, self.step):
-            with torch.no_grad():
-                weight = self.get_parameter(self.name)
-                weight[-1, -1, -1, -1] = torch.nextafter(weight[-1, -1, -1, -1], torch.tensor(9.0))
+        if self.training and (dist.get_rank(), self.calls) == (1, self.step):
+            self.event(self.get_parameter("1.weight"))
         return super().forward(images)
 
 
-def failing(num_classes: int) -> nn.Module:
-    """A GPU's memory that runs out on rank 1 in the fourth step."""
+def change_last_bit(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight[-1, -1, -1, -1] = torch.nextafter(weight[-1, -1, -1, -1], torch.tensor(9.0))
 
-    class Failing(nn.Sequential):
-        calls = -_SETTLING_PASSES
 
-        def forward(self, images: Tensor) -> Tensor:
-            self.calls += self.training
-            if dist.get_rank() == 1 and self.calls == 4:
-                raise torch.OutOfMemoryError(
-                    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has ...\nand more"
-                )
-            return super().forward(images)
+def run_out_of_memory(_: Tensor) -> None:
+    """As on a GPU."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
 
-    return Failing(*quiet(num_classes))
+
+EVENTS = {"changed bit": change_last_bit, "memory": run_out_of_memory}
 
 
 def inline(settings: dict[str, Any]) -> str:
@@ -124,10 +118,11 @@ def own_loss(**kwargs: Any) -> dict[str, Any]:
     return {"loss__name": f"{HERE}:nonfinite_loss", "loss__kwargs": inline(kwargs)}
 
 
-def diverging(**kwargs: Any) -> dict[str, Any]:
-    return {"model__name": f"{HERE}:Diverging", "model__kwargs": inline(kwargs)}
+def disturbed(**kwargs: Any) -> dict[str, Any]:
+    return {"model__name": f"{HERE}:Disturbed", "model__kwargs": inline(kwargs)}
 
 
+DIVERGING = disturbed(event="changed bit", step=5)
 CASES: dict[str, dict[str, Any]] = {
     "undisturbed": {},
     "one NaN": own_loss(rank=1, first_step=6, last_step=6),
@@ -136,9 +131,8 @@ CASES: dict[str, dict[str, Any]] = {
     | {"train__max_nonfinite_steps": 3, "train__global_batch_size": UNEVEN_BATCH},
     "gradient to the end": own_loss(rank=1, first_step=2, last_step=99, gradient="true")
     | {"train__max_nonfinite_steps": 2, "train__micro_batch_size": 2},
-    "diverged": diverging(rank=1, step=5)
-    | {"parallel__check_every_steps": 4, "checkpoint__every_steps": "null"},
-    "diverged, saved": diverging(rank=1, step=5),
+    "diverged": DIVERGING | {"parallel__check_every_steps": 4, "checkpoint__every_steps": "null"},
+    "diverged, saved": DIVERGING,
     "other code": {},
 }
 
@@ -278,7 +272,7 @@ def test_ranks_with_different_code_or_libraries_exit_2(runs: Path) -> None:
 
 
 def test_out_of_memory_on_one_rank_ends_all(rank_server: RankServer, tmp_path: Path) -> None:
-    words = words_for(tmp_path / "run", model__name=f"{HERE}:failing", model__kwargs="{}")
+    words = words_for(tmp_path / "run", **disturbed(event="memory", step=4))
     codes = rank_server.run(words, tmp_path / "output.txt", 2)
     printed = (tmp_path / "output.txt").read_text()
     assert codes[1] == 5 and codes[0] != 0, printed

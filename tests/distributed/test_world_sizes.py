@@ -7,9 +7,9 @@ model together are the same; what mixes them is drawn for each by itself.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,18 @@ import torch
 from forked_ranks import RankServer, destroy_process_groups, join_ranks
 from helpers import MULTILABEL, arguments
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import AugmentConfig, EvalConfig
-from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions, eval_batches
+from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
-from imagenet_cls.engine.build import TrainingParts, build
+from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.evaluate import EvaluationLabels, compute_results, model_outputs
 from imagenet_cls.engine.meter import StepResult
-from imagenet_cls.engine.train import train
+from imagenet_cls.engine.short_run import run_steps
 from imagenet_cls.engine.user_metrics import build_metrics, compute_metrics
 from imagenet_cls.errors import ConfigError, ResourceError
 from imagenet_cls.guards.replicas import check_same_weights
@@ -349,31 +349,31 @@ ALL_CASES = (
 )
 
 
-@dataclass
-class RecordedRun:
-    """In place of `engine.run.Run`: the training loop without a folder. gradient: the first one."""
+def run_case(case: Case, context: RankContext, folder: Path) -> list[Any]:
+    """The loss of each step, over all ranks, and the first gradient."""
+    losses: list[float] = []
+    gradient: list[torch.Tensor] = []
+    accumulation = case.accumulation or 3 // context.world_size
+    sizes = {
+        "train.global_batch_size": case.batch,
+        "train.micro_batch_size": -(-case.batch // (context.world_size * accumulation)),
+        "train.max_steps": case.steps,
+        "train.epochs": 10,
+    }
+    demo, *overrides = arguments(folder / "digits", folder, case.model, **sizes)[:-2]
 
-    parts: TrainingParts
-    progress: Progress = field(default_factory=Progress)
-    losses: list[float] = field(default_factory=list)
-    gradient: list[torch.Tensor] = field(default_factory=list)
+    def keep_loss(result: StepResult, parts: TrainingParts) -> None:
+        assert parts.plan.accumulation == accumulation
+        losses.append(all_reduce_mean(result.loss_and_top1, context)[0].item())
 
-    def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        return self.parts.train_loader.epoch(epoch, first_step)
+    def keep_gradient(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        gradient[:] = gradient or [weight.grad.clone() for weight in weights]
 
-    def after_step(self, result: StepResult) -> None:
-        self.losses.append(all_reduce_mean(result.loss_and_top1, self.parts.context)[0].item())
-
-    def after_epoch(self) -> None:
-        pass
-
-    def keep_gradient(self, *_: Any) -> None:
-        gradients = [weight.grad for weight in self.parts.updater.parameters]
-        self.gradient = self.gradient or [gradient.clone() for gradient in gradients]
-
-    def train(self) -> None:
-        self.parts.optimizer.register_step_pre_hook(self.keep_gradient)
-        train(self)
+    hook = register_optimizer_step_pre_hook(keep_gradient)
+    run_steps(load_config(demo, [*overrides, *case.settings]).config, context, keep_loss)
+    hook.remove()
+    return [losses, gradient]
 
 
 def run_cases(
@@ -385,24 +385,9 @@ def run_cases(
     for size in [size for size in sorted(world_sizes, reverse=True) if rank < size]:
         context = join_ranks(rank, size, folder / f"curves{size}")
         for number, case in enumerate(cases):
-            accumulation = case.accumulation or 3 // size
-            limit = -(-case.batch // (size * accumulation))
-            sizes = {"train.global_batch_size": case.batch, "train.micro_batch_size": limit}
-            demo, *overrides = arguments(
-                folder / "digits",
-                folder,
-                case.model,
-                **sizes,
-                train__max_steps=case.steps,
-                train__epochs=10,
-            )[:-2]
-            run = RecordedRun(
-                build(load_config(demo, [*overrides, *case.settings]).config, context)
-            )
-            assert run.parts.plan.accumulation == accumulation
-            run.train()
+            found = run_case(case, context, folder)
             if rank == 0:
-                torch.save([run.losses, run.gradient], folder / f"{size}-{number}.pt")
+                torch.save(found, folder / f"{size}-{number}.pt")
         if size > 1:
             destroy_process_groups(context)
 
