@@ -29,11 +29,6 @@ from same_run import assert_same_run, words_for
 
 ByRanks = Callable[[int], Path]
 NIGHTLY = pytest.mark.nightly
-LAUNCHERS = [
-    pytest.param("alone", marks=NIGHTLY),
-    "spawn",
-    pytest.param("dist_train.sh", marks=NIGHTLY),
-]
 
 # In the environment of all processes of a run, including data workers and torch's helpers.
 MARK = "TESTS_MARK"
@@ -43,7 +38,7 @@ EPOCHS, STEPS_PER_EPOCH = 40, 11
 
 
 def command_for(launcher: str, digits: Path, folder: Path, **kwargs: Any) -> list[str]:
-    """kwargs: of `bed.noisy`."""
+    """kwargs: of `helpers.noisy`."""
     network = {f"model__kwargs__{name}": value for name, value in kwargs.items()}
     config, *rest = arguments(
         digits,
@@ -62,15 +57,10 @@ def command_for(launcher: str, digits: Path, folder: Path, **kwargs: Any) -> lis
 
 
 @contextmanager
-def watched(
-    command: Sequence[str], folder: Path, output: int | None = None
-) -> Iterator[subprocess.Popen[str]]:
+def watched(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A run in this folder, in a process group of its own. None of its processes outlives the
     context.
-
-    output: a file descriptor for stdout and stderr.
     """
-    out, err = (subprocess.DEVNULL, subprocess.PIPE) if output is None else (output, output)
     with subprocess.Popen(
         command,
         env=environment(**{MARK: str(folder)}),
@@ -78,8 +68,8 @@ def watched(
         text=True,
         start_new_session=True,
         stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=err,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     ) as process:
         try:
             yield process
@@ -121,8 +111,12 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def assert_all_gone(folder: Path) -> None:
+def assert_ends(process: subprocess.Popen[str], folder: Path, code: int) -> str:
+    """All processes of the run end, the launching process with this code. Returns its errors."""
+    _, errors = process.communicate(timeout=240)
     wait_for(lambda: not processes_of(folder), "the run's processes to end")
+    assert process.returncode == code and len(errors.splitlines()) <= 3, errors
+    return errors
 
 
 def assert_saved(folder: Path) -> None:
@@ -132,17 +126,41 @@ def assert_saved(folder: Path) -> None:
     assert f"step-{steps_done(folder):07d}" in saved, (folder / "logs" / "rank0.log").read_text()
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ctrl_c_to_the_process_group_saves_and_exits_130(
-    digits: Path, tmp_path: Path, launcher: str
+@pytest.mark.parametrize(
+    ("launcher", "number", "asked"),
+    [
+        ("spawn", signal.SIGINT, "the process group"),
+        *(
+            pytest.param(*case, marks=NIGHTLY)
+            for case in (
+                ("alone", signal.SIGINT, "the process group"),
+                ("dist_train.sh", signal.SIGINT, "the process group"),
+                ("dist_train.sh", signal.SIGTERM, "rank 1"),
+                ("dist_train.sh", signal.SIGUSR2, "the launcher"),
+                ("spawn", signal.SIGINT, "the launcher"),
+                ("spawn", signal.SIGHUP, "the launcher"),
+            )
+        ),
+    ],
+)
+def test_stop_signal_saves_without_a_restart(
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
+    number: signal.Signals,
+    asked: str,
 ) -> None:
+    monkeypatch.setenv("MAX_RESTARTS", "1")
     folder = tmp_path / "run"
-    with started(launcher, digits, folder) as (process, _):
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-        assert_all_gone(folder)
-    assert process.returncode == 130, errors
-    assert "SIGINT" in errors and len(errors.splitlines()) <= 3, errors
+    with started(launcher, digits, folder) as (process, pids):
+        if asked == "the process group":
+            os.killpg(process.pid, number)
+        else:
+            os.kill(pids[1] if asked == "rank 1" else process.pid, number)
+        errors = assert_ends(process, folder, 128 + number)
+    assert number.name in errors
+    assert (folder / "logs" / "rank0.log").read_text().count("rank 0 of") == 1, "started once"
     assert_saved(folder)
 
 
@@ -153,9 +171,8 @@ def test_ctrl_c_during_imports_of_spawned_ranks_exits_130(digits: Path, tmp_path
         wait_for(lambda: len(processes_of(folder)) >= 3, "a rank and Python's resource tracker")
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(timeout=120)
-        assert_all_gone(folder)
-    assert process.returncode == 130 and not folder.exists()
+        assert_ends(process, folder, 130)
+    assert not folder.exists()
 
 
 # `train.py`, but the launching process receives SIGTERM when it has started the first rank.
@@ -186,9 +203,7 @@ def test_sigterm_between_the_starts_of_two_ranks_ends_the_first_silently(
     script.write_text(STOPPED_WHILE_STARTING)
     command = command_for("spawn", digits, folder)
     with watched([command[0], str(script), *command[2:]], folder) as process:
-        _, errors = process.communicate(timeout=240)
-        assert_all_gone(folder)
-    assert (process.returncode, errors) == (143, "")
+        assert assert_ends(process, folder, 143) == ""
     assert not folder.exists()
 
 
@@ -210,21 +225,18 @@ def test_second_ctrl_c_ends_without_saving(digits: Path, tmp_path: Path) -> None
         while process.poll() is None:  # repeated signals do not interrupt the clean-up
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.005)
-        assert_all_gone(folder)
-        errors = process.communicate()[1]
-    assert process.returncode == 130, errors
-    assert len(errors.splitlines()) <= 3, errors
+        assert_ends(process, folder, 130)
     assert not list((folder / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS[1:])
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("dist_train.sh", marks=NIGHTLY)])
 def test_ranks_of_a_killed_launcher_save_and_end(
     digits: Path, tmp_path: Path, launcher: str
 ) -> None:
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, _):
         process.kill()
-        assert_all_gone(folder)
+        wait_for(lambda: not processes_of(folder), "the ranks to end")
     assert_saved(folder)
 
 
@@ -248,10 +260,8 @@ def test_killed_rank_is_named_and_ends_the_others(
         if stuck:
             os.kill(pids[0], signal.SIGSTOP)
         os.kill(pids[1], signal.SIGKILL)
-        _, errors = process.communicate(timeout=120)
-        assert_all_gone(folder)
-    assert process.returncode == 128 + signal.SIGKILL
-    assert "Rank 1 was killed by SIGKILL" in errors and len(errors.splitlines()) <= 3, errors
+        errors = assert_ends(process, folder, 128 + signal.SIGKILL)
+    assert "Rank 1 was killed by SIGKILL" in errors
 
 
 @pytest.mark.nightly
@@ -259,9 +269,7 @@ def test_rank_that_hangs_has_its_stack_in_its_log(digits: Path, tmp_path: Path) 
     folder = tmp_path / "run"
     command = command_for("spawn", digits, folder, pause_sec=1e6, pause_after=3, pause_rank=1)
     with watched([*command, "parallel.timeout_sec=10"], folder) as process:
-        _, errors = process.communicate(timeout=200)
-        assert_all_gone(folder)
-    assert process.returncode == 5 and len(errors.splitlines()) <= 3, errors
+        errors = assert_ends(process, folder, 5)
     log = (folder / "logs" / "rank1.log").read_text()
     assert re.search(r'helpers\.py", line \d+ in forward', log), log
     assert "the stacks in logs/rank1.log" in errors
@@ -286,42 +294,7 @@ def test_ignored_signals_change_nothing_and_sigterm_saves(digits: Path, tmp_path
         for _ in range(2):
             os.killpg(process.pid, signal.SIGTERM)
             time.sleep(0.02)
-        _, errors = process.communicate(timeout=120)
-        assert_all_gone(folder)
-    assert process.returncode == 143, errors
-    assert "SIGTERM" in errors and len(errors.splitlines()) <= 3, errors
-    assert_saved(folder)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "number", "asked"),
-    [
-        ("dist_train.sh", signal.SIGTERM, "rank 1"),
-        ("dist_train.sh", signal.SIGUSR2, "the launcher"),
-        ("spawn", signal.SIGINT, "the launcher"),
-        ("spawn", signal.SIGHUP, "the launcher"),
-    ],
-)
-@pytest.mark.nightly
-def test_stop_signal_to_a_rank_or_the_launcher_stops_without_a_restart(
-    digits: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    launcher: str,
-    number: signal.Signals,
-    asked: str,
-) -> None:
-    monkeypatch.setenv("MAX_RESTARTS", "1")
-    folder = tmp_path / "run"
-    with started(launcher, digits, folder) as (process, pids):
-        os.kill(pids[1] if asked == "rank 1" else process.pid, number)
-        _, errors = process.communicate(timeout=120)
-        assert_all_gone(folder)
-    assert process.returncode == 128 + number, errors
-    assert number.name in errors and len(errors.splitlines()) <= 3, errors
-    assert (folder / "logs" / "rank1.log").read_text().count("rank 1 of 2") == 1, (
-        "it was started once"
-    )
+        assert_ends(process, folder, 143)
     assert_saved(folder)
 
 
@@ -333,20 +306,12 @@ def test_ranks_restarted_by_torchrun_resume_with_the_same_bits(
     test_launchers.py.
     """
     folder = tmp_path / "run"
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=1",
-    ]
+    module = [sys.executable, "-m", "torch.distributed.run"]
+    torchrun = [*module, "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     words = words_for(few_images(2), folder, 2, model__kwargs__pause_sec=0.05)
     with watched([*torchrun, TRAIN, *words], folder) as process:
         wait_for(lambda: steps_done(folder) >= 12 or process.poll() is not None, "step 12")
         os.kill(pids_by_rank(folder)[1], signal.SIGKILL)
-        errors = process.communicate(timeout=120)[1]
-        assert_all_gone(folder)
-    assert process.returncode == 0, errors
+        assert_ends(process, folder, 0)
     assert (folder / "logs" / "rank1.log").read_text().count("rank 1 of 2") == 2
     assert_same_run(folder, undisturbed(2))
