@@ -18,27 +18,26 @@ IN_STEP_17 = ("in_forward", 17 * ACCUMULATION)
 # The runs report every step, so the ranks also check in every step.
 # The flags of step 17 are reduced while step 18 is under way.
 STOPPED_AT = {1: 17, 2: 18}
-TERM, INT, USR2, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP
-TO_RANK = {
-    number: [KillPoint(*IN_STEP_17, rank, number) for rank in (0, 1)]
-    for number in (TERM, INT, USR2, HUP)
-}
+TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
+
+
+def to_rank(rank: int, number: signal.Signals) -> KillPoint:
+    return KillPoint(*IN_STEP_17, rank, number)
 
 
 @pytest.mark.parametrize(
     ("number", "ranks", "kills"),
     [
-        pytest.param(TERM, 1, TO_RANK[TERM][:1], id="SIGTERM"),
-        pytest.param(INT, 1, TO_RANK[INT][:1], id="Ctrl-C"),
-        pytest.param(USR2, 1, TO_RANK[USR2][:1], id="SIGUSR2 without SLURM"),
-        pytest.param(HUP, 1, TO_RANK[HUP][:1], id="SIGHUP"),
-        pytest.param(TERM, 2, TO_RANK[TERM][1:], id="one of two"),
-        pytest.param(TERM, 2, TO_RANK[TERM], id="both"),
+        *(
+            pytest.param(number, 1, [to_rank(0, number)], id=number.name)
+            for number in (TERM, signal.SIGINT, USR2, signal.SIGHUP)
+        ),
+        pytest.param(TERM, 2, [to_rank(0, TERM), to_rank(1, TERM)], id="both"),
         pytest.param(
             TERM,
             2,
-            [TO_RANK[TERM][1], KillPoint("checkpoint_half_written", 4, 0, TERM)],
-            id="again in the save",
+            [to_rank(1, TERM), KillPoint("checkpoint_half_written", 4, 0, TERM)],
+            id="one of two, the other in the save",
         ),
     ],
 )
@@ -48,7 +47,7 @@ def test_stop_signal_saves_the_same_step_on_all_ranks(
     run, step = new_run(ranks), STOPPED_AT[ranks]
     assert run.start(kills=kills) == [128 + number] * ranks, run.output
     assert run.output.count(f"/checkpoints/step-{step:07d}\n") == 1, "one rank says it"
-    assert number.name in run.output and "--resume" in run.output
+    assert "--resume" in run.output
     assert checkpoints(run.folder)[-1] == step
     assert run.resume() == step
 
@@ -60,7 +59,7 @@ def test_stop_signal_between_two_reports_stops_by_the_end_of_the_epoch(
     epoch.
     """
     run = new_run(2, log__every_steps=1000)
-    assert run.start(kills=TO_RANK[TERM][1:]) == [143, 143], run.output
+    assert run.start(kills=[to_rank(1, TERM)]) == [143, 143], run.output
     step = checkpoints(run.folder)[-1]
     assert 18 <= step <= 20 and f"/checkpoints/step-{step:07d}\n" in run.output, run.output
     assert run.resume() == step
@@ -100,7 +99,7 @@ def test_slurm_job_is_requeued_by_one_rank_and_resumes(
     env = {"PATH": f"{program.parent}:/usr/bin:/bin", "SLURM_JOB_ID": "4711"}
 
     run = new_run(2)
-    assert run.start(kills=TO_RANK[USR2], **env) == [140, 140]
+    assert run.start(kills=[to_rank(0, USR2), to_rank(1, USR2)], **env) == [140, 140]
     assert run.output.count("/checkpoints/step-0000018\n") == 1, "one rank says it"
     assert refusal in run.output and ("--resume" in run.output) == bool(refusal)
     assert asked.read_text() == "requeue 4711\n"
