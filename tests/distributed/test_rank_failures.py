@@ -51,8 +51,6 @@ def words_for(work_dir: Path, **changes: Any) -> list[str]:
         "log__every_steps": 4,
         "checkpoint__every_steps": 1,
         "checkpoint__keep_last": "null",
-        "parallel__timeout_sec": 240,
-        "device": "cpu",
         "seed": SEED,
     }
     return arguments("none", work_dir, **(settings | changes))

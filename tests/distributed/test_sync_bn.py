@@ -11,8 +11,7 @@ import pytest
 import timm.layers
 import torch
 from forked_ranks import RankServer, destroy_process_groups, join_ranks
-from helpers import arguments, newest, train_here
-from safetensors.torch import load_file
+from helpers import arguments, train_here
 from torch import Tensor, nn
 
 from imagenet_cls.errors import CheckpointError, UsageError
@@ -28,7 +27,6 @@ TWO = RankContext(RankInfo(0, 0, 2, 2), CPU)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "2d": (lambda: nn.BatchNorm2d(3), (6, 3, 4, 5), 3),
     "1d, with length": (lambda: nn.BatchNorm1d(3), (4, 3, 7), 2),
-    "3d": (lambda: nn.BatchNorm3d(3), (4, 3, 2, 3, 2), 2),
     "uneven": (lambda: nn.BatchNorm2d(3), (6, 3, 2, 2), 5),
     "one value on rank 1": (lambda: nn.BatchNorm1d(3), (4, 3), 3),
     "not affine": (lambda: nn.BatchNorm2d(3, affine=False), (6, 3, 2, 2), 4),
@@ -142,12 +140,11 @@ def test_sync_bn_of_a_layer_with_its_own_forward_is_an_error() -> None:
             synchronize_batch_norm(nn.Sequential(nn.BatchNorm2d(3), layer), TWO)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
-def test_sync_bn_converts_every_batch_norm_of_a_timm_model(name: str) -> None:
-    """efficientnet has fused layers; the state dict's names and order stay, and the evaluation's
+def test_sync_bn_converts_every_batch_norm_of_a_timm_model() -> None:
+    """This one has fused layers. The state dict's names and order stay, and the evaluation's
     bits.
     """
-    model = timm.create_model(name, num_classes=3).eval()
+    model = timm.create_model("efficientnet_b0", num_classes=3).eval()
     before, images = list(model.state_dict()), torch.randn(1, 3, 64, 64)
     expected = model(images)
     count = sum(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
@@ -157,16 +154,13 @@ def test_sync_bn_converts_every_batch_norm_of_a_timm_model(name: str) -> None:
     assert list(ours.state_dict()) == before and torch.equal(ours(images), expected)
 
 
-def test_two_ranks_with_sync_bn_end_with_the_statistics_of_one(
+def test_sync_bn_from_the_command_line_is_kept_by_a_resume(
     rank_server: RankServer, digits: Path, tmp_path: Path
 ) -> None:
-    """From the command line. The losses: test_world_sizes.py."""
-    common = {"model.kwargs.dropout": 0.0, "train.global_batch_size": 24, "train.max_steps": 8}
-    train_here(arguments(digits, tmp_path / "one", "noisy", **common))
-    words = arguments(digits, tmp_path / "two", "noisy", **common)
+    words = arguments(
+        digits, tmp_path / "run", "noisy", train__global_batch_size=24, train__max_steps=1
+    )
     assert "24 images over all ranks" in rank_server.train([*words, "--syncbn"], 2)
-    states = [load_file(newest(tmp_path / name) / "model.safetensors") for name in ("one", "two")]
-    torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
     with pytest.raises(CheckpointError, match=r"--allow-change parallel\.sync_bn"):
         train_here([*words, "--resume"])
 

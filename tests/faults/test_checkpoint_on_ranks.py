@@ -9,19 +9,13 @@ from same_run import Run, checkpoints, records
 CHECKPOINT_BYTES = 120_000  # at least
 
 
-def run_on(disk: Path, new_run: Callable[..., Run], **changes: object) -> Run:
-    """A run of two ranks on a disk with room for two checkpoints and not for the third, of step
-    15.
-    """
-    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-    (disk / "filler").write_bytes(b"\0" * (free - 5 * CHECKPOINT_BYTES // 2))
-    return new_run(2, disk / "run", **changes)
-
-
 def test_failed_save_ends_all_ranks_and_the_run_resumes(
     disk: Path, new_run: Callable[..., Run]
 ) -> None:
-    run = run_on(disk, new_run)
+    """On a disk with room for two checkpoints and not for the third, of step 15."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    (disk / "filler").write_bytes(b"\0" * (free - 5 * CHECKPOINT_BYTES // 2))
+    run = new_run(2, disk / "run")
     codes = run.start()
     assert codes[0] == 5 and codes[1] != 0, codes
     assert (

@@ -14,24 +14,18 @@ from helpers import DIST_TRAIN, TRAIN, arguments, run
 
 # Errors of a rank that no launching process could have seen.
 @pytest.mark.parametrize(
-    ("launcher", "code", "changes", "message"),
+    ("launcher", "code", "changes"),
     [
-        ("dist_train.sh", 3, {"train__global_batch_size": 5000}, "1438 images"),
-        (
-            "spawn",
-            6,
-            {"optimizer__lr": 1e9, "train__max_nonfinite_steps": 1},
-            "NaN or infinite in 1 steps in a row",
-        ),
+        ("dist_train.sh", 3, {"train__global_batch_size": 5000}),
+        ("spawn", 6, {"optimizer__lr": 1e9, "train__max_nonfinite_steps": 1}),
     ],
 )
 def test_error_of_a_rank_is_the_launchers_exit_code(
-    digits: Path, tmp_path: Path, launcher: str, code: int, changes: dict[str, Any], message: str
+    digits: Path, tmp_path: Path, launcher: str, code: int, changes: dict[str, Any]
 ) -> None:
     config, *rest = arguments(digits, tmp_path / "run", **changes)
     if launcher == "spawn":
         ended = run([sys.executable, TRAIN, config, *rest, "--gpus", "2"])
     else:
         ended = run(["bash", DIST_TRAIN, config, "2", *rest])
-    assert ended.returncode == code and len(ended.stderr.splitlines()) <= 3, ended.stderr
-    assert ended.stderr.count(message) == 1, ended.stderr
+    assert ended.returncode == code and 0 < len(ended.stderr.splitlines()) <= 3, ended.stderr

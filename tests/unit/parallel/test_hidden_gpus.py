@@ -20,7 +20,6 @@ assert torch.cuda.is_available()
 @pytest.mark.parametrize(
     ("markers", "paths", "expected"),
     [
-        ("nightly", [], False),
         ("not gpu", ["tests/gpu"], False),
         ("gpu and not nightly", ["tests"], True),
         ("nightly", ["tests/gpu/test_gpu_data.py::test_erase"], True),

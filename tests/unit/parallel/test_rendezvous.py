@@ -45,7 +45,7 @@ def test_find_rendezvous_by_init_method() -> None:
     ("name", "value"),
     [
         ("MASTER_ADDR", ""),
-        *(("MASTER_PORT", port) for port in ("", "0", "65536", "-1", "http", "29500 ")),
+        *(("MASTER_PORT", port) for port in ("", "0", "65536", "http", "29500 ")),
     ],
 )
 def test_find_rendezvous_with_an_invalid_variable_names_it(name: str, value: str) -> None:
@@ -171,7 +171,6 @@ on device (28)"""
             (f"NCCL error: unhandled system error\nLast error:\nCall failed: {reason}", None)
             for reason in (
                 "Connection reset by peer",
-                "Connection closed by remote peer b<38000>",
                 "Connection refused",
                 "Connection timed out",
                 "Broken pipe",

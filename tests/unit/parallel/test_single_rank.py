@@ -43,22 +43,16 @@ def test_single_rank_makes_no_process_group_and_wraps_nothing() -> None:
         pass
 
 
-def test_choose_device_without_the_gpu_raises() -> None:
+def test_choose_device_without_the_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cpu", RankInfo()) == CPU
     if not torch.cuda.is_available():
         assert choose_device("auto", RankInfo()) == CPU
     with pytest.raises(UsageError):
         choose_device("cuda:99", RankInfo())
-
-
-def test_choose_device_mps_for_one_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert choose_device("mps", RankInfo()) == torch.device("mps")
-    with pytest.raises(UsageError):
-        choose_device("mps", RankInfo(0, 0, 2, 2))
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(UsageError):
-        choose_device("mps", RankInfo())
+    for is_available, ranks in ((True, 2), (False, 1)):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda found=is_available: found)
+        with pytest.raises(UsageError):
+            choose_device("mps", RankInfo(0, 0, ranks, ranks))
 
 
 def test_gpu_index_is_the_local_rank_or_from_device_ids() -> None:
@@ -122,21 +116,19 @@ def test_check_backend_that_is_missing_or_does_not_fit_raises(
             check_backend(backend, launcher)
 
 
-@pytest.mark.parametrize(
-    ("backend", "device_id"), [("nccl", "cuda:1"), ("auto", "cuda:1"), ("gloo", None)]
-)
+@pytest.mark.parametrize("backend", ["nccl", "auto", "gloo"])
 def test_process_group_is_bound_to_the_gpu_of_its_rank(
-    backend: str, device_id: str | None, monkeypatch: pytest.MonkeyPatch
+    backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a single rank."""
     gpu, bound = torch.device("cuda", 1), []
     monkeypatch.setattr(process_group, "start_gpu", lambda _: None)
     monkeypatch.setattr(process_group, "check_backend", lambda *_: None)
     monkeypatch.setattr(
-        dist, "init_process_group", lambda *_, **keywords: bound.append(keywords["device_id"])
+        dist, "init_process_group", lambda *_, **words: bound.append(words["device_id"])
     )
     init_process_groups(RankInfo(), gpu, "ddp", backend, "env://", 10.0)
-    assert bound == [torch.device(device_id) if device_id else None]
+    assert bound == [None if backend == "gloo" else gpu]
 
 
 @pytest.mark.parametrize(("backend", "own"), [("gloo", None), ("nccl", None), ("nccl", "a")])
