@@ -28,9 +28,9 @@ def test_resume_with_another_batch_is_the_same_on_two_ranks(
         folder = tmp_path / str(ranks)
         common = {"parallel__init_method": f"file://{store}"}
         rank_server.train(arguments(digits, folder, **common, train__max_steps=15), ranks)
+        assert not store.exists()
         words = arguments(digits, folder, **common, train__global_batch_size=256)
         rank_server.train([*words, "--resume", "--allow-change=train.global_batch_size"], ranks)
-        assert not store.exists()
     assert len(losses(tmp_path / "2")) == 18
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-4)
 
