@@ -2,11 +2,8 @@
 lost. Wrong configs are in test_bad_recipes.py.
 """
 
-import json
-import math
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -17,7 +14,6 @@ import torch
 from helpers import (
     DEMO,
     REPOSITORY,
-    TRAIN,
     arguments,
     call,
     evaluations,
@@ -25,16 +21,12 @@ from helpers import (
     losses,
     newest,
     records,
-    run,
     state_of,
     train_here,
 )
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from imagenet_cls.checkpoint.format import write_manifest
-from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.paths import check_paths
@@ -50,42 +42,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-# train.py, which prints the libraries that it has imported.
-WITHOUT_TORCH = (
-    "import atexit, runpy, sys\n"
-    "atexit.register(lambda: print(sorted({'torch', 'torchvision', 'timm'} & set(sys.modules))))\n"
-    f"sys.argv[0] = {TRAIN!r}\n"
-    "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("code", "words", "named"),
-    [
-        (2, "optimzer.lr=1 train.epochs=many", "optimzer.lr=1 train.epochs=many"),
-        (3, "data.name=folder data.root=nowhere data.val=val", "data.root"),
-        (3, "data.name=list data.train=nowhere.txt data.val=val.txt", "data.train"),
-        (3, "data.exclude=nowhere.txt", "data.exclude"),
-        (4, "model.checkpoint=nowhere.pth", "model.checkpoint"),
-        (4, "--resume-from nowhere --launcher pytorch --gpus 2", "--resume-from"),
-    ],
-)
-def test_wrong_override_or_missing_file_is_reported_before_torch_is_imported(
-    tmp_path: Path, code: int, words: str, named: str
-) -> None:
-    done = run([sys.executable, "-c", WITHOUT_TORCH, DEMO, *words.split()], cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (code, "[]\n")
-    assert all(text in done.stderr for text in named.split())
-    assert not [*tmp_path.iterdir()]
-
-
 def test_classes_below_train_and_val_are_reported_with_overrides(
     image_folder: Path, tmp_path: Path
 ) -> None:
     """The answer names overrides with which the config of one folder takes two."""
     recipe = REPOSITORY / "configs" / "finetune" / "own_dataset.yaml"
     words = [recipe, f"data.root={image_folder}", "--work-dir", tmp_path / "run"]
-    error = fails(3, train_command, *words, "model.pretrained=false", "data.num_workers=0")
+    error = fails(3, train_command, *words)
     overrides = [word for word in error.split() if re.match(r"data\.\w+=", word)]
     expected = {"data.train=train", "data.val=val", "data.val_fraction=null"}
     assert set(overrides) == {f"data.root={image_folder}", *expected}
@@ -102,24 +65,18 @@ def finished(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("code", "place", "options", "named"),
     [
-        (2, "new", "--gpus 0", "--gpus"),
         (2, "new", "train.global_batch_size=1 device=cpu --gpus 2", "train.global_batch_size: "),
         (3, "new", "train.global_batch_size=5000", "1438"),
         (4, "new", f"model.checkpoint={DEMO}", "demo.yaml"),
         (2, "finished", "", "step 22"),
         (2, "finished", "--resume --allow-change optimzer.lr", "'optimzer.lr'"),
         (4, "finished", "--resume optimizer.lr=0.5", "optimizer.lr: 0.03 -> 0.5"),
-        (4, "finished", "--resume model.name=helpers:noisy", "model.name: "),
         (3, "finished", "--overwrite data.name=folder data.root=nowhere", "nowhere"),
-        (3, "finished", "--overwrite train.global_batch_size=5000", "1438"),
         (4, "finished", "--overwrite --resume-from nowhere", "nowhere"),
-        (4, "finished", "--overwrite model.checkpoint=nowhere.pth", "nowhere.pth"),
         (0, "new", "--dry-run", "dry run: step 1 has loss "),
         (0, "finished", "--dry-run --resume", "step 22"),
         (0, "damaged", "--dry-run", "already holds a run"),
         (4, "damaged", "--dry-run --resume", "damaged"),
-        (2, "damaged/checkpoints/step-0000022/state.json", "--dry-run", "state.json"),
-        (4, "new", f"--dry-run --resume-from {REPOSITORY}", str(REPOSITORY)),
         (5, "/proc/run", "--dry-run", "/proc/run"),
     ],
 )
@@ -169,17 +126,13 @@ def test_loss_that_turns_nan_exits_with_6_and_keeps_the_last_checkpoint(
 ) -> None:
     train_here(arguments(digits, tmp_path / "good", **with_nan_after(1000)))
     words = arguments(digits, tmp_path / "run", **with_nan_after(13), train__max_nonfinite_steps=4)
-    code, _, err = call(train_command, *words)
+    err = fails(6, train_command, *words)
     sampler = EpochSampler(88, 8, rank=0, world_size=1, seed=0)
     sampler.set_epoch(1, start_step=5)  # the 17th step of all, counted from 1
     samples = [f"synthetic/train[{index}]" for _, index, _ in islice(sampler, 8)]
-    assert code == 6 and all(
-        text in err for text in ("step 17", "rank 0", ", ".join(samples[:3]), "optimizer.lr")
-    )
+    assert all(text in err for text in ("step 17", "rank 0", ", ".join(samples[:3])))
     assert ", ".join(samples) in (tmp_path / "run" / "logs" / "rank0.log").read_text()
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [
-        "step-0000011"
-    ]
+    assert newest(tmp_path / "run").name == "step-0000011"
     steps = records(tmp_path / "run", "train")
     assert [record["step"] for record in steps if record.get("skipped")] == [14, 15, 16, 17]
     # With the loss corrected, it resumes and ends as the undisturbed run.
@@ -204,40 +157,3 @@ def test_run_without_any_applied_step_exits_with_6(
     changes = with_nan_after(good, train__max_steps=3, train__max_nonfinite_steps=10)
     assert call(train_command, *arguments(digits, tmp_path / "run", **changes))[0] == code
     assert state_of(tmp_path / "run")["progress"]["step"] == 3
-
-
-def test_nonfinite_result_is_never_the_best(digits: Path, tmp_path: Path) -> None:
-    """One huge step, and no output is finite."""
-    changes = with_nan_after(1000, optimizer__lr=1e19, train__max_nonfinite_steps=1000)
-    train_here(arguments(digits, tmp_path / "run", **changes))
-    assert all(not math.isfinite(float(record["loss"])) for record in evaluations(tmp_path / "run"))
-    progress = state_of(tmp_path / "run")["progress"]
-    assert (progress["step"], progress["best"]) == (22, {})
-
-
-@pytest.mark.parametrize(
-    ("bias", "options", "code"),
-    [
-        (math.nan, [], 4),
-        (math.nan, ["--json", "--logits"], 4),
-        (-math.inf, ["--json", "--logits"], 0),
-    ],
-)
-def test_prediction_that_is_nan_exits_with_4_and_infinity_is_null(
-    digits: Path, finished: Path, tmp_path: Path, bias: float, options: list[str], code: int
-) -> None:
-    """Of class 3. A model excludes it by minus infinity."""
-    shutil.copytree(newest(finished), tmp_path / "checkpoint")
-    weights = load_file(tmp_path / "checkpoint" / "model.safetensors")
-    weights["5.bias"][3] = bias
-    save_file(weights, tmp_path / "checkpoint" / "model.safetensors")
-    write_manifest(tmp_path / "checkpoint")
-    image = next((digits / "train" / "7").glob("*.jpg"))
-    words = [tmp_path / "checkpoint", image, "--allow-import", "helpers:plain", *options]
-    found, out, err = call(predict_command, *words)
-    assert found == code
-    if code == 0:
-        logits = json.loads(out, parse_constant=pytest.fail)["logits"]
-        assert [i for i, value in enumerate(logits) if value is None] == [3]
-    else:
-        assert str(image) in err and "nan" not in out.lower()

@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from configparser import ConfigParser
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from helpers import python_path, run
+from helpers import fails, python_path, run, succeeds, write_files
 
 from imagenet_cls.commands import LIBRARIES
 from imagenet_cls.commands.cli import parse
@@ -92,77 +91,53 @@ def test_ctrl_c_ignored_by_the_shell_stays_ignored() -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (
-            ["--lr=0.1", "--amp", "--batch-size", "64"],
-            ["optimizer.lr=0.1", "train.precision=", "batch_size=64"],
-        ),
-        (["--test-only"], [command_line("test")]),
-        (["--workdir", "x"], ["'--work-dir'"]),
-        (["a.yaml", "optimizer.lr", "0.1"], ["optimizer.lr=value"]),
-        (["a.yaml", "b.yaml"], ["'b.yaml'"]),
-        (["--work-dir", ""], ["--work-dir"]),
+        ("--lr=0.1 --amp --batch-size 64", "optimizer.lr=0.1 train.precision= batch_size=64"),
+        ("--test-only", command_line("test")),
+        ("--workdir x", "'--work-dir'"),
+        ("a.yaml optimizer.lr 0.1", "optimizer.lr=value"),
+        ("a.yaml b.yaml", "'b.yaml'"),
+        # --resume takes no checkpoint
+        ("a.yaml --resume run/checkpoints/step-0000001", "--resume-from"),
+        ("--resume=run/checkpoints/step-0000001 a.yaml", "--resume-from"),
+        ("--resume no_such_folder", "--resume-from"),
+        ("a.yaml --resume runs/lr=1/last", "--resume-from"),
+        # the demo, the default, is rarely the config of the checkpoint
+        ("--resume-from some/checkpoint", "some/checkpoint"),
     ],
 )
-def test_arguments_of_other_projects_exit_with_2_and_name_ours(
-    call: Callable, words: list[str], named: list[str]
-) -> None:
-    code, _, err = call(train_command, *words)
-    assert code == 2 and all(text in err for text in named)
-
-
-@pytest.mark.parametrize(
-    ("words", "resume", "others"),
-    [
-        (["--resume"], "auto", []),
-        (["--resume", "auto", "a.yaml"], "auto", ["a.yaml"]),
-        (["--resume", "a.yaml"], "auto", ["a.yaml"]),
-        (["--resume", "seed=1", "a.yaml"], "auto", ["seed=1", "a.yaml"]),
-        (["--resume", "resnet50"], "auto", ["resnet50"]),
-        (["a.yaml", "--resume=auto"], "auto", ["a.yaml"]),
-    ],
-)
-def test_resume_takes_no_word_but_auto(words: list[str], resume: str, others: list[str]) -> None:
-    arguments = parse(train_parser(), words)
-    assert (arguments.resume, arguments.arguments) == (resume, others)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["a.yaml", "--resume", "run/checkpoints/step-0000001"],
-        ["--resume=run/checkpoints/step-0000001", "a.yaml"],
-        ["--resume", "no_such_folder"],
-        ["a.yaml", "--resume", "runs/lr=1/last"],
-    ],
-)
-def test_checkpoint_beside_resume_names_the_option(
-    call: Callable, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_wrong_arguments_exit_with_2_and_name_the_right_ones(
+    words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    checkpoint = tmp_path / "run/checkpoints/step-0000001"
-    checkpoint.mkdir(parents=True)
-    for path in (tmp_path / "a.yaml", tmp_path / "run/config.yaml", checkpoint / "optimizer.json"):
-        path.touch()
-    code, _, err = call(train_command, *words)
-    assert code == 2 and "--resume-from" in err
+    files = ("a.yaml", "run/config.yaml", "run/checkpoints/step-0000001/optimizer.json")
+    write_files(tmp_path, dict.fromkeys(files, ""))
+    err = fails(2, train_command, *words.split())
+    assert all(text in err for text in named.split())
 
 
-@pytest.mark.parametrize("overrides", [[], ["seed=1"]])
-def test_checkpoint_without_its_config_is_an_error(call: Callable, overrides: list[str]) -> None:
-    """The default, the config of the demo, is rarely the config of the checkpoint."""
-    code, _, err = call(train_command, "--resume-from", "some/checkpoint", *overrides)
-    assert code == 2 and "some/checkpoint" in err
+@pytest.mark.parametrize(
+    ("words", "others"),
+    [
+        ("--resume", []),
+        ("--resume auto a.yaml", ["a.yaml"]),
+        ("--resume a.yaml", ["a.yaml"]),
+        ("--resume seed=1 a.yaml", ["seed=1", "a.yaml"]),
+        ("a.yaml --resume=auto", ["a.yaml"]),
+    ],
+)
+def test_resume_takes_no_word_but_auto(words: str, others: list[str]) -> None:
+    arguments = parse(train_parser(), words.split())
+    assert (arguments.resume, arguments.arguments) == ("auto", others)
 
 
 @pytest.mark.parametrize("words", [["run"], ["a.yaml", "run"]])
 def test_weights_beside_those_of_a_run_are_an_error(
-    call: Callable, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run's would be evaluated."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    code, _, err = call(evaluate_command, *words, "model.checkpoint=b.pth")
-    assert code == 2 and "model.checkpoint" in err
+    Path("run").mkdir()
+    assert "model.checkpoint" in fails(2, evaluate_command, *words, "model.checkpoint=b.pth")
 
 
 def test_python_api_without_libraries_raises_import_error() -> None:
@@ -217,28 +192,35 @@ def console_script(*words: str, cwd: Path | None = TOOLS) -> subprocess.Complete
 @pytest.mark.parametrize(
     ("words", "code", "named"),
     [
-        (["predict", "nowhere", "a.jpg"], 4, "nowhere"),
-        (["train", "--work-dir", "."], 2, "--overwrite"),
-        (["train", "--work-dir", ".", "--gpus", "2"], 2, "--overwrite"),
-        (["trian"], 2, "imagenet-cls"),
-        (["train", "--no-such-option"], 2, "imagenet-cls"),
-        (["test"], 2, "imagenet-cls"),
+        ("predict nowhere a.jpg", 4, "nowhere"),
+        ("train --work-dir .", 2, "--overwrite"),
+        ("train --work-dir . --gpus 2", 2, "--overwrite"),
+        ("trian", 2, "imagenet-cls"),
+        ("train --no-such-option", 2, "imagenet-cls"),
+        ("test", 2, "imagenet-cls"),
+        # a wrong override, or a missing file
+        ("train optimzer.lr=1 train.epochs=many", 2, "optimzer.lr=1 train.epochs=many"),
+        ("train data.name=folder data.root=nowhere data.val=val", 3, "data.root"),
+        ("train data.name=list data.train=nowhere.txt data.val=val.txt", 3, "data.train"),
+        ("train data.exclude=nowhere.txt", 3, "data.exclude"),
+        ("train model.checkpoint=nowhere.pth", 4, "model.checkpoint"),
+        ("train demo --resume-from nowhere --launcher pytorch --gpus 2", 4, "--resume-from"),
     ],
 )
 def test_error_of_the_arguments_is_found_before_torch_is_imported(
-    tmp_path: Path, words: list[str], code: int, named: str
+    tmp_path: Path, words: str, code: int, named: str
 ) -> None:
     """In a folder that holds a run."""
     (tmp_path / "checkpoints" / "step-0000012").mkdir(parents=True)
-    done = console_script(*words, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (code, "False\n") and named in done.stderr
-    assert len(done.stderr.splitlines()) == 2
+    before = [*tmp_path.rglob("*")]
+    done = console_script(*words.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "False\n"), done.stderr
+    assert all(text in done.stderr for text in named.split())
+    assert len(done.stderr.splitlines()) == 2 and [*tmp_path.rglob("*")] == before
 
 
-def test_export_without_a_format_exits_with_2(
-    call: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
-    assert call(export_command, tmp_path)[0] == 2
+def test_export_without_a_format_exits_with_2(tmp_path: Path) -> None:
+    fails(2, export_command, tmp_path)
 
 
 def test_removed_working_directory_exits_with_5(
@@ -258,25 +240,20 @@ def test_console_script_has_every_tool() -> None:
     } - {"benchmark"}
 
 
-def test_console_script_shows_its_own_name_and_imports_no_torch_for_help() -> None:
+def test_console_script_imports_no_torch_for_help_and_lists_the_commands() -> None:
     done = console_script("train", "--help")
     assert (done.returncode, done.stdout.split()[-1]) == (0, "False")
     assert done.stdout.startswith("usage: imagenet-cls train ")
-
-
-def test_console_script_alone_lists_the_commands() -> None:
     done = console_script()
     assert done.returncode == 0
     assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
 
 
-def test_configs_lists_imagenet_first_and_filters_by_dataset(call: Callable) -> None:
+def test_configs_lists_imagenet_first_and_filters_by_dataset() -> None:
     def datasets(*words: str) -> list[str]:
-        code, out, _ = call(configs_command, *words)
-        assert code == 0
-        return [line.split()[1] for line in out.splitlines()[1:]]
+        return [line.split()[1] for line in succeeds(configs_command, *words).splitlines()[1:]]
 
     found = datasets()
     assert "digits" in found and found.index("digits") >= found.count("imagenet") > 0
     assert set(datasets("fashionmnist")) == {"FashionMNIST"} < set(found)
-    assert call(configs_command, "no such word")[0] == 2
+    fails(2, configs_command, "no such word")
