@@ -1,16 +1,20 @@
-"""Paths that users give: outputs to a device or FIFO, and paths that the system refuses, for every
-command.
+"""Paths that users give: outputs to a device or FIFO, and paths that the system or a missing
+permission refuses, for every command.
 """
 
+import ctypes
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked_ranks import RankServer
 from helpers import arguments, call, fails, train_here
 
+from imagenet_cls.commands.cli import main
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.print_config import print_config_command
 from imagenet_cls.commands.test import evaluate_command
@@ -53,49 +57,43 @@ WRITERS: dict[str, tuple[Callable, str, str]] = {
     "plot-schedule": (plot_schedule_command, "CONFIG --out", ".png"),
     "find-lr": (find_lr_command, "CONFIG device=cpu --steps 20 --out", ".png"),
 }
+# Commands whose arguments hold a PATH, to use with LONG and with an EMPTY path, such as that of an
+# unset variable of a shell.
+ANY_PATH: list[tuple[Callable, str]] = [
+    *((command, f"{words} PATH") for command, words, _ in WRITERS.values()),
+    (train_command, "CONFIG --work-dir PATH"),
+    (evaluate_command, "CONFIG RUN --report PATH"),
+    (predict_command, "RUN PATH TRUST"),
+    (report_command, "PATH"),
+    (publish_command, "RUN PATH TRUST"),
+    (prepare_command, "PATH new"),
+    (prepare_command, "IMAGES new --labels PATH"),
+]
 # Commands with a path that can't be used: exit code, command, arguments.
 UNUSABLE: list[tuple[int, Callable, str]] = [
+    *((2, command, words.replace("PATH", "LONG")) for command, words in ANY_PATH),
+    *((2, command, words.replace("PATH", "EMPTY")) for command, words in ANY_PATH),
     (2, train_command, "LONG"),
-    (2, train_command, "CONFIG --work-dir LONG"),
     (3, train_command, "CONFIG data.exclude=LONG --work-dir new"),
     (4, train_command, "CONFIG model.checkpoint=LONG --work-dir new"),
     (4, train_command, "CONFIG --work-dir new --resume-from=LONG"),
     (2, evaluate_command, "LONG"),
     (2, evaluate_command, "CONFIG LONG"),
-    (2, evaluate_command, "CONFIG RUN --report LONG"),
-    (2, predict_command, "RUN LONG TRUST"),
+    (2, evaluate_command, "CONFIG RUN --data EMPTY"),
     (2, predict_command, "LONG.onnx IMAGE"),
-    (2, report_command, "LONG"),
-    (2, publish_command, "RUN LONG TRUST"),
-    (2, average_command, "RUN --last 2 --out LONG"),
+    (2, predict_command, "EMPTY IMAGE"),
     (2, average_command, "LONG LONG --out new"),
     (2, print_config_command, "CONFIG --diff LONG"),
-    (2, prepare_command, "LONG new"),
-    (2, prepare_command, "IMAGES new --labels LONG"),
-    *((2, command, f"{words} LONG{suffix}") for command, words, suffix in WRITERS.values()),
-    # empty, such as that of an unset variable of a shell
-    *((2, command, f"{words} EMPTY") for command, words, _ in WRITERS.values()),
-    (2, train_command, "CONFIG --work-dir EMPTY"),
-    (2, evaluate_command, "CONFIG RUN --report EMPTY"),
-    (2, evaluate_command, "CONFIG RUN --data EMPTY"),
-    (2, predict_command, "RUN EMPTY TRUST"),
-    (2, predict_command, "EMPTY IMAGE"),
-    (2, report_command, "EMPTY"),
-    (2, publish_command, "RUN EMPTY TRUST"),
     (2, verify_command, "EMPTY"),
     (2, pack_command, "EMPTY new"),
     (2, pack_command, "IMAGES EMPTY"),
-    (2, prepare_command, "EMPTY new"),
     (2, prepare_command, "IMAGES EMPTY --no-count-check"),
-    (2, prepare_command, "IMAGES new --labels EMPTY"),
     (2, check_gpu_command, "--out EMPTY"),
     # leads nowhere, or to another kind of file
     (2, train_command, "CONFIG --work-dir LOOP"),
     (2, train_command, "CONFIG --dry-run data.exclude=~nobody-here/list.txt"),
     (2, predict_command, "RUN IMAGE TRUST --features LINK.npz"),
-    (2, verify_command, "~nobody-here/images"),
     (2, verify_command, "IMAGES --out FOLDER"),
-    (2, verify_command, "IMAGES --out ."),
     (2, report_command, "RUN --out FOLDER.html"),
     (2, show_batch_command, "CONFIG --out FOLDER.png"),
     (3, prepare_command, "SOURCE new --labels FOLDER"),
@@ -161,14 +159,11 @@ def test_path_that_cannot_be_used_has_an_exit_code_and_nothing_is_written(
     assert sorted(tmp_path.rglob("*")) == before and Path("FOLDER.png").is_symlink()
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(errno.ENAMETOOLONG, 2), (errno.ELOOP, 2), (errno.ESTALE, 5)]
-)
-def test_error_of_a_path_has_an_exit_code_and_names_the_path(number: int, code: int) -> None:
+def test_error_of_a_network_share_exits_with_5_and_names_the_path() -> None:
     def command(argv: object) -> int:
-        raise OSError(number, os.strerror(number), "share/images")
+        raise OSError(errno.ESTALE, "stale", "share/images")
 
-    assert "share/images" in fails(code, command)
+    assert "share/images" in fails(5, command)
 
 
 def test_error_of_no_path_is_a_bug() -> None:
@@ -177,3 +172,79 @@ def test_error_of_no_path_is_a_bug() -> None:
 
     with pytest.raises(FileNotFoundError):
         call(command)
+
+
+# ---- paths without permission
+
+CHECKPOINT = "run/checkpoints/step-0000001"
+# Exit code, path without permission, command, and its arguments.
+CASES: list[tuple[int, str, Callable, str]] = [
+    (3, "images", train_command, "--overwrite"),
+    (3, "images/train/3", train_command, "--overwrite"),
+    (3, "images/train/3", verify_command, "images"),
+    (2, "run", train_command, "--resume"),
+    (4, "run", predict_command, "run photo.jpg"),
+    (5, "run/metrics.jsonl", train_command, "--resume"),
+    (4, "run/checkpoints", train_command, "--resume"),
+    (4, CHECKPOINT, train_command, "--resume"),
+    (4, CHECKPOINT, train_command, f"--work-dir=other --resume-from={CHECKPOINT}"),
+    (
+        4,
+        CHECKPOINT,
+        train_command,
+        f"--work-dir=other model.checkpoint={CHECKPOINT}/model.safetensors",
+    ),
+    (4, CHECKPOINT, average_command, f"{CHECKPOINT} run --out=average"),
+    (4, f"{CHECKPOINT}/manifest.json", train_command, "--resume"),
+    (3, "locked/list.txt", train_command, "--overwrite data.exclude=locked/list.txt"),
+    (3, "locked", train_command, "--overwrite data.exclude=locked/list.txt"),
+    (2, "locked", train_command, "--work-dir=locked/run"),
+    (2, "locked", print_config_command, "locked/config.yaml"),
+    (5, "locked", predict_command, "run locked/image.jpg"),
+    (3, "locked", predict_command, "run locked"),
+    (3, "images/train/3", predict_command, "run images/train"),
+    (2, "run", report_command, "run"),
+    (5, "locked", prepare_command, "locked imagenet"),
+    (3, "locked", pack_command, "locked/images packed"),
+    (3, "hub/train-0.parquet", pack_command, "hub packed"),
+]
+
+
+def drop_capabilities() -> None:
+    """Root has then no more permissions than any owner of a file."""
+    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(header, data) == 0
+
+
+def try_all(rank: int, ranks: int, folder: Path) -> None:
+    os.chdir(folder)
+    drop_capabilities()
+    changes = {
+        "data__name": "folder",
+        "data__val": "null",
+        "data__val_fraction": 0.1,
+        "train__global_batch_size": 16,
+    }
+    words = arguments(Path("images"), Path("run"), train__max_steps=1, **changes)
+    assert main(train_command, words) == 0
+    for code, path, command, more in CASES:
+        mode = Path(path).stat().st_mode
+        Path(path).chmod(0)
+        found = main(command, [*(words if command is train_command else []), *more.split()])
+        Path(path).chmod(mode)
+        assert found == code, (path, command, more, found)
+
+
+def test_path_without_permission_has_the_exit_code_of_its_kind(
+    digits: Path, tmp_path: Path, rank_server: RankServer
+) -> None:
+    for name in "345":
+        (tmp_path / "images/train" / name).mkdir(parents=True)
+        for image in sorted((digits / "train" / name).iterdir())[:10]:
+            shutil.copy(image, tmp_path / "images/train" / name)
+    shutil.copy(image, tmp_path / "photo.jpg")
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "locked/list.txt").touch()
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/train-0.parquet").touch()
+    rank_server.call(try_all, 1, tmp_path)
