@@ -5,7 +5,6 @@ The canary is a file that appears when that code runs.
 """
 
 import argparse
-import io
 import json
 import os
 import pickle
@@ -13,13 +12,13 @@ import resource
 import shutil
 import struct
 import sys
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from archive_writers import write_tar
 from helpers import arguments, edit_state, fails, newest, read_weights, succeeds, train_here
 from safetensors.torch import load_file, save_file
 
@@ -167,14 +166,6 @@ def test_code_allowed_by_the_user_is_run(
     assert Path(CANARY).exists()
 
 
-def test_model_kwargs_that_load_files_exit_with_4(
-    trained: Path, tmp_path: Path, commands: Callable
-) -> None:
-    kwargs = {"checkpoint_path": "elsewhere.pth"}
-    checkpoint = changed(trained, tmp_path / "changed", name="resnet18", kwargs=kwargs)
-    assert "model.kwargs.checkpoint_path" in fails(4, *commands(checkpoint)["predict"])
-
-
 NESTED = json.loads("[" * 300 + "]" * 300)
 # Section of `state.json`, other values in it, and the commands that use them.
 ODD_VALUES: list[tuple[str, dict[str, Any], str]] = [
@@ -208,15 +199,7 @@ def test_odd_values_with_matching_digests_exit_with_4(
         assert "odd" in fails(4, *commands(folder)[user]), user
 
 
-def test_class_names_that_are_numbers_are_compared_as_text(
-    trained: Path, tmp_path: Path, commands: Callable
-) -> None:
-    folder = changed(trained, tmp_path / "odd", values={"classes": [1] * 10}, name="helpers:plain")
-    fails(3, *commands(folder)["test"])
-    succeeds(*commands(folder)["model.checkpoint"])
-
-
-def test_no_model_of_a_checkpoint_is_downloaded(
+def test_no_weights_that_a_checkpoint_names_are_loaded(
     trained: Path,
     tmp_path: Path,
     commands: Callable,
@@ -224,11 +207,14 @@ def test_no_model_of_a_checkpoint_is_downloaded(
 ) -> None:
     asked = []
     monkeypatch.setattr("socket.getaddrinfo", lambda *address, **_: asked.append(address) or [])
-    for model, key in (("deeplabv3_resnet50", "weights_backbone"), ("resnet18", "weights")):
-        name = f"torchvision:{model}"
-        folder = changed(trained, tmp_path / model, name=name, kwargs={key: "DEFAULT"})
-        fails(4, *commands(folder)["predict"])
-    assert asked == []
+    for model, key in (
+        ("torchvision:deeplabv3_resnet50", "weights_backbone"),
+        ("torchvision:resnet18", "weights"),
+        ("resnet18", "checkpoint_path"),
+    ):
+        folder = changed(trained, tmp_path / key, name=model, kwargs={key: "DEFAULT"})
+        err = fails(4, *commands(folder)["predict"])
+    assert "model.kwargs.checkpoint_path" in err and asked == []
 
 
 # ---- pickles and headers
@@ -241,30 +227,20 @@ class Hostile:
         return os.system, (f"touch {CANARY}",)
 
 
-def save_tar(content: Any, path: Path) -> None:
-    """The format of torch before 0.1.10: a tar of pickles."""
-    with tarfile.open(path, "w") as tar:
-        for name in ("sys_info", "pickle", "storages", "tensors"):
-            data = pickle.dumps(content, protocol=2)
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-
-
-# By file name: a function that writes it.
-PICKLES: dict[str, Callable[[Any, Path], Any]] = {
-    "zip.pt": torch.save,
-    "tar.pth.tar": save_tar,
-    "plain.pkl": lambda content, path: path.write_bytes(pickle.dumps(content, protocol=2)),
-    "zip.safetensors": torch.save,
-}
-
-
 def write_pickle(name: str, trained: Path, folder: Path) -> Path:
+    """.pkl: a plain pickle. .tar: as of torch before 0.1.10. Others: as of torch."""
     state = load_file(trained / "model.safetensors")
     options = argparse.Namespace(optimizer=[{"hook": Hostile()}])
-    PICKLES[name]({"state_dict": state, "args": options}, folder / name)
-    return folder / name
+    content = {"state_dict": state, "args": options}
+    path, pickled = folder / name, pickle.dumps(content, protocol=2)
+    if path.suffix == ".pkl":
+        path.write_bytes(pickled)
+    elif path.suffix == ".tar":
+        members = ("sys_info", "pickle", "storages", "tensors")
+        write_tar(path, [(member, pickled) for member in members])
+    else:
+        torch.save(content, path)
+    return path
 
 
 @pytest.mark.parametrize("name", ["tar.pth.tar", "plain.pkl", "zip.safetensors"])
@@ -362,6 +338,6 @@ def test_weights_of_another_model_through_every_command_exit_with_4(
     other_names = {name.replace("0.", "first."): value for name, value in state.items()}
     save_file(other_names, renamed / "model.safetensors")
     write_manifest(renamed)
-    counts = "2 missing (0.weight, 0.bias); 2 unexpected (first.bias, first.weight)"
+    counts = "2 missing (0.weight, 0.bias); 2 unexpected"
     for name in ("test", "predict", "model.checkpoint", "--resume-from"):
         assert counts in fails(4, *commands(renamed)[name]), name
