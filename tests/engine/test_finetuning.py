@@ -1,10 +1,11 @@
-"""Fine-tuning: docs/finetuning.md as it stands there, on small models; and that what was learned is
-carried over.
+"""docs/your_data.md and docs/finetuning.md: every command runs as it stands there, on the digits
+and small models; and fine-tuning carries over what was learned.
 """
 
 import re
 import shlex
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,27 +16,36 @@ from helpers import (
     REPOSITORY,
     arguments,
     assert_resumes,
+    call,
+    digits_as_rows,
     evaluations,
     fails,
     newest,
     state_of,
     succeeds,
     train_here,
+    write_files,
 )
 from safetensors.torch import load_file, save_file
 
 from imagenet_cls.checkpoint.format import checkpoint_path
+from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.engine.stored_weights import read_stored_weights
 from imagenet_cls.extras.before_training.find_batch import find_batch_command
 from imagenet_cls.extras.before_training.find_lr import find_lr_command
+from imagenet_cls.extras.datasets.pack import pack_command
+from imagenet_cls.extras.datasets.verify_data import verify_command
 from imagenet_cls.extras.weights.average_checkpoints import average_command
 
 PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
 # The page continues from the first run of docs/your_data.md.
 FIRST_RUN = ("train", "photos")
-COMMANDS = [FIRST_RUN, *re.findall(r"^python tools/(\w+)\.py (.*)$", PAGE, re.MULTILINE)]
+YOUR_DATA, COMMANDS = (
+    re.findall(r"^python tools/(\w+)\.py (.*)$", text, re.MULTILINE)
+    for text in ((REPOSITORY / "docs" / "your_data.md").read_text(), PAGE)
+)
 FILES = dict(re.findall(r"```yaml\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
 TOOLS = {
     "train": train_command,
@@ -43,6 +53,9 @@ TOOLS = {
     "average_checkpoints": average_command,
     "find_batch": find_batch_command,
     "find_lr": find_lr_command,
+    "predict": predict_command,
+    "pack": pack_command,
+    "verify_data": verify_command,
 }
 # Small ones in place of what the page names.
 SMALL = {
@@ -55,9 +68,14 @@ SMALL = {
     "288": "48",
 }
 CONFIG = "configs/finetune/own_dataset.yaml"
+# Of the trainings in docs/your_data.md.
+SHORT = (
+    "model.pretrained=false model.name=test_resnet augment.size_px=32 eval.crop_px=32 "
+    "data.num_workers=0 train.max_steps=4 log.tensorboard=false log.plots=false"
+)
 
 
-# ---- the page
+# ---- the pages
 
 
 def with_small_models(tool: str, words: list[str], weights: Path) -> list[str]:
@@ -122,8 +140,8 @@ def test_every_command_of_finetuning_md_runs(
         "mae_pretrain_vit_base.pth",
     )
 
-    assert len(COMMANDS) >= 18 and FILES
-    for tool, line in COMMANDS:
+    assert len(COMMANDS) >= 17 and FILES
+    for tool, line in [FIRST_RUN, *COMMANDS]:
         words = with_small_models(tool, shlex.split(line), tmp_path)
         out = succeeds(TOOLS[tool], *words)
         if tool == "train":
@@ -144,19 +162,48 @@ def test_every_command_of_finetuning_md_runs(
     assert "Resized position embedding: (10, 10) to (3, 3)" in log
 
 
-def test_another_model_name_alone_starts_from_scratch(digits: Path, tmp_path: Path) -> None:
-    settings = {
-        "data.root": digits / "train",
-        "data.num_workers": 0,
-        "train.global_batch_size": 8,
-        "augment.size_px": 32,
-        "eval.crop_px": 32,
-        "model.name": "test_resnet",
-    }
-    words = [f"{key}={value}" for key, value in settings.items()]
-    run = ["--work-dir", tmp_path / "run", "--dry-run"]
-    out = succeeds(train_command, REPOSITORY / CONFIG, *words, *run)
-    assert "starts from scratch" in out.splitlines() and "published" not in out
+@pytest.mark.nightly
+def test_every_command_of_your_data_md_runs(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(REPOSITORY / "configs", "configs")
+    for digit, name in (("1", "cat"), ("2", "dog")):
+        shutil.copytree(digits / "train" / digit, f"photos/{name}")
+    shutil.make_archive("photos", "zip", "photos")
+    for part in ("train", "val"):
+        shutil.copytree("photos", f"dataset/{part}")
+    shutil.copytree("photos/cat", "new_photos")
+    lines = [f"{path},{path.parent.name}\n" for path in sorted(Path("photos").rglob("*.jpg"))]
+    text = "image,label\n" + "".join(lines)
+    files = {"labels.csv": text, "test.csv": text}
+    for part in ("train", "val"):  # with paths relative to their folder
+        files[f"photos/{part}.csv"] = text.replace("photos/", "")
+    write_files(tmp_path, files)
+    shutil.copytree("photos", "testset")
+    shutil.make_archive("testset", "zip", ".", "testset")
+    Path("hub/data").mkdir(parents=True)
+    rows = digits_as_rows(digits).shard(20, 0, contiguous=False)
+    for part in ("train", "validation"):
+        rows.to_parquet(f"hub/data/{part}-00000-of-00001.parquet")
+
+    done = []
+    for tool, line in YOUR_DATA:
+        # A folder of Parquet files in place of a dataset of the Hub.
+        words = shlex.split(re.sub(r"hf:\S+", "hf:./hub", line))
+        if any(name in line for name in ("cifar", "imagenette")):
+            continue  # a download: tests/commands/test_train_on_data.py
+        code, out, err = call(TOOLS[tool], *words, *(SHORT.split() if tool == "train" else ()))
+        if tool == "predict":
+            assert err.startswith("used the ")
+            err = ""
+        assert (code, err) == (0, ""), (words, out, err)
+        if tool == "train":
+            assert "\nbest top-1 (raw weights" in out
+        done.append(tool)
+    counts = {"train": 11, "test": 5, "predict": 1, "pack": 1, "verify_data": 1}
+    assert Counter(done) == counts
+    assert len(list(Path("work_dirs").iterdir())) == 11
 
 
 # ---- keys of the runs
@@ -224,10 +271,8 @@ def test_start_from_a_run_uses_its_best_weights(noisy_run: Path) -> None:
     best = state_of(noisy_run)["progress"]["best"]
     kind = max(best, key=lambda name: best[name]["top1_pct"])
     step = checkpoint_path(noisy_run / "checkpoints", best[kind]["step"])
-    files = {"raw": "model.safetensors", "ema": "ema.safetensors"}
-    raw, ema = (load_file(step / file) for file in files.values())
-    assert not all(torch.equal(raw[name], ema[name]) for name in raw)
-    expected = {"raw": raw, "ema": ema}[kind]
+    file = {"raw": "model.safetensors", "ema": "ema.safetensors"}[kind]
+    expected = load_file(step / file)
     for source in (noisy_run, step):
         found = read_stored_weights(source).tensors
         assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
