@@ -1,4 +1,6 @@
-"""Which weights `test.py` evaluates, which classes their outputs are, and outputs that are NaN."""
+"""Which weights `test.py` evaluates, which classes their outputs are, and outputs that are NaN. The
+head of published weights, and its order.
+"""
 
 import json
 import re
@@ -6,39 +8,44 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from helpers import (
-    DEMO,
     REPOSITORY,
     arguments,
     before_classes,
-    call,
     evaluations,
     fails,
     has_clear_class,
     newest,
     plain,
     run,
+    single_rank,
     succeeds,
     train_here,
 )
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.data import ImageNetInfo
+from torch import Tensor, nn
 from torchvision.models import ResNet18_Weights
+from torchvision.transforms.functional import pil_to_tensor
 
 from imagenet_cls.checkpoint.format import METADATA, class_metadata, write_manifest
 from imagenet_cls.commands.test import evaluate_command
-from imagenet_cls.config.load import load_config
-from imagenet_cls.data.classes import classes_of_outputs, imagenet_outputs, natural_key
+from imagenet_cls.config.schema import Config, DistillConfig, ModelConfig, TeacherConfig
+from imagenet_cls.data.classes import imagenet_outputs, natural_key
 from imagenet_cls.engine.stored_weights import stated_classes
-from imagenet_cls.errors import CheckpointError
+from imagenet_cls.engine.training_model import build_distillation_teacher, build_initial_model
+from imagenet_cls.errors import CheckpointError, DataError
 from imagenet_cls.extras.weights.average_checkpoints import average_command
 from imagenet_cls.extras.weights.publish import publish_command
+from imagenet_cls.inference.load_weights import load_weights_of_config
 from imagenet_cls.inference.predictor import Predictor
 
 ALLOW = ["--allow-import", "helpers:plain"]
@@ -62,30 +69,29 @@ def run_folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_kinds_of_weights_in_a_file_can_be_evaluated(
     run_folder: Path, tmp_path: Path, trained: str, average: str
 ) -> None:
-    top1 = {
-        record["weights"]: f"top-1 {record['top1_pct']:.3f} %" for record in evaluations(run_folder)
-    }
-    assert top1["raw"] != top1["ema"]
+    """And in a checkpoint that is named by model.checkpoint."""
+    raw, ema = (
+        f"{record['weights']}: top-1 {record['top1_pct']:.3f} %"
+        for record in evaluations(run_folder)
+    )
     states = [load_file(newest(run_folder) / f"{name}.safetensors") for name in ("model", "ema")]
-    torch.save(dict(zip((trained, average), states, strict=True)), tmp_path / "both.pth")
-    torch.save({trained: states[0]}, tmp_path / "raw.pth")
-    torch.save({average: states[1]}, tmp_path / "ema.pth")
-
-    def result(file: str, *options: str) -> tuple[int, str]:
-        code, out, _ = call(evaluate_command, run_folder / "config.yaml", tmp_path / file, *options)
-        return code, before_classes(out)[-1].partition(" %")[0] + " %" if out else ""
-
-    raw, ema = ((0, f"{kind}: {top1[kind]}") for kind in ("raw", "ema"))
-    assert result("both.pth") == result("both.pth", "--weights", "ema") == result("ema.pth") == ema
-    assert result("both.pth", "--weights", "raw") == result("raw.pth") == raw
-    assert result("raw.pth", "--weights", "ema") == result("ema.pth", "--weights", "raw") == (4, "")
-
-
-def test_both_kinds_of_weights_in_model_checkpoint_can_be_evaluated(run_folder: Path) -> None:
-    words = [run_folder / "config.yaml", f"model.checkpoint={newest(run_folder)}"]
-    outs = {kind: succeeds(evaluate_command, *words, "--weights", kind) for kind in ("raw", "ema")}
-    for record in evaluations(run_folder):
-        assert f"{record['weights']}: top-1 {record['top1_pct']:.3f} %" in outs[record["weights"]]
+    both, only_raw, only_ema = (tmp_path / name for name in ("both.pth", "raw.pth", "ema.pth"))
+    torch.save(dict(zip((trained, average), states, strict=True)), both)
+    torch.save({trained: states[0]}, only_raw)
+    torch.save({average: states[1]}, only_ema)
+    config, checkpoint = run_folder / "config.yaml", f"model.checkpoint={newest(run_folder)}"
+    for expected, *words in (
+        (ema, both),
+        (ema, both, "--weights", "ema"),
+        (ema, only_ema),
+        (ema, checkpoint, "--weights", "ema"),
+        (raw, both, "--weights", "raw"),
+        (raw, only_raw),
+        (raw, checkpoint, "--weights", "raw"),
+    ):
+        assert before_classes(succeeds(evaluate_command, config, *words))[-1].startswith(expected)
+    fails(4, evaluate_command, config, only_raw, "--weights", "ema")
+    fails(4, evaluate_command, config, only_ema, "--weights", "raw")
 
 
 def test_single_checkpoint_is_used_with_the_better_weights_of_its_run(run_folder: Path) -> None:
@@ -94,17 +100,6 @@ def test_single_checkpoint_is_used_with_the_better_weights_of_its_run(run_folder
     for path in (run_folder, run_folder / "checkpoints" / "best", newest(run_folder)):
         assert Predictor(path, allow_import=["helpers:plain"]).weights == "raw"
         assert "class (raw)" in succeeds(evaluate_command, path, *ALLOW)
-
-
-def test_other_excluded_images_than_those_of_the_run_are_named(
-    run_folder: Path, digits: Path, tmp_path: Path
-) -> None:
-    image = next(digits.rglob("*.jpg"))
-    (tmp_path / "bad.txt").write_text(f"{image}\n")
-    words = [run_folder / "config.yaml", run_folder]
-    assert "data.exclude" not in succeeds(evaluate_command, *words)
-    out = succeeds(evaluate_command, *words, f"data.exclude={tmp_path}/bad.txt")
-    assert "data.exclude: " in out
 
 
 def save_with_bias(state: dict[str, torch.Tensor], value: float, path: Path) -> None:
@@ -121,8 +116,7 @@ def test_outputs_that_are_not_finite_are_an_error_with_their_number(
     raw = load_file(newest(run_folder) / "model.safetensors")
     words = [run_folder / "config.yaml", tmp_path / "weights.pth", "--out", tmp_path / "rows.csv"]
     save_with_bias(raw, value, tmp_path / "weights.pth")
-    code, out, err = call(evaluate_command, *words)
-    assert (code, out) == (4, "") and "--weights" not in err
+    fails(4, evaluate_command, *words)
     assert not (tmp_path / "rows.csv").exists()
     both = {"state_dict": torch.load(tmp_path / "weights.pth"), "state_dict_ema": raw}
     torch.save(both, tmp_path / "weights.pth")
@@ -142,16 +136,10 @@ def classify_by_hand(folder: Path, outputs: dict[str, int]) -> tuple[torch.Tenso
     network = plain(1000)
     network.load_state_dict(torch.load(folder.parent / "model.pth", weights_only=True))
     files = sorted(folder.rglob("*.png"))
-    pixels = (
-        torch.stack(
-            [torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1) for file in files]
-        )
-        / 255
-    )
+    pixels = torch.stack([pil_to_tensor(Image.open(file)) for file in files]) / 255
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     with torch.no_grad():
         logits = network((pixels - mean) / std)
-    assert has_clear_class(logits).all()
     return logits, torch.tensor([outputs[file.parent.name] for file in files])
 
 
@@ -192,8 +180,13 @@ def evaluation_of(imagenet: Path, kind: str, *more: str) -> list[str]:
     return [config, str(imagenet / "model.pth"), *words, "data.mean=null", "data.std=null", *more]
 
 
-def printed_loss(out: str) -> float:
-    return float(re.findall(r"loss ([\d.]+)", out)[-1])
+def assert_results(out: str, logits: torch.Tensor, targets: torch.Tensor) -> None:
+    """test.py has printed the accuracy and the loss of these outputs."""
+    assert has_clear_class(logits).all()
+    top1 = 100 * (logits.argmax(1) == targets).float().mean()
+    assert 0 < top1 < 100 and f"top-1 {top1:.3f} %" in out
+    loss = torch.nn.functional.cross_entropy(logits, targets).item()
+    assert float(re.findall(r"loss ([\d.]+)", out)[-1]) == pytest.approx(loss, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["ids", "categories"])
@@ -204,15 +197,13 @@ def test_outputs_for_imagenet_are_matched_to_folders_of_some_classes(
     logits, targets = classify_by_hand(
         imagenet / kind, {names[output]: output for output in PRESENT}
     )
-    top1 = 100 * (logits.argmax(1) == targets).float().mean()
-    loss = torch.nn.functional.cross_entropy(logits, targets).item()
-    assert 0 < top1 < 100
     # The advice, and then the number that a plain loop gives.
     err = fails(4, evaluate_command, *evaluation_of(imagenet, kind))
     assert "model.num_classes=1000" in err
     words = evaluation_of(imagenet, kind, "model.num_classes=1000")
     out = succeeds(evaluate_command, *words, "--out", tmp_path / "rows.jsonl")
-    assert f"top-1 {top1:.3f} %" in out and printed_loss(out) == pytest.approx(loss, abs=1e-4)
+    assert_results(out, logits, targets)
+    assert "class (" not in out  # a table of up to 50 classes
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["top"][0][0] for row in rows] == [
         names[output] for output in logits.argmax(1).tolist()
@@ -220,45 +211,33 @@ def test_outputs_for_imagenet_are_matched_to_folders_of_some_classes(
     # The outputs of other classes are left out.
     present = torch.full_like(logits, -torch.inf)
     present[:, PRESENT] = logits[:, PRESENT]
-    assert has_clear_class(present).all()
-    top1 = 100 * (present.argmax(1) == targets).float().mean()
-    loss = torch.nn.functional.cross_entropy(present, targets).item()
     out = succeeds(evaluate_command, *evaluation_of(imagenet, kind, "eval.classes=present"))
-    assert f"top-1 {top1:.3f} %" in out and printed_loss(out) == pytest.approx(loss, abs=1e-4)
+    assert_results(out, present, targets)
     assert "5 of 1000" in out
 
 
 def test_outputs_for_imagenet_of_other_folders_are_an_error(imagenet: Path, tmp_path: Path) -> None:
+    words = evaluation_of(imagenet, "others", "model.num_classes=1000")
     for more in ([], ["eval.classes=present"]):
         fails(4, evaluate_command, *evaluation_of(imagenet, "others", *more))
-        words = evaluation_of(imagenet, "others", "model.num_classes=1000", *more)
-        code, out, err = call(evaluate_command, *words)
-        assert (code, out) == (3, "") and "data.classes" in err
+        assert "data.classes" in fails(3, evaluate_command, *words, *more)
     # As the error says: the first five outputs are these classes.
     (tmp_path / "classes.txt").write_text("k4\nk3\nk2\nk1\nk0\n")
-    words = evaluation_of(
-        imagenet, "others", "model.num_classes=1000", f"data.classes={tmp_path}/classes.txt"
-    )
+    words.append(f"data.classes={tmp_path}/classes.txt")
     logits, targets = classify_by_hand(
         imagenet / "others", {f"k{4 - output}": output for output in range(5)}
     )
     out = succeeds(evaluate_command, *words)
-    loss = torch.nn.functional.cross_entropy(logits, targets).item()
-    assert printed_loss(out) == pytest.approx(loss, abs=1e-4)
+    loss = torch.nn.functional.cross_entropy(logits, targets)
+    assert f"loss {loss:.4f}" in out
 
 
-def test_outputs_of_all_classes_are_in_the_order_of_the_ids_or_of_data_classes() -> None:
+def test_outputs_of_all_classes_are_in_the_order_of_the_ids() -> None:
     by_name = sorted(CATEGORIES, key=str.lower)
     assert imagenet_outputs(by_name, 1000)[:2] == tuple(CATEGORIES[:2])
     assert imagenet_outputs(["tiger_shark", "cock"], 1000)[3] == "tiger_shark"
     assert imagenet_outputs(sorted(map(str, range(1000))), 1000) == tuple(IDS)
     assert imagenet_outputs(["cat", "tench"], 1000) == imagenet_outputs(["tench"], 10) == ()
-    listed = load_config(DEMO, [f"data.classes={json.dumps(by_name)}"]).config
-    assert classes_of_outputs(listed, tuple(by_name), has_training=False) == tuple(by_name)
-    plain_config = load_config(DEMO).config
-    assert classes_of_outputs(plain_config, tuple(by_name), has_training=True)[:2] == tuple(
-        CATEGORIES[:2]
-    )
 
 
 def test_weights_of_a_run_keep_their_classes(
@@ -270,10 +249,7 @@ def test_weights_of_a_run_keep_their_classes(
     for number, folder in enumerate(sorted((digits / "train").iterdir())):
         shutil.copytree(folder, tmp_path / "train" / f"class {number}")
     words = [run_folder / "config.yaml", f"model.checkpoint={run_folder}", "data.name=folder"]
-    code, out, _ = call(
-        evaluate_command, *words, f"data.root={tmp_path}", "data.val=train", "data.num_workers=0"
-    )
-    assert (code, out) == (3, "")
+    fails(3, evaluate_command, *words, f"data.root={tmp_path}", "data.val=train")
 
 
 # ---- class folders that timm sorts in another order than torchvision
@@ -318,8 +294,7 @@ def test_weights_without_classes_need_their_order(
     torch.save(state | head, tmp_path / "natural.pth")
     (tmp_path / "temporary #1").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary #1"))
-    code, out, err = call(evaluate_command, *words, tmp_path / "plain.pth")
-    assert (code, out) == (4, "") and len(err.splitlines()) <= 3
+    err = fails(4, evaluate_command, *words, tmp_path / "plain.pth")
     overrides = [shlex.split(found)[0] for found in re.findall(r"'?data\.classes=.*", err)]
     for file, override in zip(("plain.pth", "natural.pth"), overrides, strict=True):
         assert result_of(*words, tmp_path / file, override) == expected
@@ -337,10 +312,11 @@ def test_copied_weights_of_a_run_state_their_classes(
     names = FOLDERS["numbers"]
     run = tmp_path / "data" / "run"
     vit = {"model.name": "vit_tiny_patch16_224", "model.kwargs": "{img_size: 16, depth: 1}"}
+    classes = json.dumps(names)
     words = natural_run(
-        digits, tmp_path / "data", names, data__classes=json.dumps(names), **vit, ema__decay=0.5
+        digits, tmp_path / "data", names, data__classes=classes, **vit, ema__decay=0.5
     )
-    words.remove(f"data.classes={json.dumps(names)}")
+    words.remove(f"data.classes={classes}")
     expected = result_of(*words, run, "--weights", "raw")
     weights = newest(run) / "model.safetensors"
     copy = shutil.copy(weights, tmp_path / "copy")
@@ -357,10 +333,9 @@ def test_copied_weights_of_a_run_state_their_classes(
     shutil.copy(tmp_path / "old.safetensors", weights)
     write_manifest(weights.parent)
     assert result_of(*words, weights) == expected
-    metadata = class_metadata(names[::-1])
-    save_file(load_file(copy), tmp_path / "reversed.safetensors", metadata)
-    both = [copy, tmp_path / "reversed.safetensors", "--out", tmp_path / "both.safetensors"]
-    fails(4, average_command, *both)
+    other = tmp_path / "reversed.safetensors"
+    save_file(load_file(copy), other, class_metadata(names[::-1]))
+    fails(4, average_command, copy, other, "--out", tmp_path / "both.safetensors")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", "3", '{"classes": 3}'])
@@ -371,21 +346,110 @@ def test_malformed_statement_of_classes_is_an_error(tmp_path: Path, text: str) -
 
 
 def test_example_counts_real_labels(imagenet: Path, tmp_path: Path) -> None:
-    """The right class and that of the highest output, one wrong class, or none for each image."""
-    logits, targets = classify_by_hand(
-        imagenet / "ids", {IDS[output]: output for output in PRESENT}
-    )
-    lists: list[list[int]] = [[] for _ in range(50)]
-    hits = []
-    for row, file in enumerate(sorted((imagenet / "ids").rglob("*.png"))):
-        number, highest = int(file.stem[-8:]), int(logits[row].argmax())
-        labels = ([int(targets[row]), highest], [0], [])[number % 3]
-        lists[number - 1] = labels
-        hits += [highest in labels] if labels else []
-    assert 0 < sum(hits) < len(hits) < 40
-    (tmp_path / "real.json").write_text(json.dumps(lists))
+    """The class of the highest output and another one, one wrong class, or none for each image."""
+    rows, real = tmp_path / "rows.jsonl", tmp_path / "real.json"
     words = evaluation_of(imagenet, "ids", "model.num_classes=1000")
-    succeeds(evaluate_command, *words, "--out", tmp_path / "rows.jsonl")
-    example = [sys.executable, REPOSITORY / "examples" / "real_labels.py"]
-    done = run([*example, tmp_path / "rows.jsonl", tmp_path / "real.json"])
-    assert done.stdout == f"ReaL {100 * sum(hits) / len(hits):.3f} % of {len(hits)}\n", done.stderr
+    succeeds(evaluate_command, *words, "--out", rows)
+    lists: list[list[int]] = [[] for _ in range(50)]
+    for row in map(json.loads, rows.read_text().splitlines()):
+        number = int(Path(row["image"]).stem[-8:])
+        lists[number - 1] = ([0, IDS.index(row["top"][0][0])], [0], [])[number % 3]
+    real.write_text(json.dumps(lists))
+    done = run([sys.executable, REPOSITORY / "examples" / "real_labels.py", rows, real])
+    assert done.stdout == f"ReaL {100 * 13 / 27:.3f} % of 27\n", done.stderr
+
+
+# ---- published weights, read from a file in place of a download
+
+SYNONYMS = ImageNetInfo("imagenet-1k").label_descriptions()
+NUMBERS = sorted(str(number) for number in range(1000))
+UNKNOWN = [f"class {number}" for number in range(1000)]
+MEAN_STD = ([0.5] * 3, [0.5] * 3)
+
+# Class names, and the outputs that belong to the first ones.
+ORDERS: dict[str, tuple[Sequence[str], list[int]]] = {
+    "ids": (IDS, [0, 1, 2]),
+    "numbers": (NUMBERS, [0, 1, 10, 100]),
+    "padded": (sorted(f"{number:04}" for number in range(1000)), [0, 1, 2]),
+    "categories": (sorted(CATEGORIES), [CATEGORIES.index(name) for name in sorted(CATEGORIES)]),
+    "underscores": (sorted(name.replace(" ", "_") for name in CATEGORIES), []),
+    "synonyms": (SYNONYMS, [0, 1, 2]),
+    "some": (IDS[500:510], [*range(500, 510), *range(500), *range(510, 1000)]),
+}
+
+
+@pytest.fixture(scope="module")
+def source() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("test_resnet", num_classes=1000).eval()
+
+
+@pytest.fixture
+def published(source: nn.Module, tmp_path: Path) -> ModelConfig:
+    """timm reads its published weights from a file."""
+    save_file(source.state_dict(), tmp_path / "published.safetensors")
+    kwargs = {"pretrained_cfg_overlay": {"file": str(tmp_path / "published.safetensors")}}
+    return ModelConfig("test_resnet", pretrained=True, num_classes=1000, kwargs=kwargs)
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.linspace(-1, 1, 3 * 32 * 32).view(1, 3, 32, 32))[0]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_published_outputs_are_put_in_the_order_of_the_classes(
+    name: str, source: nn.Module, published: ModelConfig
+) -> None:
+    classes, order = ORDERS[name]
+    config = Config(model=published)
+    evaluated = load_weights_of_config(config, None, classes).models["raw"]
+    started, (message,) = build_initial_model(config, 1000, classes)
+    expected = logits(source)[order]
+    torch.testing.assert_close(logits(evaluated)[: len(order)], expected)
+    torch.testing.assert_close(logits(started)[: len(order)], expected)
+    torch.testing.assert_close(logits(evaluated).sort().values, logits(source).sort().values)
+    assert ("in the order of" in message) == (
+        name in ("numbers", "categories", "underscores", "some")
+    )
+    if name == "numbers":
+        teacher = TeacherConfig("test_resnet", pretrained=True, kwargs=published.kwargs)
+        config = Config(distill=DistillConfig("soft", teacher=teacher))
+        built = build_distillation_teacher(config, 1000, classes, single_rank(), MEAN_STD)
+        assert built is not None
+        torch.testing.assert_close(logits(built.network)[: len(order)], expected)
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [
+        UNKNOWN,
+        [*IDS[:-1], "n00000000"],
+        NUMBERS[:999],
+        [*IDS[:-1], IDS[0]],
+        [*CATEGORIES[::-1][:10], "0"],
+    ],
+)
+def test_published_weights_with_unknown_classes_start_a_run_but_are_not_evaluated(
+    classes: list[str], source: nn.Module, published: ModelConfig
+) -> None:
+    config = Config(model=published)
+    with pytest.raises(DataError):
+        load_weights_of_config(config, None, classes)
+    started, messages = build_initial_model(config, 1000, classes)
+    torch.testing.assert_close(logits(started), logits(source))
+    assert "head of the published weights is kept" in messages[1]
+
+
+def test_published_weights_are_not_evaluated_with_a_new_head(
+    digits: Path, tmp_path: Path, published: ModelConfig
+) -> None:
+    words = arguments(
+        digits, tmp_path, "x", model__pretrained="true", **{"model.name": "test_resnet"}
+    )[:-2]
+    file = tmp_path / "published.safetensors"
+    words.append(f"model.kwargs.pretrained_cfg_overlay.file={file}")
+    err = fails(4, evaluate_command, *words)
+    assert err.startswith("model.pretrained: ") and "model.num_classes=1000" in err
+    # ten digits are no classes of ImageNet
+    fails(3, evaluate_command, *words, "model.num_classes=1000")
