@@ -6,10 +6,8 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -42,7 +40,6 @@ from imagenet_cls.extras.before_training.show_batch import show_batch_command
 from imagenet_cls.extras.datasets.verify_data import verify_command
 from imagenet_cls.extras.pages.report import report_command
 from imagenet_cls.extras.sweep.command import sweep_command
-from imagenet_cls.inference.evaluate_weights import class_table
 
 SECRET = "do-not-write-this-down"
 # A checkpoint uses no code but what is named here, or in the config.
@@ -108,8 +105,7 @@ def test_run_folder_holds_config_environment_plots_and_no_secret(
     assert {path.name for path in resnet.iterdir()} == names
     overrides = arguments(digits, resnet, **RESNET)[1:-2]
     assert load_config(resnet / "config.yaml").config == load_config(DEMO, overrides).config
-    for name, content in contents(resnet).items():
-        assert SECRET.encode() not in content, name
+    assert not any(SECRET.encode() in content for content in contents(resnet).values())
 
 
 # ---- use of weights
@@ -126,7 +122,6 @@ def test_predictions_equal_those_of_timm(resnet: Path, digits: Path) -> None:
     average = checkpoint / "ema.safetensors"
     for file, words in (
         (checkpoint / "model.safetensors", [checkpoint, "--weights", "raw"]),
-        (average, [checkpoint, "--weights", "ema"]),
         (average, [average]),
     ):
         model = timm.create_model("resnet18", num_classes=10).eval()
@@ -149,9 +144,7 @@ def test_predict_takes_files_folders_and_patterns(small: Path, sevens: list[Path
     words = [small, folder, folder / "*0.jpg", sevens[1], "--top", "2", *ALLOW]
     matches = [path for path in sevens if path.stem.endswith("0")]
     expected = list(map(str, [*sevens, *matches, sevens[1]]))
-    text = call(predict_command, *words)[1]
-    assert images_in(text) == expected
-    assert all(line.count(" %") == 2 for line in text.splitlines())
+    assert images_in(call(predict_command, *words)[1]) == expected
     rows = list(csv.reader(call(predict_command, *words, "--csv")[1].splitlines()))
     assert rows[0] == ["image", "class_1", "probability_1", "class_2", "probability_2"]
     assert [row[0] for row in rows[1:]] == expected
@@ -184,28 +177,20 @@ def test_escape_sequences_of_a_checkpoint_do_not_reach_the_terminal(
     code, out, _ = call(predict_command, checkpoint, sevens[0], *ALLOW)
     assert code == 0 and len(out.splitlines()) == 1
     assert "\\x1b[31m\\n7\\x9b" in out and "\x1b" not in out
-    words = arguments(digits, tmp_path, "noisy")[:-2]
-    code, out, err = call(evaluate_command, *words, checkpoint)
-    assert code == 3 and "\\x1b" in err and "\x1b" not in out + err
+    err = fails(3, evaluate_command, *arguments(digits, tmp_path, "noisy")[:-2], checkpoint)
+    assert "\\x1b" in err and "\x1b" not in err
 
 
 def test_run_folder_is_evaluated_with_its_own_config(small: Path, tmp_path: Path) -> None:
-    def results(*words: Any) -> list[str]:
-        lines = succeeds(evaluate_command, *words).splitlines()
-        return [line.partition("  over ")[0] for line in lines]
-
-    assert results(small, *ALLOW) == results(small / "config.yaml", small)
+    outs = [
+        re.sub(r"  over .*", "", succeeds(evaluate_command, *words))
+        for words in ((small, *ALLOW), (small / "config.yaml", small))
+    ]
+    assert outs[0] == outs[1]
     succeeds(evaluate_command, newest(small), "model.name=helpers:noisy")  # which allows it
-    code, out, err = call(evaluate_command, small)
-    assert (code, out) == (4, "") and "--allow-import helpers:noisy" in err
+    assert "--allow-import helpers:noisy" in fails(4, evaluate_command, small)
     fails(4, evaluate_command, tmp_path)
     assert f"{small}/config.yaml" in fails(2, train_command, small)
-
-
-def test_evaluation_of_more_than_50_classes_has_no_table() -> None:
-    images = SimpleNamespace(classes=["x"] * 51)
-    evaluation: Any = SimpleNamespace(rows=np.zeros(3), images=images, kind="raw")
-    assert class_table(evaluation) == []
 
 
 def test_results_of_an_evaluation_are_those_of_the_run(small: Path, tmp_path: Path) -> None:
@@ -215,16 +200,17 @@ def test_results_of_an_evaluation_are_those_of_the_run(small: Path, tmp_path: Pa
     best = max(evaluations(small), key=lambda record: record["top1_pct"])
     records = {(record["step"], record["weights"]): record for record in evaluations(small)}
     other = {"raw": "ema", "ema": "raw"}[best["weights"]]
-    for source, step, described, evaluated, options in (
-        (small, best["step"], best["weights"], ["raw", "ema"], []),
-        (small / "checkpoints/step-0000011", 11, other, [other], ["--weights", other]),
+    for source, step, described, options in (
+        (small, best["step"], best["weights"], []),
+        (small / "checkpoints/step-0000011", 11, other, ["--weights", other]),
     ):
         out = tmp_path / described
         files = ["--out", f"{out}.csv", "--report", out]
         succeeds(evaluate_command, source, *ALLOW, *files, *options)
         report = json.loads((out / "report.json").read_text())
-        assert report["weights"] == described and [*report["metrics"]] == evaluated
-        for weights, result in report["metrics"].items():
+        results = report["metrics"]
+        assert report["weights"] == described and len(results) == (1 if options else 2)
+        for weights, result in results.items():
             record = records[step, weights] | {"seconds": result["seconds"]}
             assert record | result == record
         rows = list(csv.DictReader(Path(f"{out}.csv").read_text().splitlines()))
@@ -232,7 +218,9 @@ def test_results_of_an_evaluation_are_those_of_the_run(small: Path, tmp_path: Pa
         assert (len(rows), hits) == (359, report["correct"])
 
 
-def test_evaluation_that_differs_from_the_runs_is_reported(small: Path, digits: Path) -> None:
+def test_evaluation_that_differs_from_the_runs_is_reported(
+    small: Path, digits: Path, tmp_path: Path
+) -> None:
     """The config's values are used, and each difference is named; there is none with the run's own
     config.
     """
@@ -243,12 +231,13 @@ def test_evaluation_that_differs_from_the_runs_is_reported(small: Path, digits: 
         return [re.split(r": | as ", line)[0] for line in notes]
 
     bare = [DEMO, f"data.root={digits}", "data.num_workers=0", *ALLOW, small]
-    expected = ["eval.crop_px", "eval.interpolation", "model.name", "data.mean"]
-    found = keys(*bare, "eval.interpolation=bicubic", "data.mean=[0.5,0.5,0.5]")
-    assert found == [*expected, str(small / "config.yaml")]
-    own = [small / "config.yaml", small]
-    assert keys(*own, "eval.batch_size=100") == []
-    assert keys(*own, "data.val_fraction=0.5")[0] == "data.val_fraction"
+    (tmp_path / "bad.txt").write_text(str(next(digits.rglob("*.jpg"))))
+    bare.append(f"data.exclude={tmp_path}/bad.txt")
+    data, *found, split = keys(*bare, "eval.interpolation=bicubic", "data.mean=[0.5,0.5,0.5]")
+    own = small / "config.yaml"
+    assert (data, split) == ("data.exclude", "warning")
+    assert found == ["eval.crop_px", "eval.interpolation", "model.name", "data.mean", str(own)]
+    assert keys(own, small, "eval.batch_size=100") == []
 
 
 def test_predictions_file_that_cannot_be_written_is_an_error_before_the_evaluation(
@@ -258,8 +247,7 @@ def test_predictions_file_that_cannot_be_written_is_an_error_before_the_evaluati
     old = tmp_path / "old.csv"
     old.write_text("old")
     for path in (tmp_path / "none" / "x.csv", old, old / "x.csv"):
-        code, out, err = call(evaluate_command, *words, "--out", path)
-        assert (code, out) == (2, "") and str(path) in err
+        assert str(path) in fails(2, evaluate_command, *words, "--out", path)
     # Before the names of components are checked, and so before ranks start.
     for option in ("--out", "--report"):
         more = ["loss.name=none", "--launcher", "spawn", option, old]
@@ -302,8 +290,7 @@ def test_resume_of_a_finished_run_changes_nothing(
     digits: Path, small: Path, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(small, tmp_path / "run", symlinks=True))
-    out = succeeds(train_command, *words_of_small(digits, copy), "--resume")
-    assert "at step 22" in out and "done" in out
+    succeeds(train_command, *words_of_small(digits, copy), "--resume")
     assert contents(copy / "checkpoints") == contents(small / "checkpoints")
     assert len(losses(copy)) == 22 and len(evaluations(copy)) == 4
 
@@ -314,9 +301,7 @@ def test_resume_from_another_run_ends_in_the_same_bits(
     before = contents(small)
     words = words_of_small(digits, tmp_path / "run")
     checkpoint = small / "checkpoints" / "step-0000011"
-    out = succeeds(train_command, *words, "--resume-from", checkpoint)
-    # All steps of the second epoch are of this run.
-    assert re.search(r"^epoch 2/2  train loss \S+, \S+ %  val ", out, re.M)
+    succeeds(train_command, *words, "--resume-from", checkpoint)
     assert saved_bytes(tmp_path / "run") == saved_bytes(small)
     assert contents(small) == before
 
@@ -330,7 +315,6 @@ def test_resume_from_another_run_ends_in_the_same_bits(
         (plot_schedule_command, "a.png", "demo --images 1797 --out a.png"),
         (show_batch_command, "a.png", "demo --out a.png"),
         (find_lr_command, "a.png", "demo --out a.png"),
-        (report_command, "a.html", "run --out a.html"),
         (report_command, "report.html", "run run2"),
         (verify_command, "labels.csv", "photos --out labels.csv"),
         (verify_command, "photos/a/0.png", "photos --out photos/a/0.png"),
@@ -344,11 +328,12 @@ def test_file_of_the_user_is_not_replaced(
     write_files(tmp_path, {"run/metrics.jsonl": "", "run2/metrics.jsonl": "", "sweep/a": ""})
     Path("photos/a").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save("photos/a/0.png")
-    if not Path(name).exists():
-        Path(name).write_text("mine")
-    before = Path(name).read_bytes()
+    file = Path(name)
+    if not file.exists():
+        file.write_text("mine")
+    before = file.read_bytes()
     fails(2, command, *words.split())
-    assert Path(name).read_bytes() == before
+    assert file.read_bytes() == before
 
 
 def test_earlier_picture_and_list_are_replaced(

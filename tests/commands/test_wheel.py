@@ -11,7 +11,12 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from helpers import REPOSITORY, environment, evaluations
+from helpers import REPOSITORY, evaluations, run
+
+
+def run_pip(*words: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", *words]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -25,36 +30,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--wheel-dir",
-    ]
-    subprocess.run([*build, source.parent, source], check=True, capture_output=True, timeout=240)
+    build = "wheel --no-deps --no-build-isolation --no-index --wheel-dir"
+    run_pip(*build.split(), source.parent, source)
     return next(source.parent.glob("*.whl"))
 
 
 def test_wheel_contains_every_module_template_and_config(wheel: Path) -> None:
     names = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    modules = {
+    package = [
         path.relative_to(REPOSITORY).as_posix()
-        for path in (REPOSITORY / "imagenet_cls").rglob("*.py")
-    }
-    configs = {
-        path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.yaml")
-    }
-    templates = (REPOSITORY / "imagenet_cls" / "extras" / "pages" / "templates").iterdir()
-    assert names == {
-        "imagenet_cls/py.typed",
-        *(f"imagenet_cls/extras/pages/templates/{path.name}" for path in templates),
-        *modules,
-        *(f"imagenet_cls/_{name}" for name in configs),
-    }
+        for path in (REPOSITORY / "imagenet_cls").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    ]
+    configs = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "configs").rglob("*.yaml")]
+    assert names == {*package, *(f"imagenet_cls/_{path.as_posix()}" for path in configs)}
 
 
 @pytest.fixture
@@ -66,18 +55,7 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = tmp_path / "venv" / "bin" / "python"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--no-deps",
-        "--no-index",
-        wheel,
-    ]
-    subprocess.run(install, check=True, capture_output=True, timeout=240)
+    run_pip("--python", python, "install", "--no-deps", "--no-index", wheel)
     return python.parent
 
 
@@ -89,11 +67,7 @@ def test_commands_of_the_wheel_work_outside_of_the_repository(
     here.mkdir()
 
     def call(*words: str | Path, program: str = "imagenet-cls") -> str:
-        command = [installed / program, *words]
-        env = environment() | {"PYTHONPATH": ""}
-        done = subprocess.run(
-            command, cwd=here, env=env, capture_output=True, text=True, timeout=240
-        )
+        done = run([installed / program, *words], cwd=here, PYTHONPATH="")
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -101,17 +75,8 @@ def test_commands_of_the_wheel_work_outside_of_the_repository(
     call("train", *short, "--work-dir", "one")
     (here / "mine.yaml").write_text("_base_: configs/demo.yaml\nseed: 1\n")
     for launcher in ("spawn", "pytorch"):
-        call(
-            "train",
-            "mine.yaml",
-            *short,
-            "--gpus",
-            "2",
-            "--launcher",
-            launcher,
-            "--work-dir",
-            launcher,
-        )
+        options = f"--gpus 2 --launcher {launcher} --work-dir {launcher}"
+        call("train", "mine.yaml", *short, *options.split())
         assert evaluations(here / launcher)[0]["images"] == 359
     assert "over 359 images" in call("test", "demo", "one")
     image = next((here / "data" / "digits" / "train" / "3").iterdir())
