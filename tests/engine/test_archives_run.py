@@ -1,7 +1,7 @@
 """Runs from archives end in the bits of a run from the folder that they hold."""
 
 import os
-import zipfile
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,7 @@ FOLDER = {
 
 
 def write_zip(digits: Path, root: Path) -> dict[str, Any]:
-    root.mkdir()
-    with zipfile.ZipFile(root / "train.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted((digits / "train").glob("*/*"), reverse=True):
-            archive.write(path, path.relative_to(digits / "train"))
+    shutil.make_archive(str(root / "train"), "zip", digits / "train")
     return {"data__train": "train.zip"}
 
 

@@ -15,7 +15,7 @@ from imagenet_cls.config.load import load_config
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.meter import Meter, StepResult
-from imagenet_cls.engine.train import compute_gradients, train
+from imagenet_cls.engine.train import train
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import RankContext
 
@@ -102,13 +102,3 @@ def test_steps_on_a_cpu_read_nothing_but_the_flag_for_optimizers_that_are_not_fu
         )
         == reads
     )
-
-
-def test_batches_that_end_early_are_an_error() -> None:
-    config = load_config(None, [*WORDS, "device=cpu", "model.name=helpers:plain"]).config
-    parts = build(config, RankContext(RankInfo(), torch.device("cpu")))
-    batches = parts.train_loader.epoch(0)
-    for _ in range(parts.plan.steps_per_epoch):
-        compute_gradients(parts, batches, epoch=0, step=0)
-    with pytest.raises(StopIteration):
-        compute_gradients(parts, batches, epoch=0, step=0)

@@ -13,7 +13,6 @@ from helpers import (
     arguments,
     assert_resumes,
     evaluations,
-    fails,
     plain,
     saved_bytes,
     state_of,
@@ -21,23 +20,22 @@ from helpers import (
     train_here,
 )
 from PIL import Image
-from sklearn.datasets import load_sample_images
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torchvision.transforms.v2 import functional as F
 
 import imagenet_cls
 from imagenet_cls.commands.test import evaluate_command
-from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import EvalConfig
 from imagenet_cls.data.transforms import EvalTransform
 
 SaveImage = Callable[[Image.Image, Path], object]
 
 
-def write_folder(root: Path, save: SaveImage = lambda image, path: image.save(path)) -> Path:
+def write_folder(
+    photographs: list[Image.Image], root: Path, save: SaveImage = Image.Image.save
+) -> Path:
     """Class folders a and b with 8 training and 4 validation images each, wide and tall."""
-    photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
     for part, count in (("train", 8), ("val", 4)):
         for name, photograph in zip("ab", photographs, strict=True):
             (root / part / name).mkdir(parents=True)
@@ -75,8 +73,8 @@ def train_on(folder: Path, run: Path, **changes: Any) -> float:
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("data") / "photos")
+def photos(photographs: list[Image.Image], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(photographs, tmp_path_factory.mktemp("data") / "photos")
 
 
 def prepared_and_loss(photos: Path, run: Path, name: str) -> tuple[torch.Tensor, float]:
@@ -138,20 +136,6 @@ def test_gray_images_train_resume_evaluate_and_predict_alike(
     assert f"loss {loss:.4f}" in out
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"model.name": f"{__name__}:gray_plain"}, "augment.size_px: "),
-        (GRAY, "images of 1 channel and 16 px"),
-    ],
-)
-def test_model_for_another_number_of_channels_is_a_config_error(
-    photos: Path, tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
-    words = arguments(photos, tmp_path / "run", **(DATA | STEPS | changes))
-    assert named in fails(2, train_command, *words)
-
-
 def save_on_its_side(image: Image.Image, path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -159,9 +143,12 @@ def save_on_its_side(image: Image.Image, path: Path) -> None:
 
 
 def test_rotated_files_with_exif_apply_equal_upright_ones(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    photos: Path,
+    photographs: list[Image.Image],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rotated = write_folder(tmp_path / "rotated", save_on_its_side)
+    rotated = write_folder(photographs, tmp_path / "rotated", save_on_its_side)
     expected = train_on(photos, tmp_path / "run")
     assert "EXIF" not in capsys.readouterr().out
     assert train_on(rotated, tmp_path / "ignored") != expected

@@ -13,15 +13,13 @@ from typing import ClassVar
 import pytest
 import timm
 import torch
-from helpers import arguments, fails, newest, state_digest, succeeds, train_here
+from helpers import arguments, fails, state_digest, succeeds, train_here
 from timm.data import IMAGENET_DEFAULT_MEAN
 
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, DataConfig, ModelConfig
-from imagenet_cls.data.classes import class_difference
 from imagenet_cls.engine import training_model as engine_model
 from imagenet_cls.engine.training_model import build_initial_model
-from imagenet_cls.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -48,24 +46,6 @@ def test_resume_without_the_initial_weights_gives_the_same_bits(
     assert state_digest(tmp_path / "parts") == state_digest(tmp_path / "whole")
 
 
-def test_overwrite_keeps_other_files_of_the_run_folder(
-    first: Path, digits: Path, tmp_path: Path
-) -> None:
-    """A run removes only what runs write, and not the weights that it starts from."""
-    folder = Path(shutil.copytree(first, tmp_path / "run"))
-    kept = folder / "mine.safetensors"
-    shutil.copy(newest(folder) / "model.safetensors", kept)
-
-    def overwrite(start: Path) -> None:
-        words = arguments(digits, folder, train__max_steps=1, **{"model.checkpoint": start})
-        train_here([*words, "--overwrite"])
-
-    with pytest.raises(UsageError, match=r"^model\.checkpoint: "):
-        overwrite(newest(folder))
-    overwrite(kept)
-    assert kept.exists() and newest(folder).name == "step-0000001"
-
-
 def test_mismatch_with_the_initial_weights_is_reported(
     first: Path, digits: Path, tmp_path: Path
 ) -> None:
@@ -81,8 +61,6 @@ def test_mismatch_with_the_initial_weights_is_reported(
     (renamed / "train" / "3").rename(renamed / "train" / "three")
     (message,) = said("data.name=folder", "data.val=null", "data.val_fraction=0.2", root=renamed)
     assert message.endswith("class 3 was '3' there and is '4' here")
-    difference = class_difference(["caf\u00e9"], ["cafe\u0301"])  # which look alike
-    assert difference == r"class 0 was 'caf\xe9' there and is 'cafe\u0301' here"
 
 
 def test_mismatch_with_published_weights_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,17 +106,16 @@ def test_initial_weights_of_a_url_are_downloaded_once(
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     served = tmp_path / "served"
-    state = timm.create_model("test_resnet", num_classes=10).state_dict()
-    torch.save(state, served / "net.pth")
+    network = timm.create_model("test_resnet", num_classes=10)
+    torch.save(network.state_dict(), served / "net.pth")
     digest = hashlib.sha256((served / "net.pth").read_bytes()).hexdigest()
     by_hash = "DIGEST" in name
     name = name.replace("DIGEST", digest[:16])
     (served / "net.pth").rename(served / name)
-    model = ModelConfig(name="test_resnet", num_classes=10, checkpoint=f"{server}/{name}")
-    started, _ = build_initial_model(Config(model=model), 10)
-    assert all(torch.equal(started.state_dict()[key], value) for key, value in state.items())
     words = [*arguments(digits, tmp_path / "run", **{"model.name": "test_resnet"}), "--dry-run"]
-    succeeds(train_command, *words, f"model.checkpoint={server}/{name}")
+    for _ in range(2):
+        out = succeeds(train_command, *words, f"model.checkpoint={server}/{name}")
+        assert f"starts from the weights of {server}/{name}" in out
     assert Handler.requested == [f"/{name}"]
     other = "other-0123abcd.pth" if by_hash else "other.pth"
     (served / other).write_bytes(b"no weights")

@@ -9,21 +9,12 @@ import socket
 from pathlib import Path
 
 import pytest
-from helpers import (
-    arguments,
-    fails,
-    losses,
-    newest,
-    records,
-    state_digest,
-    succeeds,
-    train_here,
-)
+from helpers import arguments, fails, losses, newest, state_digest, succeeds, train_here
 from test_bad_input import contents
 
 from imagenet_cls.checkpoint.format import list_checkpoints
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.errors import CheckpointError, ResourceError, UsageError
+from imagenet_cls.errors import CheckpointError, UsageError
 
 
 def argv(digits: Path, folder: Path, *more: str) -> list[str]:
@@ -134,19 +125,8 @@ def test_overwrite_and_resume_with_checkpoints_behind_a_link(
     assert names(tmp_path / "disk") == ["step-0000007", "step-0000005"]
     assert contents(tmp_path / "kept") == kept and kept
     train_here(argv(digits, part, "--resume"))
-    assert (
-        state_digest(part) == state_digest(runs / "whole") and (part / "checkpoints").is_symlink()
-    )
-
-
-def test_rotation_of_a_linked_checkpoint_removes_only_the_link(
-    digits: Path, part: Path, tmp_path: Path
-) -> None:
-    last = newest(part)
-    shutil.move(last, tmp_path / last.name)
-    last.symlink_to(tmp_path / last.name)
-    train_here(argv(digits, part, "--resume", "checkpoint.keep_last=1"))
-    assert not os.path.lexists(last) and (tmp_path / last.name / "model.safetensors").exists()
+    assert (part / "checkpoints").is_symlink()
+    assert state_digest(part) == state_digest(runs / "whole")
 
 
 def test_resume_with_a_checkpoint_behind_a_dangling_link_falls_back(
@@ -174,9 +154,8 @@ def test_resume_with_a_damaged_checkpoint_ends_in_the_same_bits(
 ) -> None:
     file = newest(part) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
-    train_here(argv(digits, part, "--resume"))
-    messages = "\n".join(record["message"] for record in records(part, "event"))
-    assert re.search("step-0000017: .*\nresumed from .*step-0000015 at step 15", messages)
+    out = succeeds(train_command, *argv(digits, part, "--resume"))
+    assert re.search("step-0000017: .*\nresumed from .*step-0000015 at step 15", out)
     assert state_digest(part) == state_digest(runs / "whole")
 
 
@@ -199,20 +178,6 @@ def test_rotation_keeps_whole_checkpoints_before_damaged_ones(digits: Path, part
     train_here(argv(digits, part, "--resume", "train.max_steps=20"))
     assert names(part / "checkpoints")[:2] == ["step-0000020", "step-0000015"]
     assert not (part / "checkpoints" / "step-0000017").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [('{"kind": "train", "step": "abc"}', CheckpointError), (None, ResourceError)],
-)
-def test_resume_with_malformed_metrics_raises(
-    digits: Path, part: Path, content: str | None, error: type[Exception]
-) -> None:
-    metrics = part / "metrics.jsonl"
-    metrics.unlink()
-    metrics.mkdir() if content is None else metrics.write_text(content + "\n")
-    with pytest.raises(error, match=r"metrics\.jsonl"):
-        train_here(argv(digits, part, "--resume"))
 
 
 def test_resume_from_in_a_run_with_checkpoints_is_not_used(

@@ -1,7 +1,6 @@
 """Parameter groups, clipping, SAM and learning rate scaling in runs."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,8 @@ def test_sam_reports_the_loss_before_the_perturbation(
     digits: Path, tmp_path: Path, plain: Path
 ) -> None:
     sharp = losses(trained(digits, tmp_path / "sam", train__sam_rho=0.5))
-    assert sharp[0] == losses(plain)[0]
-    assert all(math.isfinite(loss) for loss in sharp)
-    assert max(abs(a - b) for a, b in zip(sharp[1:], losses(plain)[1:], strict=True)) > 1e-3
+    without = losses(plain)
+    assert sharp[0] == without[0] and abs(sharp[2] - without[2]) > 1e-3
     # Only in step 0, and step 0 alone: the second step is then that of a run with SAM, the third
     # one differs.
     seldom = losses(
@@ -68,11 +66,7 @@ def test_sam_with_tiny_rho_equals_training_without(digits: Path, tmp_path: Path)
     """With dropout, BatchNorm, mixing and erasing and a rho too small for float32, the second
     gradient is the first.
     """
-    random = {
-        "mix__mixup_alpha": 0.8,
-        "augment__erasing__prob": 0.5,
-        "augment__erasing__mode": "pixel",
-    }
+    random = {"mix__mixup_alpha": 0.8, "augment__erasing__prob": 0.5}
     without = trained(digits, tmp_path / "without", model="noisy", **random)
     within = trained(digits, tmp_path / "within", model="noisy", train__sam_rho=1e-12, **random)
     assert state_digest(within) == state_digest(without)
@@ -84,24 +78,10 @@ def test_resume_between_sam_steps_gives_the_same_bits(digits: Path, tmp_path: Pa
     assert_resumes(digits, tmp_path, 2, "noisy", **sam)
 
 
-def test_resume_with_allowed_momentum_uses_it(digits: Path, tmp_path: Path, plain: Path) -> None:
-    trained(digits, tmp_path / "run", train__max_steps=2)
-    changed = arguments(
-        digits, tmp_path / "run", train__max_steps=3, optimizer__kwargs="{momentum: 0.5}"
-    )
-    train_here([*changed, "--resume", "--allow-change", "optimizer.kwargs"])
-    assert losses(tmp_path / "run") == losses(plain)  # the third update is the first one with it
-    assert state_digest(tmp_path / "run") != state_digest(plain)
-    (group,) = saved_groups(tmp_path / "run")
-    assert group["values"]["momentum"] == 0.5
-
-
-@pytest.mark.parametrize("allowed", [[], ["--allow-change", "optimizer"]])
-def test_resume_with_other_parameter_groups_names_the_key(
-    digits: Path, plain: Path, allowed: list[str]
-) -> None:
+def test_resume_with_other_parameter_groups_names_the_key(digits: Path, plain: Path) -> None:
+    """Also if the change is allowed."""
     changed = arguments(digits, plain, optimizer__bias_weight_decay=0.1)
-    err = fails(4, train_command, *changed, "--resume", *allowed)
+    err = fails(4, train_command, *changed, "--resume", "--allow-change", "optimizer")
     assert "optimizer.bias_weight_decay" in err and f"model.checkpoint={plain}" in err
 
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import TRAIN, arguments, environment, evaluations
+from helpers import REPOSITORY, TRAIN, arguments, evaluations, python_path, run
 
 # No affinity, no prctl, no triton; data workers are spawned, and torch shares their tensors through
 # files.
@@ -31,11 +31,7 @@ del os.sched_getaffinity, os.setsid, os.fork, signal.SIGUSR2, signal.SIGHUP
 
 def run_on(system: str, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "sitecustomize.py").write_text(system)
-    path = f"{folder}:{environment()['PYTHONPATH']}"
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=400
-    )
+    return run([sys.executable, *words], PYTHONPATH=python_path(folder, REPOSITORY / "tests"))
 
 
 @pytest.mark.nightly

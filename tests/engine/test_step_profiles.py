@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,7 @@ def traced_updates(run: Path, name: str) -> int:
     """How many optimizer steps a trace has."""
     with gzip.open(run / "profile" / f"{name}.json.gz") as file:
         events = json.load(file)["traceEvents"]
-    return len(
-        {event["ts"] for event in events if event.get("name", "").startswith("Optimizer.step#")}
-    )
+    return len({event["ts"] for event in events if "Optimizer.step#" in event.get("name", "")})
 
 
 def test_profiled_run_has_the_same_bits_and_a_trace_of_its_steps(
@@ -38,24 +37,15 @@ def test_profiled_run_has_the_same_bits_and_a_trace_of_its_steps(
     assert files == sorted(f"{name}.{end}" for name in names for end in ("json.gz", "txt"))
     assert [traced_updates(tmp_path, name) for name in names] == [2, 4]
     table = (tmp_path / "profile" / f"{names[1]}.txt").read_text()
-    rows = [
-        line
-        for line in table.splitlines()
-        if line.lstrip().startswith(("aten::", "Optimizer", "Autograd"))
-    ]
-    assert 0 < len(rows) <= 10, table
-    assert (
-        f"profile of steps 11 to 14: {tmp_path}/profile/{names[1]}.json.gz"
-        in capsys.readouterr().out
-    )
+    assert 0 < len(re.findall("^ *(aten::|Optimizer|Autograd)", table, re.M)) <= 10, table
+    file = tmp_path / "profile" / f"{names[1]}.json.gz"
+    assert f"profile of steps 11 to 14: {file}" in capsys.readouterr().out
     train_here([*arguments(digits, tmp_path, ema__decay=0.5), "train.max_steps=15", "--overwrite"])
     assert state_digest(tmp_path) == profiled
     assert not (tmp_path / "profile").exists()
 
 
-@pytest.mark.parametrize(
-    ("steps", "warns"), [("[2, 3]", False), ("[3, 4]", True), ("[4, 5]", True)]
-)
+@pytest.mark.parametrize(("steps", "warns"), [("[2, 3]", False), ("[3, 4]", True)])
 def test_steps_after_the_last_one_warn(
     digits: Path, tmp_path: Path, steps: str, warns: bool
 ) -> None:
