@@ -183,6 +183,7 @@ def test_every_command_of_your_data_md_runs(
     shutil.copytree("photos", "testset")
     shutil.make_archive("testset", "zip", ".", "testset")
     Path("hub/data").mkdir(parents=True)
+    pytest.importorskip("datasets").disable_progress_bars()
     rows = digits_as_rows(digits).shard(20, 0, contiguous=False)
     for part in ("train", "validation"):
         rows.to_parquet(f"hub/data/{part}-00000-of-00001.parquet")

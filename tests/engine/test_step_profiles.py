@@ -21,7 +21,7 @@ def traced_updates(run: Path, name: str) -> int:
 
 
 def test_profiled_run_has_the_same_bits_and_a_trace_of_its_steps(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    digits: Path, tmp_path: Path
 ) -> None:
     """Over the end of an epoch, and with a resume in the range. The images are read by a worker, so
     that the traces are small.
@@ -38,8 +38,6 @@ def test_profiled_run_has_the_same_bits_and_a_trace_of_its_steps(
     assert [traced_updates(tmp_path, name) for name in names] == [2, 4]
     table = (tmp_path / "profile" / f"{names[1]}.txt").read_text()
     assert 0 < len(re.findall("^ *(aten::|Optimizer|Autograd)", table, re.M)) <= 10, table
-    file = tmp_path / "profile" / f"{names[1]}.json.gz"
-    assert f"profile of steps 11 to 14: {file}" in capsys.readouterr().out
     train_here([*arguments(digits, tmp_path, ema__decay=0.5), "train.max_steps=15", "--overwrite"])
     assert state_digest(tmp_path) == profiled
     assert not (tmp_path / "profile").exists()

@@ -233,6 +233,8 @@ def test_classes_of_outputs_are_imagenets_without_a_training_folder(
     assert classes(five) == five and classes(["cat"], "eval.classes=present") == ["cat"]
     # the training folder names the classes
     assert classes(five, "eval.classes=present", root=data / "both") == five
+    reverse = WNIDS[::-1]
+    assert classes(reverse, f"data.classes={reverse}") == reverse
     of_22k = classes(five, "eval.classes=present", "model.num_classes=21841")
     assert of_22k == ImageNetInfo("imagenet-22k").label_names()
 
