@@ -29,9 +29,3 @@ def test_notebook_of_own_images_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (outputs,) = (cell.outputs for cell in cells if cell.source == "run.plot()")
     assert "image/png" in outputs[0].data
     assert (run.folder / "report.html").is_file()
-
-
-def test_notebooks_are_small() -> None:
-    files = list(NOTEBOOKS.glob("*.ipynb"))
-    assert files
-    assert all(file.stat().st_size < 20_000 for file in files)

@@ -86,7 +86,6 @@ DERIVED: list[tuple[str, str, Any]] = [
     ("train.global_batch_size=5", "train.global_batch_size", 5),
     ("size=64", "augment.size_px", 64),
     ("size=64", "eval.crop_px", 64),
-    ("epochs=2", "train.epochs", 2),
     ("lr=0.1", "optimizer.lr", 0.1),
     # published weights, unless there are others
     ("model=resnet18", "model.pretrained", True),
@@ -111,7 +110,6 @@ def test_config_of_a_dataset_follows_from_it_and_from_the_overrides(
     ("words", "is_noted"),
     [
         ("", False),
-        ("model.checkpoint=a.pth", False),
         ("model.pretrained=false", True),
         ("model.pretrained=false lr=0.001", False),
     ],
