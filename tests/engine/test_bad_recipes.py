@@ -85,7 +85,7 @@ VIT = "name: vit_tiny_patch16_224, kwargs: "
 MISTAKES = [
     ("model: {name: resnet5O}", "model.name", "resnet50"),
     ("model: {name: 'torchvision:resnet5'}", "model.name", "torchvision:resnet50"),
-    ("model: {name: resnet50.a1_in1kk}", "model.name", "a1_in1k"),
+    ("model: {name: resnet50.a1_inlk}", "model.name", "a1_in1k"),
     ("model: {name: 'helpers:plane'}", "model.name", "plain"),
     ("model: {name: 'helpers:plain', kwargs: {widht: 4}}", "model.kwargs.widht", "width"),
     ("model: {name: resnet10t, kwargs: {drop_rat: 0}}", "model.kwargs.drop_rat", "drop_rate"),
