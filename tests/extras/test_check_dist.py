@@ -5,14 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import REPOSITORY, free_port, python_path, run
 from test_launchers import run_together
 
-from imagenet_cls.extras.machine import check_dist
 from imagenet_cls.extras.machine.check_dist import RankReport, report_problems, table
-from imagenet_cls.parallel.environment import RankInfo
-from imagenet_cls.parallel.process_group import RankContext
 
 CHECK = str(REPOSITORY / "tools" / "check_dist.py")
 GOOD = RankReport(
@@ -24,12 +20,11 @@ def test_two_good_ranks_pass_all_checks() -> None:
     done = run([sys.executable, CHECK, "--gpus", "2", "device=cpu"])
     assert done.returncode == 0 and done.stderr == ""
     titles, *rows, last = [line.split() for line in done.stdout.splitlines()]
-    seen = [dict(zip(titles, row, strict=True)) for row in rows]
-    assert [(row["rank"], row["local_rank"], row["sum"]) for row in seen] == [
-        ("0", "0", "right"),
-        ("1", "1", "right"),
-    ]
-    assert all(float(row["gb_per_sec"]) > 0 and row["interface"] == "lo" for row in seen)
+    for rank, row in enumerate(rows):
+        seen = dict(zip(titles, row, strict=True))
+        assert seen["rank"] == seen["local_rank"] == str(rank) and seen["sum"] == "right"
+        assert float(seen["gb_per_sec"]) > 0 and seen["interface"] == "lo"
+    assert len(rows) == 2
     assert " ".join(last).endswith("all checks passed")
 
 
@@ -38,19 +33,14 @@ def test_ranks_with_different_python_versions_exit_5(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import platform\nplatform.python_version = lambda: '3.0.1'\n"
     )
-    command = [
-        sys.executable,
-        CHECK,
-        "device=cpu",
-        f"parallel.init_method=file://{tmp_path}/rendezvous",
-    ]
+    method = f"parallel.init_method=file://{tmp_path}/rendezvous"
+    command = [sys.executable, CHECK, "device=cpu", method]
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
     ranks[1]["PYTHONPATH"] = python_path(tmp_path)
     done = run_together([(command, env) for env in ranks])
     assert [process.returncode for process in done] == [5, 5]
     assert "3.0.1" in done[0].stdout and done[1].stdout == "", "rank 0 prints the table"
-    assert "different versions of python" in done[0].stderr and "3.0.1 on rank 1" in done[0].stderr
-    assert len(done[0].stderr.splitlines()) <= 3
+    assert "3.0.1 on rank 1" in done[0].stderr and len(done[0].stderr.splitlines()) <= 3
 
 
 def test_missing_rank_exits_5_and_is_named() -> None:
@@ -61,8 +51,7 @@ def test_missing_rank_exits_5_and_is_named() -> None:
         MASTER_PORT=free_port(),
     )
     assert (done.returncode, done.stdout) == (5, "")
-    assert "ank 0 of 2: rendezvous at" in done.stderr and len(done.stderr.splitlines()) <= 3
-    assert "\nmissing: rank 1 of 2\n" in done.stderr
+    assert "\nmissing: rank 1 of 2\n" in done.stderr and len(done.stderr.splitlines()) <= 3
 
 
 @pytest.mark.parametrize(
@@ -73,10 +62,6 @@ def test_missing_rank_exits_5_and_is_named() -> None:
         (
             {"gpu": "GPU-1"},
             "On host0, ranks 0, 1 share one GPU (cuda:0 H): give each rank its own.",
-        ),
-        (
-            {"gpu": "GPU-2", "torch": "2.14.1"},
-            "The ranks have different versions of torch: 2.15.0 on rank 0; 2.14.1 on rank 1.",
         ),
         (
             {"gpu": "GPU-2", "nccl": "2.27.3"},
@@ -93,14 +78,3 @@ def test_rank_problems_name_the_ranks(other: dict, problem: str | None) -> None:
     reports = [GOOD, replace(GOOD, rank=1, local_rank=1, **other)]
     assert report_problems(reports) == ([problem] if problem else [])
     assert len(table(reports).splitlines()) == 3
-
-
-@pytest.mark.parametrize(("backend", "bound"), [("nccl", "cuda:1"), ("auto", "cuda:1")])
-def test_process_group_of_nccl_is_bound_to_the_gpu_of_its_rank(
-    backend: str, bound: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check_dist, "check_backend", lambda *_: None)
-    monkeypatch.setattr(check_dist.dist, "new_group", lambda **keywords: keywords["device_id"])
-    context = RankContext(RankInfo(1, 1, 2, 2), torch.device("cuda", 1))
-    assert check_dist.new_process_group(backend, context, 10.0) == ("nccl", torch.device(bound))
-    assert check_dist.new_process_group("gloo", context, 10.0) == ("gloo", None)
