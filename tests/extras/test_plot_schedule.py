@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from archive_writers import write_zip
-from helpers import MULTILABEL, call, succeeds
+from helpers import MULTILABEL, fails, succeeds
 from PIL import Image
 
 from imagenet_cls.config.load import load_config
@@ -37,16 +37,12 @@ def test_plot_and_summary(config: Path) -> None:
     out = succeeds(plot_schedule_command, config, "--images", 102_500, "--out", "deep/growing.png")
     pixels = np.asarray(Image.open("deep/growing.png").convert("RGB"))
     assert (pixels == (0x1F, 0x77, 0xB4)).all(axis=-1).sum() > 1000  # the first color of matplotlib
-    first, scaling, header, *rows, last = out.splitlines()
+    first, scaling, header, rate, *_ = out.splitlines()
     assert first == "500 steps: 5 epochs of 100, 1,024 of 102,500 images in each"
     assert "0.1" in scaling and "0.4" in scaling
-    assert header.split() == ["start", "lowest", "highest", "end"]
-    assert [row.split()[-4:] for row in rows] == [
-        ["0", "0", "0.4", "0.002006"],  # one step before 0.002
-        ["0.875", "0.875", "0.875", "0.875"],
-        ["128", "128", "192", "192"],
-    ]
-    assert last == "wrote deep/growing.png"
+    shown = dict(zip(header.split(), rate.split()[-4:], strict=True))
+    # one step before 0.002
+    assert shown == {"start": "0", "lowest": "0", "highest": "0.4", "end": "0.002006"}
 
 
 def test_curves_are_those_of_the_run(config: Path) -> None:
@@ -61,32 +57,26 @@ def test_curves_are_those_of_the_run(config: Path) -> None:
     assert shorter["learning rate"] == curves["learning rate"][:130]
 
 
-def test_momentum_of_a_schedule(config: Path) -> None:
-    argv = [
-        "schedule.name=one_cycle",
-        "schedule.kwargs.min_momentum=0.8",
-        "schedule.kwargs.max_momentum=0.95",
-    ]
-    momentum = schedule_curves(load_config(config, argv).config, 102_500)[2]["momentum"]
-    assert momentum[0] == momentum[-1] == pytest.approx(0.95)
-    assert min(momentum) == pytest.approx(0.8)
-
-
 @pytest.mark.parametrize(
-    ("name", "kwargs", "expected"),
+    ("words", "ends"),
     [
-        ("adamw", {"betas": [0.85, 0.99]}, 0.85),
-        ("rmsprop", {"momentum": 0.7}, 0.7),
-        ("timm:adagrad", {}, None),
+        (
+            "schedule.name=one_cycle schedule.kwargs.min_momentum=0.8 "
+            "schedule.kwargs.max_momentum=0.9",
+            (0.8, 0.9),
+        ),
+        ("optimizer.name=adamw optimizer.kwargs.betas=[0.85,0.99]", (0.85, 0.85)),
+        ("optimizer.name=rmsprop optimizer.kwargs.momentum=0.7", (0.7, 0.7)),
+        ("optimizer.name=timm:adagrad", None),
     ],
 )
-def test_momentum_of_an_optimizer(
-    config: Path, name: str, kwargs: dict, expected: float | None
+def test_momentum_of_a_schedule_or_an_optimizer(
+    config: Path, words: str, ends: tuple[float, float] | None
 ) -> None:
-    argv = [f"optimizer.name={name}", "optimizer.lr=0.1", "optimizer.lr_scales={'head.*': 10}"]
-    argv += [f"optimizer.kwargs.{key}={value}" for key, value in kwargs.items()]
-    loaded = load_config(config, argv).config
-    assert schedule_curves(loaded, 102_500)[2].get("momentum", [None])[0] == expected
+    argv = ["optimizer.lr=0.1", "optimizer.lr_scales={'head.*': 10}", *words.split()]
+    curves = schedule_curves(load_config(config, argv).config, 102_500)[2]
+    momentum = curves.get("momentum")
+    assert (momentum and (min(momentum), max(momentum))) == (ends and pytest.approx(ends))
 
 
 @pytest.mark.parametrize(
@@ -99,38 +89,28 @@ def test_momentum_of_an_optimizer(
             "4,096 training images: counted",
         ),
         (["data.name=digits", "data.root=new", *HELD_OUT], "1,438 training images: counted"),
+        (["data.root=photos.zip"], "130 training images: counted"),
         ([*MULTILABEL], "2,400 training images: counted"),
         (["data.name=folder", "data.root=none"], "1,281,167 training images: assumed"),
-        (
-            ["data.name=torchvision:CIFAR10", "data.root=none", *HELD_OUT],
-            "1,281,167 training images: assumed",
-        ),
+        (["data.name=torchvision:CIFAR10", *HELD_OUT], "1,281,167 training images: assumed"),
     ],
 )
 def test_training_images_are_counted_given_or_assumed(
     config: Path, digits: Path, more: list[str], expected: str
 ) -> None:
+    files = [(f"{part}/cat/{i}.jpg", b"x") for part in ("train", "val") for i in range(130)]
+    write_zip(Path("photos.zip"), files)
     words = [word.replace("DIGITS", str(digits)) for word in more]
     out = succeeds(plot_schedule_command, config, "train.global_batch_size=100", *words)
     assert expected in out and ("training images" not in out) == ("--images" in more)
     assert not Path("none").exists()
 
 
-def test_training_images_in_an_archive_are_counted(config: Path, tmp_path: Path) -> None:
-    files = [(f"{part}/cat/{i}.jpg", b"x") for part in ("train", "val") for i in range(30)]
-    write_zip(tmp_path / "photos.zip", files)
-    words = ["data.root=photos.zip", "train.global_batch_size=10"]
-    out = succeeds(plot_schedule_command, config, *words)
-    assert "30 training images: counted" in out
-
-
 @pytest.mark.parametrize(
     ("argv", "code", "expected"),
     [
-        (["growing.yaml", "schedule.nam=cosine"], 2, "schedule.nam"),  # stage 1
-        (["growing.yaml", "schedule.name=cosin"], 2, "schedule.name"),  # stage 2
+        (["growing.yaml", "schedule.name=cosin"], 2, "schedule.name"),
         (["growing.yaml", "--out", "plot.jpg"], 2, "plot.jpg"),
-        (["growing.yaml", "--out", "folder.png"], 2, "folder.png"),
         (["growing.yaml", "--images", "1000"], 3, "1000 images"),
         (["growing.yaml", "other.yaml"], 2, "other.yaml"),
         (["optimizer.lr=1"], 2, "CONFIG"),
@@ -139,7 +119,5 @@ def test_training_images_in_an_archive_are_counted(config: Path, tmp_path: Path)
 def test_bad_command_line_is_reported(
     config: Path, argv: list[str], code: int, expected: str
 ) -> None:
-    Path("folder.png").mkdir()
-    got, _, err = call(plot_schedule_command, *argv)
-    assert got == code and expected in err
-    assert list(Path().glob("**/*.png")) == [Path("folder.png")]
+    assert expected in fails(code, plot_schedule_command, *argv)
+    assert [path.name for path in Path().iterdir()] == ["growing.yaml"]
