@@ -15,17 +15,20 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import RankServer, destroy_process_groups, join_ranks
-from helpers import DEMO, fails, plain, succeeds
+from helpers import DEMO, fails, plain, succeeds, write_files
 from PIL import Image
 from safetensors.torch import save_file
 from sklearn import metrics
 from sklearn.calibration import calibration_curve
+from test_multilabel_outputs import figures
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.extras.pages.evaluation_page import evaluation_page, evaluation_statistics
 from imagenet_cls.extras.pages.evaluation_report import EvaluationReport
 from imagenet_cls.extras.pages.figures import similarity_order
+from imagenet_cls.extras.pages.render import format_cell
+from imagenet_cls.extras.pages.report import report_command
 from imagenet_cls.inference.evaluate_weights import evaluate_weights, image_dtype, prediction_rows
 from imagenet_cls.inference.load_weights import WeightsSource
 
@@ -101,7 +104,7 @@ def test_figures_equal_those_of_scikit_learn(written: Path) -> None:
     target, predicted = ([row["target"] for row in rows], [row["top"][0][0] for row in rows])
     correct = np.array(target) == np.array(predicted)
     assert 1 < len(set(predicted)) < len(CLASSES)  # precision is undefined for some
-    assert report["images"] == NUM_IMAGES == len(rows) and report["correct"] == correct.sum()
+    assert report["images"] == len(rows) and report["correct"] == correct.sum()
     assert report["top1_pct"] == pytest.approx(results["raw"]["top1_pct"])
     assert report["nll"] == pytest.approx(results["raw"]["loss"], rel=1e-5)
     matrix = metrics.confusion_matrix(target, predicted, labels=CLASSES)
@@ -133,10 +136,12 @@ def test_figures_equal_those_of_scikit_learn(written: Path) -> None:
     assert report["ece"] == pytest.approx(error, rel=1e-4)
 
     order = np.argsort(-confidence)
-    wrong = [rows[i]["image"] for i in order if not correct[i]]
-    assert [row["image"] for row in report["mistakes"]] == wrong[:12]
-    right = [rows[i]["image"] for i in order[::-1] if correct[i]]
-    assert [row["image"] for row in report["hits"]] == right[:12]
+    for key, numbers in (
+        ("mistakes", order[~correct[order]]),
+        ("hits", order[correct[order]][::-1]),
+    ):
+        images = [rows[i]["image"] for i in numbers]
+        assert [row["image"] for row in report[key]] == images[:12]
 
 
 def tables_of(page: str) -> list[list[list[str]]]:
@@ -146,18 +151,6 @@ def tables_of(page: str) -> list[list[list[str]]]:
         [list(map(html.unescape, re.findall(cell, row))) for row in table.split("<tr")[1:]]
         for table in page.split("<table")[1:]
     ]
-
-
-def figures_of(page: str) -> list[dict[str, Any]]:
-    """The data of the figures of a page."""
-    start = '<script type="application/json" id="figures">'
-    return json.loads(page.partition(start)[2].partition("</script>")[0])
-
-
-def shown(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def test_figures_of_the_page_are_those_in_the_json_file(written: Path) -> None:
@@ -170,11 +163,9 @@ def test_figures_of_the_page_are_those_in_the_json_file(written: Path) -> None:
         if re.fullmatch(r"[\d,]+(\.\d+)?", cell):
             decimals = len(cell.partition(".")[2])
             assert cell.replace(",", "") in [f"{number:.{decimals}f}" for number in numbers]
-    assert tables[0][0][-1] == "mean_target"
-    assert tables[0][1][-1] == f"{report['metrics']['raw']['mean_target']:.4f}"
-    keys = ["name", "precision_pct", "recall_pct", "f1_pct", "images", "predicted"]
-    keys += ["mistaken_for", "mistaken_images"]
-    expected = [[shown(row[key]) for key in keys] for row in report["classes"]]
+    formats = ("", ".2f", ".2f", ".2f", "", "", "", "")
+    rows = [map(format_cell, row.values(), formats) for row in report["classes"]]
+    expected = [list(map(str, row)) for row in rows]
     table = next(rows for rows in tables if rows[0][0] == "class")
     assert sorted(table[1:]) == sorted(expected)
     captions = [
@@ -183,14 +174,11 @@ def test_figures_of_the_page_are_those_in_the_json_file(written: Path) -> None:
     ]
     found = re.findall(r"<b>(.*?)</b>\n<span>(.*?)</span>\n<small>(.*?)</small>", page)
     assert [tuple(map(html.unescape, texts)) for texts in found] == captions
-    matrix, reliability, histogram = figures_of(page)
+    matrix, reliability, histogram = figures(page)
     assert matrix["counts"] == counts_in(written)
     assert matrix["labels"] == CLASSES and not matrix["has_blocks"]
     assert reliability["bins"] == histogram["bins"] == report["calibration"]
-
-
-def test_page_escapes_names_and_loads_nothing(written: Path) -> None:
-    page = (written / "report.html").read_text()
+    # names are escaped, and nothing is loaded
     body = page.partition("<body>")[2].partition("<script")[0]
     assert "<i>" not in body and body.count("<b>") == body.count('class="tile"')
     addresses = re.findall(r'\b(?:src|href)="(.*?)"', page.partition("<script")[0])
@@ -206,7 +194,6 @@ def test_page_of_many_classes_has_blocks_of_similar_classes_and_no_labels() -> N
     rows["top"][:, 0] = np.where(draws.random(2000) < 0.5, rows["target"], prediction)
     names = [f"name{number}" for number in range(count - 1)]  # the head has one output more
     statistics, confusion = evaluation_statistics(rows, names, str)
-    assert confusion.shape == (count, count) and confusion.sum() == 2000
     result = {"top1_pct": 1.0, "top5_pct": 2.0, "loss": 3.0, "images": 2000}
     # metrics of the user
     results = {"raw": result | {"top-1 %": 0.25}, "ema": result | {"only_ema": 0.75}}
@@ -214,12 +201,12 @@ def test_page_of_many_classes_has_blocks_of_similar_classes_and_no_labels() -> N
     about |= {"weights": "ema", "metrics": results}
     shown = {row["index"]: b"" for key in ("mistakes", "hits") for row in statistics[key]}
     page = evaluation_page(statistics | about, confusion, shown).decode()
-    matrix = figures_of(page)[0]
+    matrix = figures(page)[0]
     assert len(matrix["counts"]) == len(matrix["labels"]) == 120 and matrix["has_blocks"]
     assert sum(map(sum, matrix["counts"])) == 2000 - statistics["correct"]
     labels = [name for block in matrix["labels"] for name in block]
     assert sorted(labels) == sorted([*names, "class 239"])
-    assert "The sections below show the EMA weights." in page and len(page) < 6_000_000
+    assert len(page) < 6_000_000
     assert tables_of(page)[0] == [
         ["weights", "top-1 %", "top-5 %", "loss", "images", "top-1 %", "only_ema"],
         ["raw", "1.000", "2.000", "3.0000", "2,000", "0.2500", "–"],
@@ -238,20 +225,24 @@ def test_classes_that_are_confused_are_neighbors_in_the_order_by_similarity() ->
     assert np.count_nonzero(np.diff(groups[order])) == 2
 
 
-def test_missing_plotly_is_an_error_before_the_evaluation(
+def test_missing_plotly_is_an_error_before_a_report(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
-    err = fails(2, evaluate_command, *words(folder), "--report", tmp_path / "report")
-    assert "pip install plotly" in err and not (tmp_path / "report").exists()
+    write_files(tmp_path, {"metrics.jsonl": ""})
+    for command, line in (
+        (evaluate_command, [*words(folder), "--report", tmp_path / "report"]),
+        (report_command, [tmp_path]),
+    ):
+        assert "pip install plotly" in fails(2, command, *line)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_command_writes_a_report_and_replaces_only_its_own(folder: Path, tmp_path: Path) -> None:
     report = tmp_path / "new" / "report"
     line = [*words(folder), "--report", report]
     out = succeeds(evaluate_command, *line)
-    names = ["confusion.csv", "report.html", "report.json"]
-    assert sorted(path.name for path in report.iterdir()) == names
+    assert len(list(report.iterdir())) == 3
     assert "top-5" not in out + (report / "report.html").read_text()  # there are 7 classes
     (report / "report.html").write_text("old")
     fails(2, evaluate_command, *words(folder), "--link-js")
@@ -273,7 +264,6 @@ def test_masked_evaluation_is_stated_and_has_only_the_present_classes(
         images[name] = len(list(copy.iterdir()))
     succeeds(evaluate_command, *words(folder, "some"), "eval.classes=present", "--report", tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["num_classes"] == 3
     assert {row["name"]: row["images"] for row in report["classes"]} == images
     assert sum(row["predicted"] for row in report["classes"]) == sum(images.values())
     assert report["top1_pct"] == pytest.approx(report["metrics"]["raw"]["top1_pct"])
