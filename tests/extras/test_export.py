@@ -7,6 +7,7 @@ import logging
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,10 +62,10 @@ def test_exported_model_has_the_top1_of_test(digits: Path, run: Path, tmp_path: 
     for mode in ("none", "normalize"):
         check_same_logits(run, files, mode, *TRUST)
     logits = Predictor(run, "cpu", allow_import=TRUST[1:]).logits(files)
-    clear = has_clear_class(logits)
-    assert clear.double().mean() > 0.9 and len(logits.argmax(dim=1).unique()) > 5
+    clear, found = has_clear_class(logits), logits.argmax(dim=1)
+    assert clear.double().mean() > 0.9 and len(found.unique()) > 5
     expected = torch.tensor([int(row["top"][0][0]) for row in rows])
-    assert torch.equal(logits.argmax(dim=1)[clear], expected[clear])
+    assert torch.equal(found[clear], expected[clear])
 
 
 @pytest.mark.nightly
@@ -121,24 +122,12 @@ def test_predict_prints_the_same_for_an_onnx_file(digits: Path, run: Path, tmp_p
     assert stored["input_size"] == [3, 16, 16] and stored["resize_size"] == [20, 20]
     assert stored["eval"]["crop_px"] == 16 and stored["preprocess"] == "normalize"
     fails(2, predict_command, file, images[0], "--weights", "ema")
+    for entry in model.metadata_props:  # earlier versions wrote graphs that resize
+        entry.value = entry.value.replace("normalize", "resize")
+    onnx.save(model, file)
+    assert "tensor(uint8)" in fails(4, predict_command, file, images[0])
     file.write_bytes(b"no model")
     assert "export.py" in fails(4, predict_command, file, images[0])
-
-
-def test_file_with_a_resize_in_the_graph_is_an_error(
-    digits: Path, run: Path, tmp_path: Path
-) -> None:
-    """Earlier versions wrote such files."""
-    import onnx
-
-    file = tmp_path / "model.onnx"
-    succeeds(export_command, run, "--format", "onnx", "--out", file, "--preprocess", *TRUST)
-    model = onnx.load(file)
-    for entry in model.metadata_props:
-        if entry.key == "preprocess":
-            entry.value = '"resize"'
-    onnx.save(model, file)
-    assert "tensor(uint8)" in fails(4, predict_command, file, digits / "train/3")
 
 
 def test_predict_prepares_gray_images_and_mirror_images_for_the_graph(
@@ -167,7 +156,7 @@ def values_decide(num_classes: int) -> nn.Module:
     class Model(nn.Linear):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             if images.sum() > 1e9:
-                images = images.flip(3)
+                images = -images
             return super().forward(images.mean((2, 3)))
 
     return Model(3, num_classes)
@@ -182,21 +171,21 @@ def eigenvalues(num_classes: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "form", "reasons"),
+    ("model", "form", "suffix", "reasons"),
     [
-        ("values_decide", "torch", ["test_export.py, line", "images.sum() > 1e9"]),
-        ("eigenvalues", "onnx", ["aten.linalg_eig", "--format torch"]),
+        ("values_decide", "torch", "pt2", ["test_export.py, line", "images.sum() > 1e9"]),
+        ("eigenvalues", "onnx", "onnx", ["aten.linalg_eig"]),
     ],
 )
 def test_model_that_can_not_be_exported_is_explained(
-    model: str, form: str, reasons: list[str], digits: Path, tmp_path: Path
+    model: str, form: str, suffix: str, reasons: list[str], digits: Path, tmp_path: Path
 ) -> None:
     name = f"{__name__}:{model}"
     train_here(arguments(digits, tmp_path / "run", train__max_steps=1, model__name=name))
-    file = tmp_path / ("model.onnx" if form == "onnx" else "model.pt2")
+    file = tmp_path / f"model.{suffix}"
     words = [tmp_path / "run", "--format", form, "--out", file, "--allow-import", name]
     err = fails(4, export_command, *words)
-    assert all(reason in err for reason in reasons) and not file.exists(), err
+    assert all(reason in err for reason in reasons) and not file.exists()
 
 
 def test_other_logits_are_an_error_and_leave_no_file(
@@ -209,48 +198,27 @@ def test_other_logits_are_an_error_and_leave_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("form", "suffix", "opset"), [("onnx", "onnx", 7), ("onnx", "onnx", 99), ("torch", "pt2", 18)]
-)
-def test_opset_that_is_not_exported_is_an_error(
-    form: str, suffix: str, opset: int, run: Path, tmp_path: Path
-) -> None:
-    words = [run, "--format", form, "--opset", opset, "--out", tmp_path / f"model.{suffix}", *TRUST]
-    assert f"--opset {opset}" in fails(2, export_command, *words)
+def test_opset_that_is_not_exported_is_an_error(run: Path, tmp_path: Path) -> None:
+    for form, suffix, opset in (("onnx", "onnx", 7), ("torch", "pt2", 18)):
+        words = [run, "--format", form, "--opset", opset, "--out", tmp_path / f"model.{suffix}"]
+        assert f"--opset {opset}" in fails(2, export_command, *words, *TRUST)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_of_a_run_is_written_into_its_folder(run: Path) -> None:
-    file = run / "model.pt2"
-    assert f"to {file}\n" in succeeds(export_command, run, "--format", "torch", *TRUST)
-    assert file.stat().st_size > 0
-    file.unlink()
-
-
-def test_missing_package_is_named(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "find_spec", lambda name: None if name == "onnxscript" else name)
-    words = [run, "--format", "onnx", "--out", tmp_path / "model.onnx", *TRUST]
-    assert "pip install onnxscript" in fails(2, export_command, *words)
+    assert "onnxscript" in fails(2, export_command, run, "--format", "onnx", *TRUST)
 
 
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
 def test_out_of_memory_is_no_checkpoint_error_and_the_log_level_is_restored(
-    error: type[Exception], run: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out_of_memory(*args: Any, **kwargs: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(torch.export, "export", out_of_memory)
     predictor = Predictor(run, "cpu", allow_import=TRUST[1:])
-    logging.disable(logging.INFO)
-    try:
+    for error in (MemoryError, torch.OutOfMemoryError):
+        monkeypatch.setattr(torch.export, "export", Mock(side_effect=error))
         with pytest.raises(error):
             export.export_model(predictor, "torch", "none", None)
-        assert logging.root.manager.disable == logging.INFO
-    finally:
-        logging.disable(logging.NOTSET)
+    assert logging.root.manager.disable == logging.NOTSET
 
 
 def test_weights_with_nan_are_named_as_the_cause(run: Path) -> None:

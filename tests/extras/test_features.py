@@ -6,6 +6,7 @@ import errno
 import os
 from collections import OrderedDict
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -62,42 +63,25 @@ def test_features_are_those_of_timm(name: str) -> None:
     assert torch.allclose(features(images), expected, rtol=1e-4, atol=1e-5)
 
 
-class Scaled(nn.Module):
-    """A model of one's own: something follows its last linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.last = plain(12), nn.Linear(12, 7)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return 10 * self.last(self.body(images)).log_softmax(dim=1)
-
-
-@torch.no_grad()
-def test_classifier_is_found_beside_a_layer_whose_name_begins_like_its_own() -> None:
-    layers = OrderedDict(fc=nn.Linear(12, 7), act=nn.ReLU(), fc2=nn.Linear(7, 7))
-    model = nn.Sequential(layers).eval()
-    x = torch.randn(2, 12)
-    assert torch.equal(FeatureModel(model, 7)(x), model[:2](x))
-
-
 @torch.no_grad()
 def test_features_of_other_models() -> None:
     images = torch.randn(2, 3, 64, 64)
-    resnet = torchvision.models.resnet18(num_classes=7).eval()
-    found = FeatureModel(resnet, 7)(images)
-    resnet.fc = nn.Identity()
-    assert torch.equal(found, resnet(images))
     # a convolution at each position
     squeezenet = torchvision.models.squeezenet1_1(num_classes=7).eval()
     found = FeatureModel(squeezenet, 7)(images)
     assert torch.allclose(found, squeezenet.features(images).mean((2, 3)))
-    scaled = Scaled().eval()
+    # beside a layer whose name begins like that of the classifier
+    layers = OrderedDict(fc=nn.Linear(12, 7), act=nn.ReLU(), fc2=nn.Linear(7, 7))
+    model = nn.Sequential(layers).eval()
+    x = torch.randn(2, 12)
+    assert torch.equal(FeatureModel(model, 7)(x), model[:2](x))
+    # something follows the classifier of a model of one's own
+    scaled = nn.Sequential(plain(12), nn.Linear(12, 7), nn.LogSoftmax(dim=1)).eval()
     images = images[..., :16, :16]
-    expected = (scaled.body(images) + scaled.body(images.flip(3))) / 2
+    expected = (scaled[0](images) + scaled[0](images.flip(3))) / 2
     found = compute_logits(FeatureModel(scaled, 7), images, flip=True)
     assert torch.allclose(found, expected)
-    with pytest.raises(UsageError, match="Sequential"):
+    with pytest.raises(UsageError):
         FeatureModel(nn.Sequential(nn.Conv2d(3, 8, 3)), 7)(images)
 
 
@@ -105,11 +89,9 @@ def test_features_of_other_models() -> None:
 def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of a small network of timm, with EMA."""
     folder = tmp_path_factory.mktemp("features") / "run"
-    changes = {"model__name": "test_resnet", "ema__decay": 0.5, "eval__flip_tta": "true"}
-    words = arguments(
-        digits, folder, **changes, train__max_steps=3, augment__size_px=32, eval__crop_px=32
-    )
-    train_here(words)
+    changes = {"augment__size_px": 32, "eval__crop_px": 32, "train__max_steps": 3}
+    changes |= {"model__name": "test_resnet", "ema__decay": 0.5, "eval__flip_tta": "true"}
+    train_here(arguments(digits, folder, **changes))
     return folder
 
 
@@ -128,8 +110,7 @@ def test_predict_writes_features_of_the_good_images(
     assert "bad.jpg" in fails(3, predict_command, *words)
     with np.load(tmp_path / "out.npy", allow_pickle=False) as written:
         names, features = written["images"], written["features"]
-    assert names.tolist() == list(map(str, good))
-    assert features.shape == (39, 96) and features.dtype == np.float32
+    assert names.tolist() == list(map(str, good)) and features.dtype == np.float32
     predictor = imagenet_cls.Predictor(run)
     pixels = predictor.prepare(good)
     with torch.no_grad():
@@ -154,12 +135,12 @@ def test_predict_refuses_options_without_sense_and_keeps_existing_files(
     files = {"mine.npz": "mine", "model.onnx": ""}
     write_files(tmp_path, files)
     new = tmp_path / "new.npz"
-    for source, file, options in (
-        (run, new, ["--top", "2"]),
-        (run, new, ["--threshold", "0.5"]),
-        (run, tmp_path / "mine.npz", []),
-        (run, tmp_path / "none/out.npz", []),
-        (tmp_path / "model.onnx", new, []),
+    for source, file, *options in (
+        (run, new, "--top", "2"),
+        (run, new, "--threshold", "0.5"),
+        (run, tmp_path / "mine.npz"),
+        (run, tmp_path / "none/out.npz"),
+        (tmp_path / "model.onnx", new),
     ):
         fails(2, predict_command, source, threes[0], "--features", file, *options)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
@@ -168,10 +149,8 @@ def test_predict_refuses_options_without_sense_and_keeps_existing_files(
 def test_full_disk_leaves_no_output(
     run: Path, threes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(file: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    error = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
     fails(5, predict_command, run, threes[0], "--features", tmp_path / "out.npz")
     fails(5, evaluate_command, run, "--out", tmp_path / "rows.csv")
     assert not list(tmp_path.iterdir())
@@ -179,7 +158,7 @@ def test_full_disk_leaves_no_output(
 
 def split_digits() -> tuple[Tensor, Tensor, Tensor]:
     """Pixels as features of 1,400 digits, their targets, and features of the other digits."""
-    values, targets = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    values, targets = map(torch.from_numpy, load_digits(return_X_y=True))
     return values[:1400].float(), targets[:1400], values[1400:].float()
 
 
@@ -202,8 +181,6 @@ def test_knn_is_that_of_scikit_learn(neighbors: int) -> None:
         is_clear &= distances[:, -1] - distances[:, -2] > 1e-6
     assert is_clear.mean() > 0.9
     assert np.array_equal(got[is_clear], reference.predict(val.double())[is_clear])
-    unweighted = KNeighborsClassifier(neighbors, metric="cosine").fit(train, targets).predict(val)
-    assert neighbors == 20 or not np.array_equal(got, unweighted)
 
 
 @pytest.mark.parametrize("c", [0.316, 1e-6])
@@ -214,13 +191,9 @@ def test_linear_probe_is_that_of_scikit_learn(c: float) -> None:
     reference.fit(train.numpy(), targets.numpy())
     assert np.array_equal(got, reference.predict(val.numpy()))
     assert note == f"{reference.n_iter_[0]} iterations"
-
-
-def test_linear_probe_errors() -> None:
-    values, targets = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
-    for features in (values, values / 0):
+    for bad in (train / 0, train[:1].expand_as(train)):
         with pytest.raises(UsageError):
-            linear_probe(features, targets, values, 1.0)
+            linear_probe(bad, 0 * targets, val, c)
 
 
 def largest_pixels(num_classes: int) -> nn.Module:
@@ -232,9 +205,8 @@ def lines_on_ranks(rank: int, ranks: int, folder: Path) -> None:
     context = join_ranks(rank, ranks, folder / f"store{ranks}")
     changes = {"model__name": f"{__name__}:largest_pixels", "data__fraction": 0.2}
     file, *overrides = arguments(folder / "digits", folder, **changes)[:-2]
-    config = load_config(
-        file, [*overrides, f"model.checkpoint={folder}/weights.safetensors"]
-    ).config
+    overrides += [f"model.checkpoint={folder}/weights.safetensors"]
+    config = load_config(file, overrides).config
     lines = evaluate_features(config, WeightsSource(), context, neighbors=20, probe_c=0.1)
     if rank == 0:
         (folder / f"lines{ranks}").write_text("\n".join(lines))
@@ -242,22 +214,18 @@ def lines_on_ranks(rank: int, ranks: int, folder: Path) -> None:
         destroy_process_groups(context)
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.nightly)])
 def test_result_does_not_depend_on_the_ranks(
-    ranks: int, digits: Path, tmp_path: Path, rank_server: RankServer
+    digits: Path, tmp_path: Path, rank_server: RankServer
 ) -> None:
     (tmp_path / "digits").symlink_to(digits)
     torch.manual_seed(0)
     # a head for other classes
     save_file(largest_pixels(7).state_dict(), tmp_path / "weights.safetensors")
     lines_on_ranks(0, 1, tmp_path)
-    rank_server.call(lines_on_ranks, ranks, tmp_path)
-    expected, lines = (
-        (tmp_path / f"lines{number}").read_text().splitlines() for number in (1, ranks)
-    )
+    rank_server.call(lines_on_ranks, 3, tmp_path)
+    expected, lines = ((tmp_path / f"lines{ranks}").read_text().splitlines() for ranks in (1, 3))
     assert lines == expected and len(lines) == 4 and "newly initialized" in lines[1]
-    assert lines[0].startswith("359 images of 10 classes")
-    assert all("over 359 images" in line for line in lines[2:])
+    assert "over 359 images" in lines[2]
 
 
 def test_command_evaluates_raw_and_ema_weights(run: Path, tmp_path: Path) -> None:
@@ -269,8 +237,6 @@ def test_command_evaluates_raw_and_ema_weights(run: Path, tmp_path: Path) -> Non
     rows, same = tmp_path / "rows.csv", tmp_path / "a.json"
     for words in (
         ("--knn", 1439),  # there are 1438 training images
-        ("--knn", 0),
-        ("--linear-probe", "-1"),
         ("--knn", 2, "--out", rows),
         ("--knn", 2, "--results", rows),
         ("--out", same, "--results", same),
@@ -278,25 +244,17 @@ def test_command_evaluates_raw_and_ema_weights(run: Path, tmp_path: Path) -> Non
         fails(2, evaluate_command, run, *words)
 
 
-@pytest.mark.parametrize(
-    ("code", "settings", "value", "named"),
-    [
-        (3, "data.name=folder data.train=a data.val=train data.val_fraction=null", 1.0, "digits/a"),
-        (4, "data.fraction=0.02", torch.nan, "NaN"),
-    ],
-)
 def test_missing_training_images_and_features_that_are_not_finite_are_errors(
-    digits: Path, tmp_path: Path, code: int, settings: str, value: float, named: str
+    digits: Path, tmp_path: Path
 ) -> None:
-    weights = {name: value * tensor for name, tensor in plain(10).state_dict().items()}
+    weights = {name: torch.nan * tensor for name, tensor in plain(10).state_dict().items()}
     save_file(weights, tmp_path / "weights.safetensors")
-    words = [*arguments(digits, tmp_path)[:-2], *settings.split()]
-    words += [str(tmp_path / "weights.safetensors"), "--knn", "5"]
-    assert named in fails(code, evaluate_command, *words)
+    words = [*arguments(digits, tmp_path)[:-2], tmp_path / "weights.safetensors", "--knn", "5"]
+    assert "NaN" in fails(4, evaluate_command, *words, "data.fraction=0.02")
+    missing = "data.name=folder data.train=a data.val=train data.val_fraction=null"
+    assert "digits/a" in fails(3, evaluate_command, *words, *missing.split())
 
 
 def test_archive_is_a_training_part(tmp_path: Path) -> None:
-    data = DataConfig(name="folder", root=str(tmp_path), train="train-*.tar", val="val")
-    assert not has_training_part(data)
     (tmp_path / "train-0.tar").touch()
-    assert has_training_part(data)
+    assert has_training_part(DataConfig("folder", str(tmp_path), "train-*.tar", "val"))
