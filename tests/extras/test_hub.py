@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from imagenet_cls.data.classes import imagenet_order
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.sources import FolderSource, ImageSource
-from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.errors import DataError, ResourceError, UsageError, UserError
 
 pytest.importorskip("datasets")
@@ -32,17 +30,6 @@ import datasets
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 
 DIGITS = ClassLabel(names=[str(digit) for digit in range(10)])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet_library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        cache = tmp_path_factory.mktemp("cache")
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-        patch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", cache / "downloads")
-        datasets.disable_progress_bars()
-        yield
-        datasets.enable_progress_bars()
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +45,11 @@ def folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part, rows in parts.items():
         rows.to_parquet(folder / "parquet" / f"{part}-00000-of-00001.parquet")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
 
 
 def save(
@@ -88,36 +80,24 @@ def opened(data: DataConfig) -> ImageSource:
 
 @pytest.mark.parametrize("kind", ["saved", "parquet", "one"])
 def test_rows_are_the_files_of_class_folders(folder: Path, digits: Path, kind: str) -> None:
-    """The part `val` is also `validation`. A dataset that was saved without parts is any."""
+    """Also in a worker that is not forked; the images are not in the message to it. The part `val`
+    is also `validation`. A dataset that was saved without parts is any.
+    """
     files = FolderSource(index_folder(digits / "train"))
     data = DataConfig(name=f"hf:{folder / kind}")
-    rows = opened(data)
+    message = pickle.dumps(opened(data))
+    rows = pickle.loads(message)
+    assert len(message) < 1000
     assert rows.classes == files.classes and len(rows) == len(files)
-
-    def corner(height: int, width: int) -> Box:
-        return Box(2, 4, 8, 16)
 
     for i in (0, 99, 100, 1000, len(files) - 1):
         image, target = rows.load(i)
         expected, expected_target = files.load(i)
         assert torch.equal(image, expected) and target == expected_target
-        region, box, _ = rows.load_region(i, corner)
-        expected, expected_box, _ = files.load_region(i, corner)
-        assert box == expected_box and torch.equal(region[:, 2:10, 4:20], expected[:, 2:10, 4:20])
     if kind != "one":
         assert len(open_datasets(data).val) == 200
         with pytest.raises(DataError):
             open_datasets(replace(data, val="test"))
-
-
-def test_copy_for_a_worker_opens_the_files_again(folder: Path) -> None:
-    """Where workers are not forked. The images are not in the message to them."""
-    source = opened(DataConfig(name=f"hf:{folder / 'saved'}", kwargs={"label": "label"}))
-    message = pickle.dumps(source)
-    assert len(message) < 1000
-    copy = pickle.loads(message)
-    assert copy.digest() == source.digest()
-    assert torch.equal(copy.load(5)[0], source.load(5)[0])
 
 
 def test_digest_is_that_of_the_content(folder: Path, tmp_path: Path) -> None:
@@ -127,9 +107,8 @@ def test_digest_is_that_of_the_content(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "parquet", tmp_path / "copy")
     for file in (tmp_path / "copy").iterdir():
         os.utime(file, (1, 1))
-    places = [folder / "saved", folder / "parquet", tmp_path / "copy"]
-    digests = {opened(DataConfig(name=f"hf:{place}")).digest() for place in places}
-    assert len(digests) == 1
+    places = (folder / "saved", folder / "parquet", tmp_path / "copy")
+    assert len({opened(DataConfig(name=f"hf:{place}")).digest() for place in places}) == 1
 
 
 def test_digest_changes_with_the_rows(tmp_path: Path) -> None:
@@ -138,7 +117,6 @@ def test_digest_changes_with_the_rows(tmp_path: Path) -> None:
         ([0, 1], DIGITS, [one, two]),
         ([0, 2], DIGITS, [one, two]),
         ([0, 1], DIGITS, [one, three]),
-        ([1, 0], DIGITS, [two, one]),
         ([0, 1], ClassLabel(names=list("abcdefghij")), [one, two]),
     ]
     digests = {opened(save(tmp_path / str(i), *columns)).digest() for i, columns in enumerate(rows)}
@@ -150,7 +128,6 @@ def test_digest_changes_with_the_rows(tmp_path: Path) -> None:
     [
         ("uint8", [2, 0, 2], "0 1 2", [2, 0, 2]),
         ("float64", [2.0, 0.0, 2.0], "0 1 2", [2, 0, 2]),
-        ("string", ["dog", "cat", "dog"], "cat dog", [1, 0, 1]),
         ("large_string", ["b", "a", "ä"], "a b ä", [1, 0, 2]),
         ("string", ["10.0", "2", "9.0"], "2 9 10", [2, 0, 1]),
     ],
@@ -177,10 +154,9 @@ def test_rows_of_one_image_are_on_one_side(tmp_path: Path) -> None:
 
 
 def test_validation_classes_are_matched_by_name(tmp_path: Path) -> None:
-    features = Features({"image": Image(), "label": Value("string")})
     for part, labels in (("train", ["a", "b"]), ("validation", ["b"])):
-        rows = Dataset.from_dict({"image": [encoded()] * len(labels), "label": labels}, features)
-        rows.to_parquet(tmp_path / f"{part}.parquet")
+        rows = Dataset.from_dict({"image": [encoded()] * len(labels), "label": labels})
+        rows.cast_column("image", Image()).to_parquet(tmp_path / f"{part}.parquet")
     data = DataConfig(name=f"hf:{tmp_path}", kwargs={"label": "label"})
     with pytest.raises(DataError):
         open_datasets(data)
@@ -191,7 +167,6 @@ def test_validation_classes_are_matched_by_name(tmp_path: Path) -> None:
     ("feature", "labels"),
     [
         (DIGITS, [1, -1]),
-        (DIGITS, [None, 1]),
         (Value("int64"), [None, None]),
         (Value("string"), ["a", None]),
         (Value("float32"), [0.0, 1.5]),
@@ -209,8 +184,8 @@ def test_columns_of_images(tmp_path: Path) -> None:
     """Bytes without a type are images if the column is named. Two columns of images must be
     chosen from.
     """
-    columns = {"one": [encoded()], "two": [encoded(size=(8, 9))], "label": [3]}
-    columns["raw"] = columns["two"]
+    larger = [encoded(size=(8, 9))]
+    columns = {"one": [encoded()], "two": larger, "label": [3], "raw": larger}
     features = {"one": Image(), "two": Image(), "label": DIGITS, "raw": Value("binary")}
     data = save_rows(tmp_path, columns, **features)
     for column in ("two", "raw"):
@@ -230,8 +205,7 @@ def test_row_may_name_a_file(tmp_path: Path) -> None:
         file.write_bytes(encoded())
     source = opened(DataConfig(name=f"hf:{tmp_path}", val="train"))
     image, target = source.load(1)
-    assert source.classes == ("cat", "dog") and target == 1
-    assert image[:, 5, 3].tolist() == [10, 20, 30]
+    assert source.classes[target] == "dog" and image[:, 5, 3].tolist() == [10, 20, 30]
     files[1].unlink()
     with pytest.raises(DataError, match=r"train\[1\] \(.*dog/1.png\)"):
         source.load(1)
@@ -243,10 +217,9 @@ def test_bad_row_raises_with_its_name(tmp_path: Path, content: bytes | None) -> 
     bad = None if content is None else {"bytes": content, "path": "bad.jpg"}
     source = opened(save(tmp_path, [0, 1], images=[good, bad]))
     source.load(0)
-    with pytest.raises(DataError) as caught:
+    name = "" if content is None else r" \(bad.jpg\)"
+    with pytest.raises(DataError, match=rf"^hf:{tmp_path}/train\[1\]{name}"):
         source.load(1)
-    assert str(caught.value).startswith(f"hf:{tmp_path}/train[1]")
-    assert ("bad.jpg" in str(caught.value)) == (content is not None)
 
 
 def test_exif_orientation_is_applied_if_asked_for(tmp_path: Path) -> None:
@@ -269,14 +242,12 @@ def test_exif_orientation_is_applied_if_asked_for(tmp_path: Path) -> None:
         ("hf:{folder}/parquet", {"subset": "other"}, DataError),
         ("hf:{folder}/parquet", {"revision": "main"}, DataError),
         ("hf:{folder}/broken", {}, DataError),
-        ("hf:{folder}/empty", {}, DataError),
     ],
 )
 def test_dataset_that_cannot_be_opened_raises(
     tmp_path: Path, folder: Path, name: str, kwargs: dict[str, Any], kind: type[UserError]
 ) -> None:
     """Tests are offline: HF_HUB_OFFLINE, set in conftest.py."""
-    (tmp_path / "empty").mkdir()
     shutil.copytree(folder / "parquet", tmp_path / "parquet")
     shutil.copytree(folder / "saved", tmp_path / "broken")
     os.truncate(next((tmp_path / "broken").glob("train/*.arrow")), 5000)
