@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import REPOSITORY, datasets_in, environment, fails, succeeds, wait_for
+from helpers import REPOSITORY, datasets_in, environment, fails, succeeds, wait_for, write_files
 from PIL import Image, JpegImagePlugin
 from test_data_datasets import names
 
 from imagenet_cls.data.decode import decode_upright, exif_orientation
 from imagenet_cls.data.sources import FolderSource
-from imagenet_cls.extras.datasets import pack
 from imagenet_cls.extras.datasets.pack import pack_command
 
 Packed = Callable[..., Any]
+Writer = Callable[..., Path]
 
 
 @pytest.fixture
@@ -56,21 +56,10 @@ def assert_same_images(packed: Any, expected: Any) -> None:
         assert all(ours.read(i) == theirs.read(i) for i in range(len(theirs)))
 
 
-def test_packed_folder_is_the_same_dataset(image_folder: Path, out: Path, packed: Packed) -> None:
-    folder = datasets_in(image_folder)
-    for _ in range(2):
-        data = packed(image_folder, "--images-per-shard", 16)
-        assert_same_images(data, folder)
-        assert names(data.train) == [name.replace("JPEG", "jpg") for name in names(folder.train)]
-        shards = shards_in(out)
-        assert len(shards) == 3 + 1
-    fails(2, pack_command, image_folder, out)  # other options
-    assert shards_in(out) == shards
-
-
-def test_images_are_read_in_the_threads_of_the_pool(
-    image_folder: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch
+def test_packed_folder_is_the_same_dataset(
+    image_folder: Path, out: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The threads of the pool read the images."""
     threads = set()
     read = FolderSource.read
 
@@ -78,9 +67,17 @@ def test_images_are_read_in_the_threads_of_the_pool(
         threads.add(threading.current_thread())
         return read(source, i)
 
-    monkeypatch.setattr(FolderSource, "read", read_and_record)
-    packed(image_folder)
+    with monkeypatch.context() as recorded:
+        recorded.setattr(FolderSource, "read", read_and_record)
+        packed(image_folder, "--images-per-shard", 16)
     assert threads and threading.main_thread() not in threads
+    folder = datasets_in(image_folder)
+    shards = shards_in(out)
+    data = packed(image_folder, "--images-per-shard", 16)
+    assert_same_images(data, folder)
+    assert names(data.train) == [name.replace("JPEG", "jpg") for name in names(folder.train)]
+    fails(2, pack_command, image_folder, out)  # other options
+    assert shards_in(out) == shards and len(shards) == 3 + 1
 
 
 @pytest.mark.nightly
@@ -91,29 +88,17 @@ def test_pack_after_a_kill_continues_to_equal_bytes(
     succeeds(pack_command, image_folder, tmp_path / "expected", *words)
     command = [sys.executable, REPOSITORY / "tools" / "pack.py", image_folder, out, *words]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
-    wait_for(
-        lambda: len(list(out.rglob("*.tar"))) >= 3 or process.poll() is not None, "three shards"
-    )
+    wait_for(lambda: len(list(out.rglob("*.tar"))) >= 3, "three shards")
     process.send_signal(signal.SIGKILL)
     process.wait()
 
-    def times() -> dict[str, int]:
-        return {path.name: path.stat().st_mtime_ns for path in out.rglob("train-*.tar")}
+    def files() -> set[int]:
+        return {path.stat().st_ino for path in out.rglob("train-*.tar")}
 
-    before = times()
+    before = files()
     succeeds(pack_command, image_folder, out, *words)
     assert shards_in(out) == shards_in(tmp_path / "expected")
-    assert before and before.items() <= times().items()
-
-
-def test_interrupted_pack_leaves_no_dataset(
-    image_folder: Path, out: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
-        broken.setattr(pack, "write_shard", lambda *_: 1 // 0)
-        packed(image_folder)
-    assert not (out / "train").exists()
-    assert_same_images(packed(image_folder), datasets_in(image_folder))
+    assert before and before <= files()
 
 
 # ---- files
@@ -121,7 +106,7 @@ def test_interrupted_pack_leaves_no_dataset(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "data" / "train" / "a class"
+    folder = tmp_path / "data/train/a class"
     folder.mkdir(parents=True)
     return folder
 
@@ -129,10 +114,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     """Of a dataset with the images in `folder`."""
-    config = tmp_path / "config.yaml"
     data = f"data: {{name: folder, root: {tmp_path / 'data'}, val: train}}"
-    config.write_text(f"{data}\noptimizer: {{lr: 0.1}}\n")
-    return config
+    write_files(tmp_path, {"config.yaml": f"{data}\noptimizer: {{lr: 0.1}}\n"})
+    return tmp_path / "config.yaml"
 
 
 TURNED = Image.Exif()
@@ -161,17 +145,15 @@ def test_only_large_images_are_shrunk(
     gray = np.tile(np.linspace(0, 65_535, 256).astype(np.uint16), (256, 1))
     Image.fromarray(gray).save(folder / "0.png")
     photographs[0].save(folder / "1.png")
-    photographs[0].convert("CMYK").save(folder / "2.jpg")
-    photographs[1].resize((60, 40)).save(folder / "3.png")
-    Image.new("RGB", (200, 100)).save(folder / "4.jpg", exif=TURNED)
+    photographs[1].resize((60, 40)).save(folder / "2.png")
+    Image.new("RGB", (200, 100)).save(folder / "3.jpg", exif=TURNED)
     source = packed(config, "--max-px", 64, "--quality", 100).train
     pixels = source.load(0)[0][0].numpy()
     assert pixels.shape == (64, 64) and np.abs(pixels - np.linspace(1.5, 253.5, 64)).max() < 4
-    for i in (1, 2):
-        with Image.open(io.BytesIO(source.read(i))) as image:
-            assert (image.size, image.format, image.mode) == ((64, 43), "JPEG", "RGB")
-    assert source.read(3) == (folder / "3.png").read_bytes()
-    turned = source.read(4)
+    with Image.open(io.BytesIO(source.read(1))) as image:
+        assert (image.size, image.format) == ((64, 43), "JPEG")
+    assert source.read(2) == (folder / "2.png").read_bytes()
+    turned = source.read(3)
     assert exif_orientation(turned) == 6 and decode_upright(turned).shape == (3, 64, 32)
 
 
@@ -199,7 +181,6 @@ def test_reencode_encodes_every_jpeg(
         assert (data != before.read(i)) == is_jpeg and after.name(i).endswith(".jpg"), name
         with Image.open(io.BytesIO(data)) as stored:
             assert stored.mode == ("L" if "gray" in name else "RGB")
-            assert stored.format == ("JPEG" if is_jpeg else "PNG")
             if is_jpeg and stored.mode == "RGB":
                 assert JpegImagePlugin.get_sampling(stored) == 2, "4:2:0"
         difference = after.load(i)[0].float() - before.load(i)[0].float()
@@ -208,11 +189,9 @@ def test_reencode_encodes_every_jpeg(
     fails(2, pack_command, config, out)  # other options
 
 
-@pytest.mark.parametrize("options", [["101"], ["best"], [], ["90", "--quality", "80"]])
-def test_bad_quality_of_reencode_is_a_usage_error(
-    options: list[str], image_folder: Path, out: Path
-) -> None:
-    fails(2, pack_command, image_folder, out, "--reencode", *options)
+def test_bad_quality_of_reencode_is_a_usage_error(image_folder: Path, out: Path) -> None:
+    for options in (["101"], ["90", "--quality", "80"]):
+        fails(2, pack_command, image_folder, out, "--reencode", *options)
     assert not out.exists()
 
 
@@ -228,19 +207,16 @@ def test_damaged_jpeg_to_be_encoded_is_an_error(
 def test_multilabel_of_a_list_are_packed(
     image_folder: Path, tmp_path: Path, packed: Packed
 ) -> None:
-    """A shard has images without labels only. Paths are absolute."""
+    """A shard has images without labels only."""
     files = sorted((image_folder / "train").rglob("*.JPEG"))[:8]
     labels = ["a;b", "c d", "", "b;a;c d", "", "", "c d;a", "b"]
     lines = [f"{file},{own}\n" for file, own in zip(files, labels, strict=True)]
-    (tmp_path / "train.csv").write_text("".join(lines))
-    (tmp_path / "val.csv").write_text("".join(lines[:3:2]))
+    write_files(tmp_path, {"train.csv": "".join(lines), "val.csv": "".join(lines[:3:2])})
     lists = {"name": "list", "train": "train.csv", "val": "val.csv", "labels": "multi"}
-    overrides = [f"data.{key}={value}" for key, value in lists.items()]
-    others = [f"data.root={tmp_path}", "loss.name=bce", "checkpoint.best=map"]
-    words = [*overrides, *others, "--images-per-shard", 2]
+    overrides = [f"data.{key}={value}" for key, value in (lists | {"root": tmp_path}).items()]
+    words = [*overrides, "loss.name=bce", "checkpoint.best=map", "--images-per-shard", 2]
     data = packed("resnet50", *words, labels="multi")
     assert_same_images(data, datasets_in(tmp_path, **lists))
-    assert f"/{data.train.name(0)}" == str(files[0]).replace("JPEG", "jpg")
 
 
 # ---- Parquet
@@ -252,7 +228,7 @@ def named(*names: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def write_parquet(tmp_path: Path, image_folder: Path) -> Callable[..., Path]:
+def write_parquet(tmp_path: Path, image_folder: Path) -> Writer:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     files = sorted((image_folder / "train").rglob("*.JPEG"))
 
@@ -279,7 +255,6 @@ def write_parquet(tmp_path: Path, image_folder: Path) -> Callable[..., Path]:
 @pytest.mark.parametrize(
     ("labels", "feature", "options", "classes", "targets"),
     [
-        (["dog", "cat", "dog"], None, [], ("cat", "dog"), [1, 0, 1]),
         (["b;a", "b", "b"], None, [], ("b", "b;a"), [1, 0, 0]),
         (["b; a", "", "b"], None, ["--multilabel"], ("a", "b"), [[1, 1], [0, 0], [0, 1]]),
         ([[1, 0], [], [1]], None, [], ("0", "1"), [[1, 1], [0, 0], [0, 1]]),
@@ -287,7 +262,6 @@ def write_parquet(tmp_path: Path, image_folder: Path) -> Callable[..., Path]:
         ([[0, 1], []], [named("b", "a")], [], ("b", "a"), [[1, 1], [0, 0]]),
         ([[1], []], {"feature": named("b", "a")}, [], ("b", "a"), [[0, 1], [0, 0]]),
     ],
-    ids=range(6),
 )
 def test_parquet_becomes_shards_with_its_images_and_labels(
     labels: list[Any],
@@ -295,13 +269,12 @@ def test_parquet_becomes_shards_with_its_images_and_labels(
     options: list[str],
     classes: tuple[str, ...],
     targets: list[Any],
-    write_parquet: Callable[..., Path],
+    write_parquet: Writer,
     image_folder: Path,
     packed: Packed,
 ) -> None:
-    is_multi = isinstance(targets[0], list)
-    root = write_parquet(labels, feature)
-    data = packed(root, *options, "--images-per-shard", 3, labels="multi" if is_multi else "single")
+    kind = "multi" if isinstance(targets[0], list) else "single"
+    data = packed(write_parquet(labels, feature), *options, "--images-per-shard", 3, labels=kind)
     files = sorted((image_folder / "train").rglob("*.JPEG"))
     for source in (data.train, data.val):
         assert source.classes == classes and source.targets.tolist() == targets
@@ -309,10 +282,12 @@ def test_parquet_becomes_shards_with_its_images_and_labels(
 
 
 def test_parquet_keeps_names_of_classes_and_names_images_by_class_and_place(
-    write_parquet: Callable[..., Path], packed: Packed
+    write_parquet: Writer, packed: Packed
 ) -> None:
     """An MPO file is a JPEG."""
-    image = [{"bytes": encoded(form), "path": None} for form in ("PNG", "MPO", "JPEG")]
+    mpo = encoded("MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))])
+    contents = (encoded("PNG"), mpo, encoded("JPEG"))
+    image = [{"bytes": content, "path": None} for content in contents]
     data = packed(write_parquet([0, 2, 1], named("a b", ".net", "a/b"), image=image))
     assert data.classes == ("a b", ".net", "a/b") and data.val.targets.tolist() == [0, 2, 1]
     stem = "train-00000-of-00001"
@@ -320,36 +295,33 @@ def test_parquet_keeps_names_of_classes_and_names_images_by_class_and_place(
     assert names(data.train) == expected
 
 
-def encoded(form: str) -> bytes:
-    file, image = io.BytesIO(), Image.new("RGB", (8, 8))
-    image.save(
-        file, form, **({"save_all": True, "append_images": [image]} if form == "MPO" else {})
-    )
+def encoded(form: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, form, **options)
     return file.getvalue()
 
 
-BAD: dict[str, dict[str, Any]] = {
-    "PCX": {"labels": [0], "image": [{"bytes": encoded("PCX"), "path": "x"}]},
-    "label out of range": {"labels": [0, 5], "feature": named("a", "b")},
-    "null label": {"labels": [0, None]},
-    "a number for each class": {"labels": [[1, 0, 0], [0, 1, 0]]},
-    "no rows": {"labels": []},
-    "no bytes": {"labels": [0], "image": [{"bytes": b"", "path": "x"}]},
-    "image is text": {"labels": [0], "image": ["x.jpg"]},
-    "no image": {"labels": [0], "image": [{"bytes": b"12345", "path": None}]},
-}
+BAD: list[dict[str, Any]] = [
+    {"labels": [0], "image": [{"bytes": encoded("PCX"), "path": "x"}]},
+    {"labels": [0, 5], "feature": named("a", "b")},
+    {"labels": [0, None]},
+    {"labels": [[1, 0, 0], [0, 1, 0]]},  # a number for each class
+    {"labels": []},
+    {"labels": [0], "image": [{"bytes": b"", "path": "x"}]},
+    {"labels": [0], "image": ["x.jpg"]},
+    {"labels": [0], "image": [{"bytes": b"no image", "path": None}]},
+]
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("rows", BAD)
 def test_bad_rows_of_parquet_are_errors(
-    name: str, write_parquet: Callable[..., Path], out: Path
+    rows: dict[str, Any], write_parquet: Writer, out: Path
 ) -> None:
-    error = fails(3, pack_command, write_parquet(**BAD[name]), out)
-    assert "train-00000-of-00001.parquet" in error
-    assert not (out / "train").exists()
+    error = fails(3, pack_command, write_parquet(**rows), out)
+    assert "train-00000-of-00001.parquet" in error and not (out / "train").exists()
 
 
-def test_broken_parquet_files_are_errors(write_parquet: Callable[..., Path], out: Path) -> None:
+def test_broken_parquet_files_are_errors(write_parquet: Writer, out: Path) -> None:
     root = write_parquet([0, 1], parts=["train"])
     (file,) = root.rglob("*.parquet")
     os.truncate(file, file.stat().st_size - 100)
@@ -357,45 +329,37 @@ def test_broken_parquet_files_are_errors(write_parquet: Callable[..., Path], out
     import pyarrow
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.table({"img": [b""], "fine_label": [0]}), file)
+    parquet.write_table(pyarrow.table({"label": [0]}), file)
     assert str(file) in fails(3, pack_command, root, out)
 
 
-@pytest.mark.parametrize("name", [" b", "b\nc", "", "a"])
 def test_class_names_that_shards_cannot_hold_are_errors_before_packing(
-    name: str, write_parquet: Callable[..., Path], out: Path
+    write_parquet: Writer, out: Path
 ) -> None:
-    assert repr(name) in fails(3, pack_command, write_parquet([0, 1], named("a", name)), out)
+    for name in (" b", "b\nc", "", "a"):
+        assert repr(name) in fails(3, pack_command, write_parquet([0, 1], named("a", name)), out)
     assert not out.exists()
 
 
 def test_class_names_of_parquet_parts_are_matched(
-    write_parquet: Callable[..., Path], packed: Packed, tmp_path: Path
+    write_parquet: Writer, packed: Packed, tmp_path: Path
 ) -> None:
     write_parquet([0, 1, 1], named("a", "b"))
     val = packed(write_parquet([0, 1], named("b", "a"), ["validation"])).val
     assert val.classes == ("a", "b") and val.targets.tolist() == [1, 0]
     root = write_parquet([0, 1], named("a", "c"), ["validation"])
     error = fails(3, pack_command, root, tmp_path / "other")
-    assert "validation-00000-of-00001.parquet" in error and not (tmp_path / "other").exists()
+    assert "validation-00000-of-00001.parquet" in error
 
 
 def test_test_part_of_parquet_is_packed_without_a_validation_part(
-    write_parquet: Callable[..., Path], packed: Packed, tmp_path: Path
+    write_parquet: Writer, packed: Packed, tmp_path: Path
 ) -> None:
-    write_parquet(["dog", "cat", "dog"], parts=["train"])
-    assert packed(write_parquet(["cat", "dog"], parts=["test"])).val.targets.tolist() == [0, 1]
-    root = write_parquet(["dog", "cat"], parts=["validation"])
-    out = succeeds(pack_command, root, tmp_path / "other")
-    assert "not packed: test-00000-of-00001.parquet" in out
-    assert datasets_in(tmp_path / "other").val.targets.tolist() == [1, 0]
-
-
-def test_integers_without_names_are_positions_in_classes_txt(
-    write_parquet: Callable[..., Path], packed: Packed
-) -> None:
-    root = write_parquet([2, 0])
+    """Integers without names are positions in classes.txt."""
+    root = write_parquet([2, 0], parts=["train", "test"])
     (root / "data" / "classes.txt").write_text("2\n1\n0\n")
     data = packed(root)
-    assert data.classes == ("2", "1", "0")
-    assert data.train.targets.tolist() == data.val.targets.tolist() == [2, 0]
+    assert data.classes == ("2", "1", "0") and data.val.targets.tolist() == [2, 0]
+    write_parquet([0, 1], parts=["validation"])
+    succeeds(pack_command, root, tmp_path / "other")
+    assert datasets_in(tmp_path / "other").val.targets.tolist() == [0, 1]

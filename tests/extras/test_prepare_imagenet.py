@@ -113,11 +113,12 @@ def test_prepare_flat_folder_with_the_devkit_keeps_the_training_images(tmp_path:
     assert_complete(tmp_path / "out")
 
 
-@pytest.mark.parametrize("row", [f"a,{'x' * 200_000}", "a", "a,"])
-def test_prepare_malformed_solution_file_exits_with_3(tmp_path: Path, row: str) -> None:
+def test_prepare_malformed_solution_file_exits_with_3(tmp_path: Path) -> None:
     solution = write_kaggle(tmp_path / "in") / "LOC_val_solution.csv"
-    solution.write_text(f"{solution.read_text()}{row}\n")
-    assert prepare(tmp_path / "in", tmp_path / "out") == 3
+    good = solution.read_text()
+    for row in (f"a,{'x' * 200_000}", "a", "a,"):
+        solution.write_text(f"{good}{row}\n")
+        assert prepare(tmp_path / "in", tmp_path / "out") == 3
 
 
 @pytest.mark.parametrize(("prefix", "code"), [("../", 0), ("/tmp/", 0), ("", 3)])
@@ -147,7 +148,7 @@ def test_prepare_broken_or_missing_archive_exits_with_3(
     tmp_path: Path, archive: str, length: int | None
 ) -> None:
     """length: the bytes that are left of the archive; None: it is missing."""
-    for path in list(write_archives(tmp_path / "in").glob(f"ILSVRC2012_{archive}")):
+    for path in write_archives(tmp_path / "in").glob(f"ILSVRC2012_{archive}"):
         if length is None:
             path.unlink()
         else:
