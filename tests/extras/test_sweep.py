@@ -35,7 +35,6 @@ from imagenet_cls.extras.sweep.plan import SweepRun, read_runs, write_runs
 from imagenet_cls.files import take_lock
 
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "sweep.py")]
-RUNS_FAILED = 7
 
 
 def words(digits: Path | str, out: Path, **changes: Any) -> list[str]:
@@ -56,23 +55,21 @@ def test_two_runs_at_once_of_which_one_fails(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPUs of the environment, which are not there, and the CPU threads are divided."""
-    for name, value in environment(CUDA_VISIBLE_DEVICES="5,7").items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     monkeypatch.delenv("OMP_NUM_THREADS")
     out = tmp_path / "out"
     argv = words(digits, out, model__checkpoint="null,missing.pth")
     code, printed, err = call(sweep_command, *argv, "--parallel", 2)
     good, bad = "model.checkpoint=null", "model.checkpoint=missing.pth"
-    assert code == RUNS_FAILED and bad in err and good not in err
+    assert code == 7 and bad in err and good not in err
     assert f"{bad}: failed with exit code 4: {out / bad}.log" in printed.splitlines()
     assert "missing.pth" in (out / f"{bad}.log").read_text()
     rows = table(out)
-    found = [(row["model.checkpoint"], row["finished"]) for row in rows]
-    assert found == [("null", "1"), ("missing.pth", "0")]
+    assert [row["finished"] for row in rows] == ["1", "0"]
     assert float(rows[0]["mean top1_pct"]) == best_top1(out / good)
     assert re.search(rf"--work-dir {out}/best .*model\.checkpoint=null$", printed)
-    page = (out / "report.html").read_text()
-    assert "<h2>Settings</h2>" in page and "<td>missing.pth</td>" in page
+    assert "<td>missing.pth</td>" in (out / "report.html").read_text()
     variables = json.loads((out / good / "env.json").read_text())["variables"]
     assert variables["CUDA_VISIBLE_DEVICES"] == "5"
     assert variables["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
@@ -92,17 +89,17 @@ def test_runs_that_another_sweep_has_just_added_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    other = SweepRun("trial-000", {"optimizer.lr": 0.1}, ["demo"], search=["demo"], pruned=True)
+    other = SweepRun("trial-000", {"optimizer.lr": 0.1}, ["demo"], search=["demo"])
 
     def lock_later(folder: Path, remedy: str) -> IO[str]:
         write_runs(folder, [other])
         return take_lock(folder, remedy)
 
-    monkeypatch.setattr("imagenet_cls.extras.sweep.command.take_lock", lock_later)
+    monkeypatch.setattr(sweep, "take_lock", lock_later)
     monkeypatch.setattr(sweep.Runner, "run", lambda *_: [])
     succeeds(sweep_command, "demo", "seed=0", "--out", out)
     runs = read_runs(out)
-    assert set(runs) == {"trial-000", "seed=0"} and runs["trial-000"] == other
+    assert len(runs) == 2 and runs["trial-000"] == other
 
 
 def test_runs_are_stopped_when_the_sweep_fails(
@@ -151,9 +148,7 @@ def test_sweep_that_is_stopped_and_started_again_gives_the_same_table(
     out = tmp_path / "out"
     first, second = out / "seed=0", out / "seed=1"
     command = [*TOOL, *words(digits, out, **SLOW)]
-    with subprocess.Popen(
-        command, env=environment(), cwd=REPOSITORY, start_new_session=True
-    ) as process:
+    with subprocess.Popen(command, env=environment(), start_new_session=True) as process:
         wait_for(lambda: steps_done(second) >= 4, "the second run")
         runs = children(process.pid)
         process.send_signal(number)
@@ -169,9 +164,8 @@ def test_sweep_that_is_stopped_and_started_again_gives_the_same_table(
     (row,) = table(out)
     assert [row] == table(undisturbed)
     results = [best_top1(folder) for folder in (first, second, out / "seed=2")]
-    assert float(row["mean top1_pct"]) == pytest.approx(fmean(results))
-    assert float(row["std"]) == pytest.approx(stdev(results))
-    assert (row["finished"], row["runs"]) == ("3", "3")
+    expected = [fmean(results), stdev(results), 3, 3]
+    assert list(map(float, row.values())) == pytest.approx(expected)
 
 
 @pytest.mark.nightly
@@ -184,7 +178,7 @@ def test_sweep_grows_and_a_changed_config_is_the_error_of_the_run(
     rows = table(undisturbed)
     assert {row["optimizer.lr"]: row["runs"] for row in rows} == {"": "3", "0.01": "1", "0.02": "1"}
     changed = more | {"optimizer__lr": 0.02, "loss__label_smoothing": 0.3}
-    assert run([*TOOL, *words(digits, undisturbed, **changed)]).returncode == RUNS_FAILED
+    assert run([*TOOL, *words(digits, undisturbed, **changed)]).returncode == 7
     log = (undisturbed / "optimizer.lr=0.02,seed=0.log").read_text()
     assert "--allow-change loss.label_smoothing" in log
     assert table(undisturbed) == rows  # the results are those of the earlier arguments
@@ -209,8 +203,7 @@ def test_search_prunes_and_continues(
     pruned = re.findall(r"^(\S+): pruned$", printed, re.M)
     finished = re.findall(r"^(\S+): finished$", printed, re.M)
     assert pruned and len(pruned) + len(finished) == 8
-    for name in pruned:
-        assert "saved in" in " ".join((out / f"{name}.log").read_text().split())
+    assert all("saved in" in (out / f"{name}.log").read_text() for name in pruned)
     logs = {path: path.read_text() for path in out.glob("*.log")}
     # The best run, since another one may be pruned when it resumes.
     best = max(finished, key=lambda name: best_top1(out / name))
@@ -220,9 +213,8 @@ def test_search_prunes_and_continues(
     assert [path.stem for path in logs if logs[path] != path.read_text()] == [best]
     assert "resumed from" in (out / f"{best}.log").read_text()
     rows = table(out)
-    assert len(rows) == 9
     results = [float(row["mean top1_pct"]) for row in rows if row["finished"] == "1"]
-    assert results == sorted(results, reverse=True) and results[0] >= best_top1(out / best)
+    assert len(rows) == 9 and results == sorted(results, reverse=True)
 
 
 @pytest.mark.nightly
@@ -240,13 +232,9 @@ def test_printed_commands_that_ran_as_jobs_are_the_runs_of_the_sweep(
     done = run(["bash", "-c", line], **slurm | {"PATH": path})
     assert done.returncode == 0 and done.stdout.count("Submitted batch job") == 2
 
-    def no_job() -> bool:
-        return run(["squeue", "--noheader"], **slurm).stdout == ""
-
-    wait_for(no_job, "the jobs")
+    wait_for(lambda: run(["squeue", "--noheader"], **slurm).stdout == "", "the jobs")
     done = run([*TOOL, *argv])
     assert done.returncode == 0 and ": started" not in done.stdout
-    assert [row["finished"] for row in table(tmp_path / "out")] == ["1", "1"]
     folders = list((tmp_path / "out").glob("*/"))
     assert [steps_done(folder) for folder in folders] == [2, 2]
     assert all("%2F" in folder.name for folder in folders)

@@ -30,7 +30,6 @@ def grid(*overrides: str, folds: int | None = None, known: list[SweepRun] | None
 @pytest.mark.parametrize(
     ("text", "values"),
     [
-        ("0.1", ["0.1"]),
         ("0.05,0.1", ["0.05", "0.1"]),
         ("[0.5, 0.5]", ["[0.5, 0.5]"]),
         ("[0.5,0.5], [0.4,0.4]", ["[0.5,0.5]", "[0.4,0.4]"]),
@@ -53,9 +52,8 @@ def test_grid_has_each_combination() -> None:
     runs = grid("optimizer.lr=0.1,0.2", "train.epochs=3", "seed=-1..+1")
     assert len({run.name for run in runs}) == 6
     assert runs[4].name == "optimizer.lr=0.2,seed=0"
-    assert runs[4].arguments == ["demo", "train.epochs=3", "optimizer.lr=0.2", "seed=0"]
     assert runs[4].best_arguments == ["demo", "train.epochs=3", "optimizer.lr=0.2"]
-    assert runs[4].setting == {"optimizer.lr": "0.2"}
+    assert runs[4].arguments == [*runs[4].best_arguments, "seed=0"]
     same = grid("seed=-1..1", "train.epochs=3", "optimizer.lr=0.2,0.1")
     assert {run.name for run in same} == {run.name for run in runs}
 
@@ -67,28 +65,23 @@ def test_single_value_of_a_key_that_the_sweep_has_adds_a_run() -> None:
     assert [run.name for run in grid("optimizer.lr=0.3")] == ["run"]
 
 
-@pytest.mark.parametrize(
-    ("key", "first", "others"),
-    [
-        ("optimizer.lr", "1e-3", ["0.001", ".001", "0.0010"]),
-        ("lr", "1", ["1.0", "1e0"]),
-        ("seed", "1", ["01", "+1"]),
-        ("data.mean", "[0.5,0.5]", ["[0.5, 0.50]"]),
-        ("data.stratify", "true", ["True", "yes"]),
-    ],
-)
-def test_equal_values_are_one_setting_with_the_name_of_the_first(
-    key: str, first: str, others: list[str]
-) -> None:
-    known = grid(f"{key}={first}", "train.epochs=2,3")
-    for text in others:
-        assert grid(f"{key}={text}", "train.epochs=2,3", known=known) == known
-        assert len(grid(f"{key}={first},{text}")) == 1
+def test_equal_values_are_one_setting_with_the_name_of_the_first() -> None:
+    for key, first, *others in (
+        ("optimizer.lr", "1e-3", "0.001", ".001", "0.0010"),
+        ("lr", "1", "1.0", "1e0"),
+        ("seed", "1", "01", "+1"),
+        ("data.mean", "[0.5,0.5]", "[0.5, 0.50]"),
+        ("data.stratify", "true", "True", "yes"),
+    ):
+        known = grid(f"{key}={first}", "train.epochs=2,3")
+        for text in others:
+            assert grid(f"{key}={text}", "train.epochs=2,3", known=known) == known
+            assert len(grid(f"{key}={first},{text}")) == 1
 
 
-@pytest.mark.parametrize("text", ["1,true", "1,'1'", "no,false,0", "01,1"])
-def test_other_values_are_other_settings(text: str) -> None:
-    assert len(grid(f"model.kwargs.size={text}")) == 2
+def test_other_values_are_other_settings() -> None:
+    for text in ("1,true", "1,'1'", "no,false,0", "01,1"):
+        assert len(grid(f"model.kwargs.size={text}")) == 2
 
 
 def test_names_are_paths_of_one_part() -> None:
@@ -111,10 +104,9 @@ def opened(words: list[str]) -> DataSets:
 
 def test_dry_run_prints_commands_and_writes_nothing(tmp_path: Path) -> None:
     argv = [*words("nowhere"), "seed=0,1", "--out", tmp_path / "out", "--gpus-per-run", 2]
-    commands = dry_run(*argv)
-    folders = [command[command.index("--work-dir") + 1] for command in commands]
-    assert folders == [str(tmp_path / "out" / name) for name in ("seed=0", "seed=1")]
-    assert all("--resume" in command and "--gpus" in command for command in commands)
+    ends = [command[-5:] for command in dry_run(*argv)]
+    folders = [str(tmp_path / "out" / name) for name in ("seed=0", "seed=1")]
+    assert ends == [["--gpus", "2", "--work-dir", folder, "--resume"] for folder in folders]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,10 +118,10 @@ def test_data_set_in_place_of_a_config_has_stratified_folds(digits: Path, tmp_pa
     assert (np.ptp(counts, axis=0) <= 1).all()
 
 
-@pytest.mark.parametrize("given", ["data.stratify=false", r"data.group=\d+"])
-def test_folds_are_not_stratified_where_the_user_decides(tmp_path: Path, given: str) -> None:
-    argv = [*words("nowhere", data__name="folder"), given, "--folds", 2, "--out", tmp_path]
-    assert not any("data.stratify=true" in command for command in dry_run(*argv))
+def test_folds_are_not_stratified_where_the_user_decides(tmp_path: Path) -> None:
+    argv = [*words("nowhere", data__name="folder"), "--folds", 2, "--out", tmp_path]
+    for given in ("data.stratify=false", r"data.group=\d+"):
+        assert not any("data.stratify=true" in command for command in dry_run(*argv, given))
 
 
 def test_all_mistakes_are_reported_at_once_and_nothing_starts(tmp_path: Path) -> None:
@@ -138,8 +130,6 @@ def test_all_mistakes_are_reported_at_once_and_nothing_starts(tmp_path: Path) ->
         run_sweep(cli.parse(sweep_parser(), [*wrong, "--out", str(tmp_path / "out")]))
     lines = raised.value.lines
     assert raised.value.exit_code == 2 and not (tmp_path / "out").exists()
-    for key in ("seed", "optimizr", "train.precision"):
-        assert any(f": {key}: " in line for line in lines)
     assert len(lines) == len(set(lines)) == 4  # of each wrong value one
 
 
@@ -194,15 +184,11 @@ def test_search_without_optuna_says_what_to_install(
     assert "pip install optuna" in fails(2, sweep_command, *words)
 
 
-@pytest.mark.parametrize(
-    ("visible", "gpus"), [("", []), ("-1", []), ("0,1", ["0", "1"]), ("GPU-a,b", ["GPU-a", "b"])]
-)
-def test_gpus_of_the_environment(
-    visible: str, gpus: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+def test_gpus_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = sweep_parser().parse_args(["--parallel=2", "--out=sweep"])
-    assert visible_gpus(arguments, {"auto"}) == gpus
+    for visible, gpus in (("", []), ("-1", []), ("GPU-a,1", ["GPU-a", "1"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert visible_gpus(arguments, {"auto"}) == gpus
 
 
 _RUN = {"name": "seed=0", "values": {"seed": "0"}, "fixed": ["demo"]}
@@ -211,12 +197,9 @@ _RUN = {"name": "seed=0", "values": {"seed": "0"}, "fixed": ["demo"]}
 @pytest.mark.parametrize(
     "content",
     [
-        None,
         {"name": 1},
-        [3],
         [{}],
         *([_RUN | {key: [None]}] for key in ("name", "values", "fixed", "of_folds", "search")),
-        [_RUN | {"values": 3}],
         [_RUN | {"values": {"seed": [1]}}],
         [_RUN | {"values": {"data.fold": 0}}],
     ],
