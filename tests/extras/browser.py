@@ -104,21 +104,18 @@ class Browser:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def resize(self, width: int, height: int = 900) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.send("Emulation.setDeviceMetricsOverride", **size)
-        self.settle()
-
-    def prefer(self, scheme: str = "light", media: str = "") -> None:
-        """Set the preferred color scheme, and "print" for the layout of paper."""
+    def prefer(self, scheme: str = "light") -> None:
+        """Set the preferred color scheme."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.send("Emulation.setEmulatedMedia", media=media, features=[feature])
+        self.send("Emulation.setEmulatedMedia", features=[feature])
 
     def open(self, page: Path, width: int = 1400) -> None:
         """Open a page, and wait until its figures are drawn."""
         self.messages.clear()
         self.urls.clear()
-        self.resize(width)
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
+        self.settle()
         self.send("Page.navigate", url=page.as_uri())
         for _ in range(_MAX_POLLS):
             ready = (
@@ -135,13 +132,10 @@ class Browser:
         """Wait for the next frames, in which figures follow the size of the window."""
         self.evaluate("new Promise((done) => setTimeout(() => requestAnimationFrame(done), 250))")
 
-    def screenshot(self, file: Path, whole_page: bool = True) -> None:
-        """Write a PNG file."""
-        options: dict[str, Any] = {}
-        if whole_page:
-            size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-            options = {"captureBeyondViewport": True, "clip": size | {"scale": 1}}
-        data = self.send("Page.captureScreenshot", **options)["data"]
+    def screenshot(self, file: Path) -> None:
+        """Write the whole page as a PNG file."""
+        clip = self.send("Page.getLayoutMetrics")["cssContentSize"] | {"scale": 1}
+        data = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
         file.write_bytes(base64.b64decode(data))
 
     def hover(self, element: str, x: float, y: float) -> None:

@@ -71,38 +71,29 @@ def test_report_of_an_evaluation_in_a_browser(browser: Browser, run: Path, tmp_p
     folder = tmp_path / "report"
     succeeds(evaluate_command, run, "--report", folder, "--allow-import", "helpers:plain")
     report = json.loads((folder / "report.json").read_text())
-    texts = [f"{metrics['top1_pct']:.3f}" for metrics in report["metrics"].values()]
-    texts += [f"{row['f1_pct']:.2f}" for row in report["classes"]]
+    texts = [f"{row['f1_pct']:.2f}" for row in report["classes"]]
     texts += [row["image"] for row in report["mistakes"]]
     check_page(browser, folder / "report.html", tmp_path, texts)
 
 
 @pytest.mark.nightly
 def test_report_of_multilabel_in_a_browser(browser: Browser, tmp_path: Path) -> None:
-    """It has no figures, and its table of classes can be sorted."""
+    """It has no figures."""
     train_here([*arguments(tmp_path, tmp_path / "run", train__max_steps=4), *MULTILABEL])
     words = [tmp_path / "run", "--report", tmp_path / "report"]
     for name in ("helpers:plain", "imagenet_cls.data.builtin:ComposedDigits"):
         words += ["--allow-import", name]
     succeeds(evaluate_command, *words)
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
     for width in (390, 800, 1400):
         browser.open(tmp_path / "report" / "report.html", width)
         assert browser.messages == [] and browser.layout_problems() == []
         assert [url for url in browser.urls if not url.startswith(("data:", "file:"))] == []
-    table = "[...document.querySelectorAll('table.sortable')].at(-1)"
-    browser.evaluate(f"{table}.querySelectorAll('th button')[1].click()")
-    shown = browser.evaluate(f"[...{table}.tBodies[0].rows].map((row) => row.cells[1].innerText)")
-    best = sorted((row["ap_pct"] for row in report["classes"]), reverse=True)
-    assert shown == [f"{value:.2f}" for value in best]
 
 
 @pytest.mark.nightly
 def test_page_of_a_run_in_a_browser(browser: Browser, run: Path, tmp_path: Path) -> None:
     succeeds(report_command, run, "--out", tmp_path / "page.html")
-    results = [record["top1_pct"] for record in read_metrics(run) if record["kind"] == "eval"]
-    texts = [f"{max(results):.2f}", "done, 22 steps", "step-0000022"]
-    check_page(browser, tmp_path / "page.html", tmp_path, texts)
+    check_page(browser, tmp_path / "page.html", tmp_path, ["done, 22 steps", "step-0000022"])
 
 
 @pytest.mark.nightly
@@ -120,8 +111,7 @@ def test_names_with_markup_are_text_in_the_confusion_matrix(
         statistics, confusion = evaluation_statistics(rows, labels, lambda index: names[index % 4])
         about = {"model": "<b>m", "weights": "raw", "messages": [], "metrics": {}, "settings": {}}
         about["origin"] = "<b>run"
-        examples = [*statistics["mistakes"], *statistics["hits"]]
-        thumbnails = {row["index"]: b"" for row in examples}
+        thumbnails = dict.fromkeys(range(len(rows)), b"")
         page = tmp_path / "page.html"
         page.write_bytes(evaluation_page(statistics | about, confusion, thumbnails))
         browser.open(page)
@@ -149,12 +139,11 @@ def copy_run(run: Path, folder: Path, number: int) -> Path:
     """
     shutil.copytree(run, folder)
     config = (run / "config.yaml").read_text()
-    assert "  lr: 0.03\n" in config
     (folder / "config.yaml").write_text(config.replace("  lr: 0.03\n", f"  lr: 0.{number + 10}\n"))
     records = read_metrics(run)
     for record in records:
-        for key in {"top1_pct", "images_per_sec"} & record.keys():
-            record[key] *= 1 - number / 100
+        if "top1_pct" in record:
+            record["top1_pct"] *= 1 - number / 100
     if number % 3 == 0:
         records.append({"kind": "event", "step": 8, "message": "resumed from step-0000008"})
     lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -168,7 +157,6 @@ def write_page(run: Path, folder: Path, count: int) -> Path:
     runs = [copy_run(run, folder / f"{i:02d} {name}", i) for i, name in enumerate(names)]
     page = folder / "page.html"
     succeeds(report_command, *runs, "--out", page)
-    assert page.stat().st_size < 6_000_000
     return page
 
 
@@ -209,8 +197,10 @@ def test_page_has_no_layout_problems_and_its_table_is_the_legend(
 @pytest.mark.nightly
 def test_table_of_runs_is_sorted_and_filtered(browser: Browser, run: Path, tmp_path: Path) -> None:
     browser.open(write_page(run, tmp_path, 6))
-    column = "(title) => [...document.querySelectorAll('.runs thead th')].find((th) => "
-    column += "th.textContent === title)"
+    column = (
+        "(title) => [...document.querySelectorAll('.runs thead th')].find((th) => "
+        "th.textContent === title)"
+    )
     for title in ("best validation top-1 %", "time", "optimizer.lr", "run"):
         header = f"({column})({json.dumps(title)})"
         cells = f"{ROWS}.map((row) => row.cells[{header}.cellIndex])"
@@ -253,8 +243,6 @@ def test_names_are_text_in_figures(browser: Browser, run: Path, tmp_path: Path) 
             "pointNumber: 5}])"
         )
         browser.settle()  # a hover is shown with a delay
-        text = browser.evaluate("document.querySelectorAll('.hoverlayer')[2].textContent")
-        assert name in text
-        links = "document.querySelectorAll('.hoverlayer a').length"
-        assert browser.evaluate(links) == 0
+        assert name in browser.evaluate("document.querySelectorAll('.hoverlayer')[2].textContent")
+        assert browser.evaluate("document.querySelectorAll('.hoverlayer a').length") == 0
     assert browser.messages == []
