@@ -93,8 +93,8 @@ def test_example_of_the_page(
 ) -> None:
     """The one with onnxruntime alone, for files of several sizes."""
     monkeypatch.chdir(tmp_path)
-    options = ("--preprocess", "normalize", *TRUST)
-    succeeds(export_command, run, "--format", "onnx", "--out", "digits.onnx", *options)
+    words = [run, "--format", "onnx", "--preprocess", "--out", "digits.onnx"]
+    succeeds(export_command, *words, *TRUST)
     page = (REPOSITORY / "docs" / "export.md").read_text()
     example = page.partition("```python\n")[2].partition("```")[0]
     predictor = Predictor(run, "cpu", allow_import=TRUST[1:])
@@ -139,8 +139,7 @@ def test_predict_prepares_gray_images_and_mirror_images_for_the_graph(
     run, file = tmp_path / "run", tmp_path / "model.onnx"
     train_here(arguments(digits, run, **changes, train__max_steps=2))
     trust = ("--allow-import", f"{__name__}:gray")
-    options = ("--preprocess", "normalize", "--opset", 18)
-    succeeds(export_command, run, "--format", "onnx", "--out", file, *options, *trust)
+    succeeds(export_command, run, "--format", "onnx", "--preprocess", "--out", file, *trust)
     photographs = map(Image.fromarray, load_sample_images().images)
     images = [photo.resize(size) for photo, size in product(photographs, ((640, 427), (91, 333)))]
     expected = Predictor(run, "cpu", allow_import=trust[1:]).logits(images)

@@ -14,14 +14,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from helpers import (
-    TRAIN,
-    arguments,
-    digits_as_rows,
-    free_port,
-    losses,
-    run,
-)
+from helpers import TRAIN, arguments, digits_as_rows, free_port, losses, run
 
 COMMIT = "0123456789" * 4
 FILE = r"/datasets/user/digits/resolve/[^/]+/(.+)"
@@ -115,7 +108,6 @@ def test_ranks_download_once_and_resume_without_the_hub(hub: Hub, tmp_path: Path
         assert done.returncode == 0, done.stderr
 
     start("train.max_steps=3")
-    assert hub.downloads == dict.fromkeys(hub.files, 1)
     start("--resume", HF_HUB_OFFLINE="1")
     assert hub.downloads == dict.fromkeys(hub.files, 1)
     assert len(losses(tmp_path / "run")) == 14

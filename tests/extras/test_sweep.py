@@ -77,12 +77,11 @@ def test_two_runs_at_once_of_which_one_fails(
 
 def test_run_folder_in_use_is_an_error(digits: Path, tmp_path: Path) -> None:
     """As that of a run that still saves after its sweep was killed."""
-    out = tmp_path / "out"
-    folder = out / "seed=1"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "seed=1"
+    folder.mkdir()
     with take_lock(folder, ""):
-        assert run([*TOOL, *words(digits, out, seed="0,1")]).returncode == 2
-    assert not list(out.glob("*.log"))
+        assert run([*TOOL, *words(digits, tmp_path, seed="0,1")]).returncode == 2
+    assert not list(tmp_path.glob("*.log"))
 
 
 def test_runs_that_another_sweep_has_just_added_are_kept(
