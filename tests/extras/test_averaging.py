@@ -104,8 +104,11 @@ def test_choose_by_each_rule(run: Path, tmp_path: Path) -> None:
     for path, (value, step) in zip(checkpoints(run), results, strict=True):
         result = {"top1_pct": value}
         raw = {"latest": {"raw": result}, "best": {"raw": {"step": step, **result}}}
-        copy = tmp_path / "checkpoints" / path.name
-        altered(path, copy, lambda state, raw=raw: state["progress"].update(raw))
+
+        def set_results(state: dict[str, Any], raw: dict[str, Any] = raw) -> None:
+            state["progress"].update(raw)
+
+        altered(path, tmp_path / "checkpoints" / path.name, set_results)
 
     def chosen(rule: str, count: int) -> list[int]:
         return [step_of(path) for path in choose(tmp_path, rule, count, "raw")]
