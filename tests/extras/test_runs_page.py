@@ -83,6 +83,7 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path) ->
     assert titles == ["Los", "Top", "Lea", "Ima"]
     assert f"{tmp_path}/other" not in page  # a name is the path below the common folder
     assert "<b>first" not in page and "a &lt;b&gt;first" in page and "other\\udcff" in page
+    assert ">optimizer.lr</button>" in page
     shown = {"done, 22 steps", "interrupted: step 8 of 22", "0.03", "0.07"}
     assert shown | {"0123456789ab, with changes"} <= {*cells(page)}
     links = re.findall(r'<a href="([^"]+)">', page)
