@@ -268,5 +268,5 @@ def test_other_files_and_folders_among_several_paths_are_left_out(
 
 def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path) -> None:
     config, missing = run / "config.yaml", tmp_path / "missing"
-    for words in ([tmp_path], [tmp_path, config], [run, missing], [run, "--out", config]):
+    for words in ([tmp_path], [tmp_path, config], [run, missing], [run, "--out", missing]):
         fails(2, report_command, *words)
