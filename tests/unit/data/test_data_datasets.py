@@ -265,3 +265,12 @@ def test_open_torchvision_without_parts() -> None:
 def test_data_problems_name_the_key(name: str, kwargs: dict, key: str | None) -> None:
     keys = [problem.key for problem in data_problems(DataConfig(name=name, kwargs=kwargs))]
     assert keys == ([] if key is None else [f"data.{key}"])
+
+
+def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("imagenet_cls.data.datasets.has_heif", lambda: False)
+    write_files(tmp_path, {"train/a/1.JPEG": "", "train/a/2.Heic": ""})
+    with pytest.raises(DataError, match=r"2\.Heic"):
+        datasets_in(tmp_path, val="train")
