@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from imagenet_cls.config import keys, reader
 from imagenet_cls.config.layers import CONFIGS, DELETE, Layers, find_config, flatten, walk
 from imagenet_cls.config.reader import Tree
-from imagenet_cls.config.rules import NO_VALUE, check_value, rule_problems, unused_values
+from imagenet_cls.config.rules import check_value, rule_problems, unused_values
 from imagenet_cls.config.schema import COMPONENTS, DEFAULT_KWARGS, Config
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import did_you_mean
@@ -180,12 +180,22 @@ def _build(tree: Tree, origins: Mapping[str, str], is_stored: bool = False) -> C
             problems.append(Problem(key, str(error)))
     if not problems:  # otherwise one may be a typo of a key that is missing
         missing = OmegaConf.missing_keys(config)
-        problems = [Problem(key, NO_VALUE) for key in values if key in missing]
+        problems = [Problem(key, _no_value(key, values)) for key in values if key in missing]
     if problems:
         raise ConfigError(format_problems(problems, origins))
     built = OmegaConf.to_object(config)
     assert isinstance(built, Config)
     return built
+
+
+def _no_value(key: str, values: Mapping[str, Any]) -> str:
+    """The message for a key without a value. It has the name of the component, perhaps a typo."""
+    name = f"{key.rpartition('.')[0]}.name"
+    beside = f" beside {name}={values[name]}" if name in values else ""
+    return (
+        f"has no value{beside}; set it in a config or on the command line (a changed name resets "
+        "its section)"
+    )
 
 
 def _known_keys(section: str, tree: Tree, problems: list[Problem]) -> Iterator[str]:

@@ -16,10 +16,6 @@ from imagenet_cls.errors import CheckpointError, Problem
 from imagenet_cls.lookup import number_problem
 from imagenet_cls.text import format_value
 
-NO_VALUE = (
-    "has no value; set it in a config or on the command line (a changed name resets its section)"
-)
-
 
 def check_value(key: str, value: Any) -> None:
     """Raise ValueError unless a value is finite and has the range, length, order and form of its

@@ -128,6 +128,11 @@ class RunFolder:
                     "Restore it, or move it away.",
                 )
             holds_run = self.holds_run()
+            if (self.path / "manifest.json").exists() or list_checkpoints(self.path):
+                raise UsageError(
+                    f"{self.path} is a checkpoint, or holds the checkpoints of a run.",
+                    "Give its run folder, or another folder, with --work-dir.",
+                )
         except OSError as error:
             raise UsageError(
                 f"{self.path} can't be the run folder: {error.strerror}.",

@@ -60,6 +60,14 @@ def test_open_folder_with_any_part_of_a_run_is_an_error(tmp_path: Path, name: st
             pass
 
 
+def test_open_checkpoints_of_a_run_as_a_run_folder_is_an_error(tmp_path: Path) -> None:
+    fill(tmp_path)
+    (tmp_path / "checkpoints" / "step-0000012" / "manifest.json").touch()
+    for name in ("checkpoints", "checkpoints/step-0000012"):
+        with pytest.raises(UsageError):
+            open_folder(tmp_path / name, resume=True)
+
+
 @pytest.mark.parametrize(
     ("key", "name"),
     [
