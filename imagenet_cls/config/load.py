@@ -189,12 +189,14 @@ def _build(tree: Tree, origins: Mapping[str, str], is_stored: bool = False) -> C
 
 
 def _no_value(key: str, values: Mapping[str, Any]) -> str:
-    """The message for a key without a value. It has the name of the component, perhaps a typo."""
+    """The message for a key without a value. It shows the name of the component, which may be
+    misspelled.
+    """
     name = f"{key.rpartition('.')[0]}.name"
-    beside = f" beside {name}={values[name]}" if name in values else ""
+    component = f" for {name}={values[name]}" if name in values else ""
     return (
-        f"has no value{beside}; set it in a config or on the command line (a changed name resets "
-        "its section)"
+        f"has no value{component}; set it in a config or on the command line (a changed name "
+        "resets its section)"
     )
 
 

@@ -61,7 +61,7 @@ def test_node_rank_beyond_the_machines_exits_2(launcher: str, nodes: str, node_r
     [
         ("--launcher none --gpus 2", "--gpus 2"),
         ("--launcher none --nodes 2", "--nodes 2"),
-        # must not train on this machine by itself; here it ends for want of an address
+        # must not train on this machine by itself; here it ends, since it has no address
         ("--nodes 2", "MASTER_ADDR"),
     ],
 )
