@@ -19,7 +19,7 @@ FILES: list[tuple[str | bytes, str]] = [
     ("a: b\x07\n", "x.yaml: "),
     ("- a\n- b\n", "x.yaml: "),
     ("#" * (1 << 20), "x.yaml: "),
-    ("", "optimizer.lr: "),
+    ("optimizer: {name: adamv}", "x.yaml:1: optimizer.lr: has no value for optimizer.name=adamv"),
     # YAML that is damaged, or beyond the allowed subset
     ("model:\n\tname: x", "x.yaml:2: "),
     ("model:\n  kwargs: {a: 1,\n    a: 2}", "x.yaml:3: key 'a' "),
