@@ -43,7 +43,7 @@ PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
 # The page continues from the first run of docs/your_data.md.
 FIRST_RUN = ("train", "photos")
 YOUR_DATA, COMMANDS = (
-    re.findall(r"^python tools/(\w+)\.py (.*)$", text, re.MULTILINE)
+    re.findall(r"^python tools/(\w+)\.py ([^#\n]*)", text, re.MULTILINE)  # without comments
     for text in ((REPOSITORY / "docs" / "your_data.md").read_text(), PAGE)
 )
 FILES = dict(re.findall(r"```yaml\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
