@@ -18,7 +18,6 @@ from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import AugmentConfig, Config
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.decode import decode_region, decode_rgb
-from imagenet_cls.data.sources import FolderSource
 from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.build import TrainingParts, build
@@ -102,7 +101,6 @@ def pixel_rows(folder: Path, batch_size: int, workers: int, images: int) -> Iter
     for overrides in loader_options(workers):
         config = config_of(folder, batch_size, overrides)
         source = open_datasets(config.data).train
-        assert isinstance(source, FolderSource)
         loader = build_train_loader(
             config, source, plan_run(config.train, len(source), 1), CPU, IMAGENET_DEFAULT_MEAN
         )
@@ -115,7 +113,7 @@ def pixel_rows(folder: Path, batch_size: int, workers: int, images: int) -> Iter
             ):
                 key = hash_key("sample", config.seed, epoch, index, repeat)
                 if key not in reference:
-                    image = reference_image(source.index.path(index))
+                    image = reference_image(source.files.index.path(index))
                     seed_generators(key)
                     ours = transform.draw_crop(*image.shape[1:])
                     seed_generators(key)

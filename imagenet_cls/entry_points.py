@@ -1,4 +1,4 @@
-"""The commands, and what the core calls of `imagenet_cls.extras`, by name.
+"""The commands, the kinds of datasets, and what the core calls of `imagenet_cls.extras`, by name.
 
 The core trains, evaluates and predicts. It imports nothing of the extras, which read the files that
 it writes, or prepare the files that it reads.
@@ -6,7 +6,8 @@ it writes, or prepare the files that it reads.
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from imagenet_cls.errors import UsageError
 
@@ -72,9 +73,34 @@ COMMANDS = {
     ),
 }
 
+
+class DataOpener(NamedTuple):
+    """A kind of datasets.
+
+    module: has `open_part(config, part, classes)`, which returns the `data.image_set.ImageSet` of a
+    part of the section `data`, and `problems(config)`, which returns the problems of its arguments.
+    has_paths: whether parts are paths below `data.root`. is_encoded: whether images are stored as
+    files, so that `data.exif` has an effect.
+    """
+
+    module: str
+    has_paths: bool = False
+    is_encoded: bool = False
+
+
+# By the form of `data.name`.
+DATA_OPENERS = {
+    "folder": DataOpener("data.files", has_paths=True, is_encoded=True),
+    "list": DataOpener("data.files", has_paths=True, is_encoded=True),
+    "digits": DataOpener("data.builtin", has_paths=True, is_encoded=True),
+    "synthetic": DataOpener("data.synthetic"),
+    "torchvision:NAME": DataOpener("data.torchvision_sets"),
+    "hf:USER/NAME": DataOpener("extras.datasets.hub", is_encoded=True),
+    "my_module:my_factory": DataOpener("data.map_style"),
+}
+
 # What a part of the core calls for an option, a method or a value.
 EXTRAS = {
-    "data.name=hf:": "extras.datasets.hub:open_hub",
     "Predictor.features": "extras.weights.feature_model:FeatureModel",
     "test.py --knn, --linear-probe": "extras.weights.feature_classifiers:evaluate_features",
     "test.py --report": "extras.pages.evaluation_report:EvaluationReport",
@@ -96,15 +122,38 @@ def load_extra(name: str) -> Callable[..., Any]:
     return _load(EXTRAS[name], name)
 
 
+def data_opener(name: str) -> DataOpener | None:
+    """The entry of `DATA_OPENERS` for a value of `data.name`; None if there is none."""
+    kind, colon, _ = name.partition(":")
+    if not colon:
+        return DATA_OPENERS.get(name)
+    for form, opener in DATA_OPENERS.items():
+        if form.startswith(f"{kind}:"):
+            return opener
+    return DATA_OPENERS["my_module:my_factory"]
+
+
+def load_opener(name: str) -> Any:
+    """The module of a `data_opener`. Raises UsageError if it is not installed."""
+    opener = data_opener(name)
+    assert opener is not None, name
+    return _load_module(opener.module, f"data.name={name}")
+
+
 def _load(place: str, name: str) -> Callable[..., Any]:
     module, _, attribute = place.partition(":")
-    module = f"imagenet_cls.{module}"
+    loaded: Callable[..., Any] = getattr(_load_module(module, name), attribute)
+    return loaded
+
+
+def _load_module(name: str, user: str) -> ModuleType:
+    """A module of the package. user: what needs it, for the message."""
+    module = f"imagenet_cls.{name}"
     try:
-        loaded: Callable[..., Any] = getattr(import_module(module), attribute)
+        return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # a library is missing, not the module
         raise UsageError(
-            f"{name} needs {module}, which is not installed.", "Install imagenet-cls as a whole."
+            f"{user} needs {module}, which is not installed.", "Install imagenet-cls as a whole."
         ) from None
-    return loaded

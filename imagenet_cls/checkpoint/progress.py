@@ -5,18 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from imagenet_cls.config.metrics import BY_FIELD, BY_NAME, Metric
 from imagenet_cls.config.schema import EarlyStopConfig
-
-# Results of an evaluation by their names in configs (`checkpoint.best`, `train.early_stop.metric`).
-RESULT_FIELDS = {
-    "top1": "top1_pct",
-    "top5": "top5_pct",
-    "loss": "loss",
-    "balanced_accuracy": "balanced_accuracy_pct",
-    "map": "map_pct",
-    "micro_f1": "micro_f1_pct",
-    "macro_f1": "macro_f1_pct",
-}
 
 
 @dataclass
@@ -39,37 +29,34 @@ class Progress:
     history: list[dict[str, float]] = field(default_factory=list)
     stopped_early: bool = False
 
-    def record(self, kind: str, result: Mapping[str, Any], metric: str) -> bool:
+    def record(self, kind: str, result: Mapping[str, Any], metric: Metric) -> bool:
         """Record the result of one kind of weights at the present step. Returns whether it is the
-        best of that kind so far. metric: one of the values of `RESULT_FIELDS`.
+        best of that kind so far.
         """
         # Without `seconds`, which would make the state of equal runs differ.
         self.latest[kind] = {key: value for key, value in result.items() if key != "seconds"}
+        field = metric.field
         best = self.best.get(kind, {})
-        is_better = metric not in best or score(result, metric) > score(best, metric)
+        is_better = field not in best or metric.score(result[field]) > metric.score(best[field])
         # NaN logits have a top-1, too (topk sorts NaN first), so the loss must be finite.
         if not is_better or not math.isfinite(result["loss"]):
             return False
         # Results of another metric, before a change of `checkpoint.best`, can't be compared.
-        comparable = {other: entry for other, entry in self.best.items() if metric in entry}
-        self.best = comparable | {kind: {metric: result[metric], "step": self.step}}
+        comparable = {other: entry for other, entry in self.best.items() if field in entry}
+        self.best = comparable | {kind: {field: result[field], "step": self.step}}
         return True
 
 
-def score(results: Mapping[str, float], metric: str) -> float:
-    """A number that is higher for better results. metric: one of the values of `RESULT_FIELDS`."""
-    return -results[metric] if metric == "loss" else results[metric]
-
-
-def best_metric(best: Mapping[str, float]) -> str:
+def best_metric(best: Mapping[str, float]) -> Metric:
     """The metric of an entry of `Progress.best`."""
-    (metric,) = (name for name in best if name != "step")
-    return metric
+    (field,) = (name for name in best if name != "step")
+    return BY_FIELD[field]
 
 
 def best_score(best: Mapping[str, float]) -> float:
     """The score of an entry of `Progress.best`."""
-    return score(best, best_metric(best))
+    metric = best_metric(best)
+    return metric.score(best[metric.field])
 
 
 def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig) -> bool:
@@ -81,26 +68,19 @@ def stops_early(history: Sequence[Mapping[str, float]], config: EarlyStopConfig)
     """
     if config.patience_evals is None:
         return False
-    metric = RESULT_FIELDS[config.metric]
+    metric = BY_NAME[config.metric]
     reference = -math.inf
     waited = 0
     for results in history:
-        if metric not in results:
+        if metric.field not in results:
             continue
-        value = score(results, metric)
+        value = metric.score(results[metric.field])
         if value > reference + config.min_delta:
             reference = value
             waited = 0
         else:
             waited += 1
     return waited >= config.patience_evals
-
-
-def best_of(best: Mapping[str, Mapping[str, float]]) -> tuple[str, str, float]:
-    """Of `Progress.best`: the kind of weights with the best result, its metric and the value."""
-    weights = best_weights(best)
-    metric = best_metric(best[weights])
-    return weights, metric, best[weights][metric]
 
 
 def best_weights(best: Mapping[str, Mapping[str, float]]) -> str:

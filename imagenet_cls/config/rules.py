@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_cls.config import keys
+from imagenet_cls.config.metrics import METRICS
 from imagenet_cls.config.schema import SHARE_BELOW_1, Config, height_width
 from imagenet_cls.errors import CheckpointError, Problem
 from imagenet_cls.lookup import number_problem
@@ -137,11 +138,11 @@ def _label_rules(c: Config) -> Iterator[Problem]:
     }
     if c.train.early_stop.patience_evals is None:
         del metrics["train.early_stop.metric"]
+    allowed = METRICS[c.data.labels]
     for key, metric in metrics.items():
-        if is_multi and metric in ("top1", "top5", "balanced_accuracy"):
-            yield Problem(key, f"{metric!r} is for one label; with data.labels multi use map")
-        elif not is_multi and metric in ("map", "micro_f1", "macro_f1"):
-            yield Problem(key, f"{metric!r} needs data.labels multi; use top1")
+        if metric not in allowed:
+            text = f"{metric!r} does not go with data.labels {c.data.labels}"
+            yield Problem(key, f"{text}; use {next(iter(allowed))}")
     loss = c.loss.name
     if not is_multi:
         if loss == "asymmetric":

@@ -8,10 +8,17 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from imagenet_cls.config.metrics import BY_NAME
+from imagenet_cls.entry_points import data_opener
 
 Kwargs = dict[str, Any]
 Size = int | list[int]  # of an image in pixels: the side of a square, or [height, width]
+if TYPE_CHECKING:
+    MetricName = str
+else:
+    MetricName = Literal[tuple(BY_NAME)]
 REQUIRED = "???"  # the value of a key that a later layer has to set
 
 
@@ -138,7 +145,7 @@ FACTORIES = (
 # When keys have an effect.
 READS_FILES = Condition(
     "data.name folder, list, digits or hf:USER/NAME",
-    lambda c: c.data.name in ("folder", "list", "digits") or c.data.name.startswith("hf:"),
+    lambda c: (opener := data_opener(c.data.name)) is not None and opener.is_encoded,
 )
 REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
 HOLDS_OUT = Condition(
@@ -585,9 +592,7 @@ class EarlyStopConfig:
     # End after this many evaluations in a row without a better one. null: train to the last epoch.
     patience_evals: int | None = key(None, COUNT)
     # What is compared: of the moving average if there is one, else of the raw weights.
-    metric: Literal["top1", "top5", "loss", "balanced_accuracy", "map", "micro_f1", "macro_f1"] = (
-        key("top1", needs=STOPS_EARLY)
-    )
+    metric: MetricName = key("top1", needs=STOPS_EARLY)
     # Smaller improvements do not count: in percentage points, or of the loss.
     min_delta: float = key(0.0, NOT_NEGATIVE, needs=STOPS_EARLY)
 
@@ -747,9 +752,7 @@ class CheckpointConfig:
     # the lowest loss. Balanced accuracy is the mean recall of the classes. With data.labels multi:
     # map (mean average precision), micro_f1, macro_f1 or loss. The best raw weights and the best
     # moving average are kept.
-    best: Literal["top1", "top5", "loss", "balanced_accuracy", "map", "micro_f1", "macro_f1"] = (
-        "top1"
-    )
+    best: MetricName = "top1"
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,38 @@
-"""Datasets that need no files.
-
-scikit-learn's digits, written once as JPEGs, and random images made on the device.
-
-With `data.name: synthetic`, `SyntheticLoader` and `synthetic_eval_batches` replace `TrainLoader`
-and `eval_batches`.
-"""
+"""scikit-learn's digits: written once as JPEGs, or several in an image, without files."""
 
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from imagenet_cls.config.schema import AugmentConfig, Size, height_width
-from imagenet_cls.data.loader import TrainBatch, TrainLoader
-from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.sources import ImageSource
-from imagenet_cls.data.transforms import draw_boxes, size_px_at
-from imagenet_cls.errors import DataError, ResourceError
-from imagenet_cls.seeding import generator, hash_key, preserve_rng_state, seed_generators
+from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data import files
+from imagenet_cls.data.image_set import ImageSet
+from imagenet_cls.errors import DataError, Problem, ResourceError
+from imagenet_cls.seeding import generator
 
 DIGIT_PX = 32
 NUM_DIGITS = 1797
 _COMPOSED_IMAGES = {"train": 2_400, "val": 600}
 _COMPOSED_PX = 24  # side of a digit
-# Different micro-batches to choose from. Few, to save GPU memory.
-POOL_BATCHES = 4
+
+
+def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageSet:
+    """The digits, which are written if they are missing. classes: not used."""
+    write_digits(Path(config.root).expanduser(), part)
+    return files.open_part(config, part)
+
+
+def problems(config: DataConfig) -> list[Problem]:
+    """All problems of the arguments."""
+    found = files.problems(config)
+    if config.val is not None:
+        text = "digits have one part only: use data.val=null data.val_fraction=0.2"
+        found.append(Problem("data.val", text))
+    return found
 
 
 def write_digits(root: Path, part: str) -> None:
@@ -113,121 +116,3 @@ class ComposedDigits:
                 image[:, place] = enlarged
         rgb = (image * (255 / 16)).round().to(torch.uint8).flatten(1).expand(3, -1, -1)
         return rgb.contiguous(), self.targets[i]
-
-
-@dataclass(eq=False)
-class SyntheticSource(ImageSource):
-    """`num_images` random images of size_px by size_px with random targets. part: part of the key,
-    as `train`.
-    """
-
-    part: str
-    num_images: int
-    num_classes: int
-    size_px: int = 224
-
-    def __post_init__(self) -> None:
-        self.classes = tuple(map(str, range(self.num_classes)))
-
-    def __len__(self) -> int:
-        return self.num_images
-
-    def load(self, i: int) -> tuple[torch.Tensor, int]:
-        draws = generator("synthetic", self.part, i)
-        image = torch.randint(
-            0, 256, (3, self.size_px, self.size_px), dtype=torch.uint8, generator=draws
-        )
-        return image, hash_key("synthetic target", self.part, i) % len(self.classes)
-
-    def name(self, i: int) -> str:
-        return f"synthetic/{self.part}[{i}]"
-
-    def digest(self) -> str:
-        content = self.part, self.num_images, self.size_px, len(self.classes)
-        return sha256(repr(content).encode()).hexdigest()
-
-
-@dataclass
-class SyntheticLoader:
-    """As `TrainLoader`, but the batches are made on `device`, a few for each epoch, and used again
-    and again.
-
-    The key (seed, epoch, step, micro-batch, rank) chooses the batch, and (seed, rank, number in the
-    pool) decides its content. Size, splits and erasing are as in `augment`; the rest of it would
-    not change noise.
-    """
-
-    num_classes: int
-    sampler: EpochSampler
-    augment: AugmentConfig
-    seed: int
-    device: torch.device
-    channels: int = 3
-
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
-        """Micro-batches of this rank, images and targets on the device. They share memory: don't
-        change them.
-        """
-        rank = self.sampler.rank
-        size_px = size_px_at(self.augment, epoch)
-        sizes = self.sampler.micro_batch_sizes
-        pools: dict[int, list[TrainBatch]] = {}
-        for size in set(sizes):
-            keys = [(self.seed, rank, number) for number in range(POOL_BATCHES)]
-            pools[size] = [self._batch(key, size, size_px) for key in keys]
-        for step in range(start_step, self.sampler.steps_per_epoch):
-            for micro_batch, size in enumerate(sizes):
-                key = hash_key("synthetic", self.seed, epoch, step, micro_batch, rank)
-                yield pools[size][key % POOL_BATCHES]
-
-    def _batch(self, key: tuple[int, int, int], batch_size: int, size_px: Size) -> TrainBatch:
-        splits = self.augment.splits
-        erasing = self.augment.erasing
-        shape = batch_size * splits, self.channels, *height_width(size_px)
-        images, targets = _random_batch(key, shape, self.num_classes, self.device)
-        targets = targets[:batch_size]
-        if erasing.prob == 0:
-            return TrainBatch(images, targets)
-        keys = [hash_key("synthetic sample", *key, row) for row in range(len(images))]
-        boxes = torch.zeros(len(images), erasing.max_count, 4, dtype=torch.int32)
-        with preserve_rng_state():
-            for row in range(batch_size if splits > 1 else 0, len(images)):
-                seed_generators(keys[row])
-                drawn = draw_boxes(erasing, size_px)
-                if drawn:
-                    boxes[row, : len(drawn)] = torch.tensor(drawn)
-        return TrainBatch(images, targets, boxes, torch.tensor(keys))
-
-    def close(self) -> None:
-        """Has no effect: there are no workers."""
-
-
-BatchLoader = TrainLoader | SyntheticLoader
-
-
-def synthetic_eval_batches(
-    num_classes: int,
-    indices: Sequence[int],
-    batch_size: int,
-    size_px: Size,
-    seed: int,
-    device: torch.device,
-    channels: int = 3,
-) -> Generator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """As `eval_batches`: (images, targets, indices), every index once, always the same images."""
-    shape = batch_size, channels, *height_width(size_px)
-    images, targets = _random_batch((seed, "eval", 0), shape, num_classes, device)
-    for start in range(0, len(indices), batch_size):
-        chunk = torch.tensor(list(indices[start : start + batch_size]), dtype=torch.int64)
-        yield images[: len(chunk)], targets[: len(chunk)], chunk
-
-
-def _random_batch(
-    key: tuple[int, int | str, int],
-    shape: tuple[int, int, int, int],
-    num_classes: int,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    draws = torch.Generator(device).manual_seed(hash_key("synthetic batch", *key))
-    images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=draws)
-    return images, torch.randint(0, num_classes, shape[:1], device=device, generator=draws)

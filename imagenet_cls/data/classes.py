@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.errors import DataError
 from imagenet_cls.files import read_text
@@ -271,59 +269,6 @@ def class_difference(known: Sequence[str] | None, classes: Sequence[str]) -> str
             show = ascii if _look_equal(old, new) else repr
             return f"class {index} was {show(old)} there and is {show(new)} here"
     return ""
-
-
-# ---- map-style datasets
-
-
-def classes_of_dataset(dataset: Any, name: str) -> tuple[str, ...]:
-    """Class names of a map-style dataset, from `classes`, `class_to_idx`, `num_classes` or targets,
-    else DataError.
-    """
-    classes = getattr(dataset, "classes", None)
-    if classes is not None and len(classes):
-        # torchvision's ImageNet and Imagenette give a tuple of synonyms for each class
-        return tuple(
-            ", ".join(entry) if isinstance(entry, (tuple, list)) else str(entry)
-            for entry in classes
-        )
-    by_name = getattr(dataset, "class_to_idx", None)
-    if by_name:
-        return tuple(map(str, sorted(by_name, key=by_name.__getitem__)))
-    count = getattr(dataset, "num_classes", None)
-    if count is None:
-        targets = targets_of_dataset(dataset)
-        if targets is None or not len(targets):
-            raise DataError(
-                f"{name}: the number of classes is unknown.",
-                "Give the dataset an attribute `classes` (a list of names), `num_classes` or "
-                "`targets`.",
-            )
-        count = int(targets.max()) + 1
-    return tuple(map(str, range(int(count))))
-
-
-def targets_of_dataset(dataset: Any, labels: str = "single") -> np.ndarray | None:
-    """All targets of a map-style dataset (`data.targets`) without reading images; None where it
-    doesn't list them, and with several labels where they are other than 0 and 1. labels:
-    `data.labels`.
-    """
-    from imagenet_cls.private_names import TARGETS  # imports torch
-
-    for attribute in ("targets", "labels", TARGETS):
-        try:
-            values = getattr(dataset, attribute, None)
-            targets = np.asarray(values)
-            with np.errstate(invalid="ignore"):  # NaN
-                integers = targets.astype(np.int64)
-        except (TypeError, ValueError):
-            continue
-        if targets.ndim == (2 if labels == "multi" else 1) and len(targets) == len(dataset):
-            if labels == "single" and (integers == targets).all():
-                return integers
-            if labels == "multi" and ((targets == 0) | (targets == 1)).all():
-                return targets.astype(np.uint8)
-    return None
 
 
 # ---- outputs of weights that do not name their classes

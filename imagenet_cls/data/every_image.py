@@ -11,23 +11,22 @@ from imagenet_cls.data.archive_files import ArchiveChangedError
 from imagenet_cls.data.archives import index_members, is_archive
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.decode import decode_rgb
+from imagenet_cls.data.image_set import FileImages, ImageSet, indexed_images, reason_of
 from imagenet_cls.data.index import ImageIndex, count_others, images_of_tree, list_tree
-from imagenet_cls.data.sources import FolderSource, reason_of
 from imagenet_cls.data.transforms import EvalTransform
+from imagenet_cls.entry_points import data_opener
 from imagenet_cls.errors import DataError, UsageError
 from imagenet_cls.text import first_line
 
-_FILE_SETS = ("folder", "list", "digits")
 
-
-def every_image(place: Path | DataConfig) -> list[FolderSource]:
+def every_image(place: Path | DataConfig) -> list[ImageSet]:
     """All images of a folder or an archive, at any depth, or of both parts of a config's dataset.
     Raises DataError, and UsageError for a dataset not made of files.
     """
     return _images_of_config(place) if isinstance(place, DataConfig) else _images_below(place)
 
 
-def _images_below(root: Path) -> list[FolderSource]:
+def _images_below(root: Path) -> list[ImageSet]:
     """The images at any depth below a folder, also in archives there, or in the archive `root`."""
     if root.is_file():
         if not is_archive(root.name):
@@ -35,7 +34,7 @@ def _images_below(root: Path) -> list[FolderSource]:
                 f"{root}: a file, but no .tar or .zip.",
                 "Give a folder, an archive that ends so, or a config.",
             )
-        return [FolderSource(index_members(root, [root]))]
+        return [indexed_images(index_members(root, [root]))]
     tree = list_tree(os.fsencode(root), b".")
     unread = count_others(tree)
     for suffix in (b".tar", b".zip"):  # they are read below
@@ -49,28 +48,25 @@ def _images_below(root: Path) -> list[FolderSource]:
         if is_archive(path.name) and path.is_file()
     )
     indexes = [images, index_members(root, archives)] if archives else [images]
-    return list(map(FolderSource, indexes))
+    return list(map(indexed_images, indexes))
 
 
-def _images_of_config(data: DataConfig) -> list[FolderSource]:
+def _images_of_config(data: DataConfig) -> list[ImageSet]:
     """The training and the validation part, with the images that `data.exclude` names."""
-    if data.name not in _FILE_SETS:
+    opener = data_opener(data.name)
+    if opener is None or not opener.has_paths:
         raise UsageError(
             f"data.name {data.name!r} is not made of image files.",
-            f"Give a folder, or a config with one of {', '.join(_FILE_SETS)}.",
+            "Give a folder, or a config with a folder or a list.",
         )
     sets = open_datasets(replace(data, exclude=None), allow_missing=True)
-    assert isinstance(sets.train, FolderSource) and isinstance(sets.val, FolderSource)
-    val = sets.val.index
-    if data.val is None:  # both parts are of one folder, whose other files count once
-        val = replace(val, unread={})
-    return [FolderSource(sets.train.index), FolderSource(val)]
+    return [sets.train, sets.val]
 
 
-def image_problem(source: FolderSource, i: int, evaluation: EvalConfig) -> str | None:
-    """Read and decode image `i`: why it can't be used in training or evaluation, or None."""
+def image_problem(images: FileImages, number: int, evaluation: EvalConfig) -> str | None:
+    """Read and decode an image: why it can't be used in training or evaluation, or None."""
     try:
-        image = decode_rgb(source.read(i))
+        image = decode_rgb(images.read(number))
         EvalTransform(evaluation).resized_size(*image.shape[1:])
     except ArchiveChangedError:
         raise

@@ -272,22 +272,19 @@ def read_bad_images(path: Path) -> set[str]:
     return {line.partition("\t")[0] for line in text.split("\n") if line.strip()}
 
 
-def exclude_images(
-    index: ImageIndex,
-    root: Path,
-    path: Path,
-    part: str,
-) -> tuple[ImageIndex, str | None]:
-    """The images of a part without those in the list at `path`, and a note about them, or None.
+def bad_rows(paths: Sequence[str], root: Path, path: Path, part: str) -> list[int]:
+    """The positions of the images of a part that the list at `path` names. (An annotation file may
+    name an image twice.)
 
-    root: the folder of the dataset, to which relative paths in the list belong. part: its name in
-    messages. Raises DataError for more than 1 % of the images or 10, whichever is more, and for
-    more than a tenth or 3, whichever is more.
+    paths: see `ImageIndex.full_paths`. root: the folder of the dataset, to which relative paths in
+    the list belong. part: its name in messages. Raises DataError for more than 1 % of the images or
+    10, whichever is more, and for more than a tenth or 3, whichever is more.
     """
-    rows = _bad_rows(index, root, path)
-    if not rows:
-        return index, None
-    count = len(index)
+    data_root = os.path.abspath(root)  # noqa: PTH100
+    names = read_bad_images(path)
+    bad = {os.path.normpath(os.path.join(data_root, name)) for name in names}  # noqa: PTH118
+    rows = [i for i, full_path in enumerate(paths) if full_path in bad]
+    count = len(paths)
     # More bad images have a cause, such as a broken disk or the list of another dataset.
     most = min(max(count // 100, _ALWAYS_EXCLUDABLE), max(count // 10, _MIN_EXCLUDABLE))
     if len(rows) > most:
@@ -297,14 +294,4 @@ def exclude_images(
             f"{most} may be left out.",
             f"Replace or delete some of them, and list the bad images again: {verify}",
         )
-    names = join_names([index.name(row) for row in rows])
-    note = f"{len(rows)} of {count} {part} images left out by data.exclude: {names}"
-    return index.select(np.delete(np.arange(count), rows)), note
-
-
-def _bad_rows(index: ImageIndex, root: Path, path: Path) -> list[int]:
-    """Rows of `index` that the list names. (An annotation file may name an image twice.)"""
-    data_root = os.path.abspath(root)  # noqa: PTH100
-    names = read_bad_images(path)
-    bad = {os.path.normpath(os.path.join(data_root, name)) for name in names}  # noqa: PTH118
-    return [i for i, full_path in enumerate(index.full_paths()) if full_path in bad]
+    return rows

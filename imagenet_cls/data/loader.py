@@ -30,8 +30,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 
 from imagenet_cls.config.schema import DataConfig, Size, height_width
+from imagenet_cls.data.image_set import ImageSet, stack_targets
+from imagenet_cls.data.map_style import MapImages
 from imagenet_cls.data.samplers import EpochSampler, MicroBatchSampler, SampleKey
-from imagenet_cls.data.sources import ImageSource, MapSource, stack_targets, without_subsets
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform, size_px_at
 from imagenet_cls.errors import ResourceError, UserError
 from imagenet_cls.parallel.signals import STOP_SIGNALS, set_parent_death_signal
@@ -68,14 +69,14 @@ _OUT_OF_MEMORY = (
 )
 
 
-def open_file_warning(data: DataConfig, source: ImageSource) -> str | None:
+def open_file_warning(data: DataConfig, source: ImageSet) -> str | None:
     """A warning if a user's dataset holds an open file which forked workers would share: its
     position, too, so that they would read each other's bytes.
     """
-    source = without_subsets(source)
-    if START_METHOD != "fork" or data.num_workers == 0 or not isinstance(source, MapSource):
+    images = source.images
+    if START_METHOD != "fork" or data.num_workers == 0 or not isinstance(images, MapImages):
         return None
-    for name, value in getattr(source.dataset, "__dict__", {}).items():
+    for name, value in getattr(images.dataset, "__dict__", {}).items():
         if _is_open_file(value):
             return (
                 f"warning: the dataset holds an open file, its attribute {name}; data workers "
@@ -138,7 +139,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        source: ImageSource,
+        source: ImageSet,
         transform: TrainTransform,
         sampler: EpochSampler,
         seed: int,
@@ -188,7 +189,7 @@ class TrainLoader:
 
 
 def eval_batches(
-    source: ImageSource,
+    source: ImageSet,
     transform: EvalTransform,
     indices: Sequence[int],
     batch_size: int,
@@ -209,7 +210,7 @@ def eval_batches(
 
 
 def _train_batch(
-    source: ImageSource, transform: TrainTransform, seed: int, samples: list[SampleKey]
+    source: ImageSet, transform: TrainTransform, seed: int, samples: list[SampleKey]
 ) -> tuple[torch.Tensor, ...]:
     """The tensors of a micro-batch. Split s of S of sample (epoch, index, repeat) has the random
     key (seed, epoch, index, repeat * S + s).
@@ -241,7 +242,7 @@ def _train_batch(
 
 
 def _eval_batch(
-    source: ImageSource, transform: EvalTransform, indices: list[int]
+    source: ImageSet, transform: EvalTransform, indices: list[int]
 ) -> tuple[torch.Tensor, ...]:
     images = _empty_images(len(indices), list(transform.crop), transform.channels)
     targets = []

@@ -10,9 +10,10 @@ import numpy as np
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.classes import chosen_classes
-from imagenet_cls.data.datasets import describe_part, files_source, index_part
+from imagenet_cls.data.datasets import describe_part, leave_out
+from imagenet_cls.data.files import open_part
+from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.loader import open_file_warning
-from imagenet_cls.data.sources import ImageSource, with_classes
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.errors import DataError
 
@@ -52,7 +53,7 @@ def locate_test_set(path: Path, config: DataConfig, list_root: str | None = None
 
 def open_test_set(
     config: DataConfig, classes: Sequence[str] | None, *, allow_missing: bool = False
-) -> ImageSource:
+) -> ImageSet:
     """The validation part of a `folder` or `list` dataset. The training part is not opened.
 
     classes: those of the weights to evaluate, to which the images are matched; None to keep the
@@ -61,26 +62,25 @@ def open_test_set(
     assert config.val is not None
     path = Path(config.root).expanduser() / config.val
     chosen = chosen_classes(config)
-    index = index_part(config, config.val, None if chosen else classes)
-    source, _ = files_source(config, index, is_training=False)
+    opened = open_part(config, config.val, None if chosen else classes)
+    images, _ = leave_out(config, opened, "val")
     # The advice for a bad image would name keys of the training data, and not --data.
-    source = replace(source, exclude_advice=None)
+    images = replace(images, images=replace(images.files, exclude_advice=None))
     names = chosen or classes
     if names is None:
-        return source
-    return with_classes(
-        source, names, path, allow_missing=allow_missing, allow_extra=chosen is not None
+        return images
+    return images.with_classes(
+        names, path, allow_missing=allow_missing, allow_extra=chosen is not None
     )
 
 
-def describe_images(config: DataConfig, source: ImageSource) -> str:
+def describe_images(config: DataConfig, images: ImageSet) -> str:
     """How many images of how many classes are evaluated, and where they are from; a second line if
     there is an `open_file_warning`.
     """
-    targets = source.known_targets()
-    classes = len(source.classes)
-    if targets is not None:
-        classes = int(np.count_nonzero(class_sizes(targets, classes)))
+    classes = len(images.classes)
+    if images.targets is not None:
+        classes = int(np.count_nonzero(class_sizes(images.targets, classes)))
     part = config.train if config.val is None else config.val
     where = f"in {describe_part(config, part)}"
     if config.val is None:
@@ -88,5 +88,5 @@ def describe_images(config: DataConfig, source: ImageSource) -> str:
         if config.fold is not None:
             split = f"data.fold={config.fold}"
         where = f"held out of {describe_part(config, part)} by {split}"
-    lines = [f"{len(source)} images of {classes} classes, {where}"]
-    return "\n".join(filter(None, [*lines, open_file_warning(config, source)]))
+    lines = [f"{len(images)} images of {classes} classes, {where}"]
+    return "\n".join(filter(None, [*lines, open_file_warning(config, images)]))

@@ -16,12 +16,12 @@ from imagenet_cls.config.schema import (
     TrainConfig,
     height_width,
 )
-from imagenet_cls.data.builtin import BatchLoader
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.device import DevicePrefetch, Normalize, TrainPreprocess, build_mixing
+from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.loader import check_shared_memory, open_file_warning
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
-from imagenet_cls.data.sources import ImageSource, exif_warning, required_targets, size_fingerprint
+from imagenet_cls.data.synthetic import BatchLoader
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.engine.evaluate import Evaluation, evaluation_labels
 from imagenet_cls.engine.loaders import build_train_loader, shared_memory_use
@@ -164,7 +164,7 @@ def build(
     rebuild_buckets_with_zeros(config, plan, built.wrapped, normalize, targets, autocast_dtype)
     messages = [devices.note, data.note, optimization.lr_note]
     if context.is_main:
-        messages += [exif_warning(data.train), open_file_warning(config.data, data.train)]
+        messages += [data.train.exif_warning(), open_file_warning(config.data, data.train)]
     if train.precision == "auto" and device.type == "cuda" and autocast_dtype != torch.bfloat16:
         used = "fp32" if autocast_dtype is None else "fp16"
         messages.append(f"train.precision=auto uses {used}: this GPU only emulates bf16")
@@ -226,7 +226,7 @@ def build_data(
         )
     sources = {"training images": data.train, "validation images": data.val}
     digests = {
-        name: f"{source.digest()} {size_fingerprint(source)}" for name, source in sources.items()
+        name: f"{source.digest} {source.size_fingerprint()}" for name, source in sources.items()
     }
     check_same_data(digests, context)
     num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
@@ -303,7 +303,7 @@ def build_optimization(
 
 def build_run_criterion(
     config: Config,
-    source: ImageSource,
+    source: ImageSet,
     num_classes: int,
     teacher: Teacher | None,
     device: torch.device,
@@ -319,11 +319,11 @@ def build_run_criterion(
     return build_training_loss(label_loss, config.distill, teacher)
 
 
-def samples_of_classes(source: ImageSource, num_classes: int, balance: float) -> np.ndarray:
+def samples_of_classes(source: ImageSet, num_classes: int, balance: float) -> np.ndarray:
     """The samples of each class in an epoch, for `loss.class_weights`: int64 (num_classes,).
     balance: `data.balance`.
     """
-    targets = required_targets(source, "loss.class_weights")
+    targets = source.required_targets("loss.class_weights")
     counts = class_sizes(targets, num_classes)
     if targets.ndim == 2:  # `data.balance` is 0
         return counts

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.device import Normalize
+from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.samplers import shard_for_eval
-from imagenet_cls.data.sources import ImageSource, required_targets
 from imagenet_cls.engine.label_scores import LabelOutputs
 from imagenet_cls.engine.loaders import EvalBatch, build_val_batches
 from imagenet_cls.engine.plan import ceil_div
@@ -56,12 +56,12 @@ class EvaluationLabels:
         return logits.masked_fill(absent, -torch.inf)
 
 
-def evaluation_labels(config: Config, source: ImageSource) -> EvaluationLabels:
+def evaluation_labels(config: Config, source: ImageSet) -> EvaluationLabels:
     """The labels of an evaluation of `source`. Raises DataError."""
     present = None
     threshold = config.eval.threshold if config.data.labels == "multi" else None
     if config.eval.classes == "present":
-        present = torch.from_numpy(np.unique(required_targets(source, "eval.classes")))
+        present = torch.from_numpy(np.unique(source.required_targets("eval.classes")))
     return EvaluationLabels(present, source.left_out, threshold)
 
 
@@ -77,7 +77,7 @@ class Evaluation:
     def __init__(
         self,
         config: Config,
-        source: ImageSource,
+        source: ImageSet,
         context: RankContext,
         devices: Devices,
         mean: list[float],

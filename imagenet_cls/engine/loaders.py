@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from imagenet_cls.config.schema import Config, DataConfig, height_width
-from imagenet_cls.data.builtin import BatchLoader, SyntheticLoader, synthetic_eval_batches
+from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
-from imagenet_cls.data.sources import ImageSource, required_targets
+from imagenet_cls.data.synthetic import BatchLoader, SyntheticLoader, synthetic_eval_batches
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.engine.plan import Plan, ceil_div
 from imagenet_cls.parallel.cpus import cpus_per_rank
@@ -30,7 +30,7 @@ _WARNING_INTERVALS = 5
 
 
 def build_train_loader(
-    config: Config, source: ImageSource, plan: Plan, context: RankContext, mean: Sequence[float]
+    config: Config, source: ImageSet, plan: Plan, context: RankContext, mean: Sequence[float]
 ) -> BatchLoader:
     """The training loader of this rank. mean: fill color (0 to 1) of policies that move pixels out
     of the image.
@@ -47,7 +47,7 @@ def build_train_loader(
         accumulation=plan.accumulation,
         devices=plan.devices_per_rank,
         balance=data.balance,
-        targets=required_targets(source, "data.balance") if data.balance > 0 else None,
+        targets=source.required_targets("data.balance") if data.balance > 0 else None,
     )
     if config.data.name == "synthetic":
         return SyntheticLoader(
@@ -60,7 +60,7 @@ def build_train_loader(
 
 def build_val_batches(
     config: Config,
-    source: ImageSource,
+    source: ImageSet,
     context: RankContext,
     devices_per_rank: int,
     mean: Sequence[float],

@@ -14,8 +14,9 @@ from torch import nn
 
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.optimizer_state import check_state
-from imagenet_cls.checkpoint.progress import RESULT_FIELDS, Progress, stops_early
+from imagenet_cls.checkpoint.progress import Progress, stops_early
 from imagenet_cls.checkpoint.saver import CheckpointSaver
+from imagenet_cls.config.metrics import BY_FIELD, BY_NAME, main_metric
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.loaders import DataWaitCheck, EvalBatch
@@ -30,7 +31,6 @@ from imagenet_cls.guards.replicas import ReplicaCheck, replicated_tensors
 from imagenet_cls.parallel.collectives import run_on_main
 from imagenet_cls.parallel.stop_requests import StopRequested, StopSignalHandler
 from imagenet_cls.private_names import base_optimizer
-from imagenet_cls.report.jsonl import main_metric
 from imagenet_cls.report.reporter import Reporter
 
 
@@ -212,7 +212,7 @@ class Run:
         epoch, step_of_epoch = parts.plan.place(progress.step - 1)
         common = {"kind": "eval", "step": progress.step, "epoch": epoch}
         records = [common | {"weights": kind} | result for kind, result in results.items()]
-        metric = RESULT_FIELDS[parts.config.checkpoint.best]
+        metric = BY_NAME[parts.config.checkpoint.best]
         improved = [progress.record(kind, result, metric) for kind, result in results.items()]
         training = self.meter.describe_epoch(steps=step_of_epoch + 1)
         self.reporter.eval_results(records, epoch_lines(parts, progress, records, training))
@@ -222,10 +222,10 @@ class Run:
         if self.due().regular_evaluation:
             raw = results["raw"]
             place = progress.step + parts.plan.offset
-            progress.evaluations.append((place, raw[main_metric(raw)]))
+            progress.evaluations.append((place, raw[main_metric(raw).field]))
             preferred = results["ema" if "ema" in models else "raw"]
             progress.history.append(
-                {name: preferred[name] for name in RESULT_FIELDS.values() if name in preferred}
+                {name: preferred[name] for name in BY_FIELD if name in preferred}
             )
         early_stop = parts.config.train.early_stop
         progress.stopped_early = stops_early(progress.history, early_stop)

@@ -29,7 +29,6 @@ from imagenet_cls.config.keys import keys_without_recipe
 from imagenet_cls.config.load import comparable_values
 from imagenet_cls.config.rules import ineffective_keys
 from imagenet_cls.config.schema import OptimizerConfig
-from imagenet_cls.data.sources import size_fingerprint
 from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError
@@ -78,10 +77,10 @@ def describe_run(parts: TrainingParts) -> dict[str, Any]:
         },
         "classes": list(parts.data.classes),
         "num_classes": parts.num_classes,
-        "data_digest": parts.data.train.digest(),
-        "val_digest": parts.data.val.digest(),
-        "data_sizes": size_fingerprint(parts.data.train),
-        "val_sizes": size_fingerprint(parts.data.val),
+        "data_digest": parts.data.train.digest,
+        "val_digest": parts.data.val.digest,
+        "data_sizes": parts.data.train.size_fingerprint(),
+        "val_sizes": parts.data.val.size_fingerprint(),
         "teacher_digest": parts.teacher_digest,
         "preprocessing": {"mean": mean, "std": std},
         "config": asdict(parts.config),

@@ -11,17 +11,12 @@ import torch
 
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import Progress, best_metric, best_weights
+from imagenet_cls.config.metrics import METRICS, MIN_CLASSES_FOR_TOP5, main_metric
 from imagenet_cls.config.schema import DataConfig, EmaConfig, MixConfig
 from imagenet_cls.data.classes import HOLD_OUT_ADVICE
+from imagenet_cls.data.image_set import EncodedImages, FileImages, ImageSet
 from imagenet_cls.data.index import describe_unread
 from imagenet_cls.data.samplers import samples_per_epoch
-from imagenet_cls.data.sources import (
-    EncodedSource,
-    FolderSource,
-    ImageSource,
-    size_fingerprint,
-    without_subsets,
-)
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.build import TrainingParts, batch_norm_images
@@ -29,20 +24,11 @@ from imagenet_cls.engine.loaders import describe_workers
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
-from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, Record, describe_result, main_metric
+from imagenet_cls.report.jsonl import Record, describe_result
 from imagenet_cls.text import command_line, count_of, join_names
 
 # An epoch that leaves out a larger share of the images is worth a warning.
 _MAX_LEFT_OUT = 0.1
-_METRIC_FORMATS = {
-    "top1_pct": ("top-1", "{:.2f} %"),
-    "top5_pct": ("top-5", "{:.2f} %"),
-    "loss": ("loss", "{:.4f}"),
-    "balanced_accuracy_pct": ("balanced accuracy", "{:.2f} %"),
-    "map_pct": ("mAP", "{:.2f} %"),
-    "micro_f1_pct": ("micro F1", "{:.2f} %"),
-    "macro_f1_pct": ("macro F1", "{:.2f} %"),
-}
 
 
 def startup_table(
@@ -55,9 +41,10 @@ def startup_table(
     parameters = sum(parameter.numel() for parameter in parts.model.parameters()) / 1e6
     classes = parts.num_classes
     present = parts.evaluation.labels.present
-    shown_results = "val top-1/top-5" if classes >= MIN_CLASSES_FOR_TOP5 else "val top-1"
-    if config.data.labels == "multi":
-        shown_results = "val mAP"
+    metrics = METRICS[config.data.labels]
+    shown_results = f"val {next(iter(metrics.values())).title}"
+    if "top5" in metrics and classes >= MIN_CLASSES_FOR_TOP5:
+        shown_results += "/top-5"
     if context.device.type == "cuda":
         device_name = torch.cuda.get_device_name(context.device)
     else:
@@ -124,11 +111,11 @@ def _describe_ema(ema: EmaConfig) -> str:
     return f"{average}, every {count_of(ema.every_steps, 'step')}"
 
 
-def describe_class_sizes(source: ImageSource) -> str:
+def describe_class_sizes(source: ImageSet) -> str:
     """The number of images, and of those in the smallest and the largest class if they are
     known.
     """
-    targets, classes = source.known_targets(), source.classes
+    targets, classes = source.targets, source.classes
     images = f"{len(source)} images"
     if source.left_out:
         images += f" ({source.left_out} left out)"
@@ -150,23 +137,21 @@ def describe_class_sizes(source: ImageSource) -> str:
 
 def _unread_files(parts: TrainingParts) -> Counter[bytes]:
     """The number of files, by suffix, that lie beside the images and are not read."""
-    sources = [parts.data.train]
-    if parts.config.data.val is not None:  # otherwise both parts were listed at once
-        sources.append(parts.data.val)
     unread = Counter[bytes]()
-    for source in sources:
-        if isinstance(source, FolderSource):
-            unread.update(source.index.unread)
+    # both parts may be of the same images
+    for images in {parts.data.train.images, parts.data.val.images}:
+        if isinstance(images, FileImages):
+            unread.update(images.index.unread)
     return unread
 
 
-def describe_decoder(source: ImageSource) -> str:
+def describe_decoder(source: ImageSet) -> str:
     """How the JPEG files of a source are decoded; "" for images that are not files."""
-    source = without_subsets(source)
-    if not isinstance(source, EncodedSource):
+    images = source.images
+    if not isinstance(images, EncodedImages):
         return ""
-    if source.turbojpeg is not None:
-        return f"regions, by {Path(source.turbojpeg.path).name}"
+    if images.turbojpeg is not None:
+        return f"regions, by {Path(images.turbojpeg.path).name}"
     if find_turbojpeg() is None:
         return "whole images; faster with libjpeg-turbo: pip install turbojpeg"
     return "whole images"
@@ -215,7 +200,7 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
         )
     if has_one_label and num_classes == 1:
         warnings.append("the data has one class: there is nothing to tell apart")
-    val_targets = parts.data.val.known_targets()
+    val_targets = parts.data.val.targets
     if val_targets is not None and config.eval.classes == "all":
         sizes = class_sizes(val_targets, len(parts.data.classes))
         absent = [parts.data.classes[i] for i in np.flatnonzero(sizes == 0)]
@@ -232,13 +217,13 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
     return warnings
 
 
-def same_images_warning(data: DataConfig, train: ImageSource, val: ImageSource) -> str | None:
+def same_images_warning(data: DataConfig, train: ImageSet, val: ImageSet) -> str | None:
     """A warning if training and validation part have the same path, or images with the same names,
     classes and sizes.
     """
     paths = [os.path.realpath(Path(data.root) / part) for part in (data.train, data.val) if part]
     is_same_path = len(paths) == 2 and paths[0] == paths[1]
-    digests = [(source.digest(), size_fingerprint(source)) for source in (train, val)]
+    digests = [(source.digest, source.size_fingerprint()) for source in (train, val)]
     if not is_same_path and digests[0] != digests[1]:
         return None
     return (
@@ -273,8 +258,8 @@ def epoch_lines(
     if training:
         columns.append(training)
     lines = []
-    main = main_metric(records[0])
-    has_top5 = parts.num_classes >= MIN_CLASSES_FOR_TOP5 and main == "top1_pct"
+    main = main_metric(records[0]).field
+    has_top5 = parts.num_classes >= MIN_CLASSES_FOR_TOP5 and "top5_pct" in records[0]
     for record in records:
         kind = record["weights"]
         title = {"raw": "val", "ema": "EMA"}[kind]
@@ -299,13 +284,13 @@ def final_message(progress: Progress, plan: Plan, work_dir: Path, meter: Meter) 
     if progress.best:
         used = best_weights(progress.best)
         for kind, best in progress.best.items():
-            title, form = _METRIC_FORMATS[best_metric(best)]
-            value = form.format(best[best_metric(best)])
+            metric = best_metric(best)
             when = f"in epoch {plan.place(best['step'] - 1)[0] + 1}"
             if plan.offset:  # it may be of an epoch with other steps
                 when = f"after step {best['step']}"
             note = ", used by predict.py" if kind == used else ""
-            lines.append(f"best {title} ({kind} weights{note}): {value} {when}")
+            value = metric.format(best[metric.field])
+            lines.append(f"best {metric.title} ({kind} weights{note}): {value} {when}")
         path = checkpoint_path(work_dir / "checkpoints", progress.best[used]["step"])
         lines.append(f"checkpoint: {path}{'' if path.exists() else ', which is missing'}")
     if (work_dir / "plots").exists():

@@ -16,8 +16,9 @@ from torch.nn import functional
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.classes import class_difference, classes_of_outputs, natural_key
-from imagenet_cls.data.datasets import has_training_part, open_datasets
-from imagenet_cls.data.sources import ImageSource, with_classes
+from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.files import has_training_part
+from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.engine.build import rank_devices
 from imagenet_cls.engine.evaluate import EvalOutputs, Evaluation, evaluation_labels
@@ -59,7 +60,7 @@ class WeightsEvaluation:
     model_name: str
     origin: str  # where the weights are from
     kind: str  # the kind of weights whose outputs `rows` describes
-    images: ImageSource
+    images: ImageSet
     # On rank 0 a record of `image_dtype`, or with several labels of `label_rows`, for each image in
     # their order, if they were recorded.
     rows: np.ndarray | None
@@ -139,7 +140,7 @@ def evaluate_weights(
 
 def load_weights_and_images(
     config: Config, weights: WeightsSource, context: RankContext, test_set: DataConfig | None
-) -> tuple[TrainedModels, ImageSource]:
+) -> tuple[TrainedModels, ImageSet]:
     """The weights, and the images to evaluate, whose targets are in the order of the weights'
     classes.
     """
@@ -159,7 +160,7 @@ def load_weights_and_images(
             data = test_set or config.data
             name = str(path or config.model.name)
             run_on_main(context, lambda: check_order(data, classes, name))
-        images = with_classes(images, classes, "the images", allow_missing=True)
+        images = images.with_classes(classes, "the images", allow_missing=True)
     known = trained.classes or images.classes
     if {*known} != {*images.classes} and not subset:
         problem = (
@@ -173,7 +174,7 @@ def load_weights_and_images(
             "Evaluate images of the classes that it was trained on. If only some of these have "
             "images, set eval.classes=present.",
         )
-    return trained, with_classes(images, known, "the images", allow_missing=subset)
+    return trained, images.with_classes(known, "the images", allow_missing=subset)
 
 
 def check_order(data: DataConfig, classes: Sequence[str], weights: str) -> None:
@@ -204,7 +205,7 @@ def check_order(data: DataConfig, classes: Sequence[str], weights: str) -> None:
 
 def open_images(
     config: Config, test_set: DataConfig | None, known: Sequence[str] | None
-) -> ImageSource:
+) -> ImageSet:
     """The images to evaluate. known: the classes of the weights; None if they don't name them.
 
     Raises DataError if images of the test set are missing for some of the classes.
@@ -221,11 +222,11 @@ def open_images(
     return open_datasets(data, ("val",), allow_missing=subset).val
 
 
-def check_all_classes(images: ImageSource) -> None:
+def check_all_classes(images: ImageSet) -> None:
     """Raise DataError if a class has no image. A list need not name all classes. Mean average
     precision of images with several labels leaves out such classes.
     """
-    targets = images.known_targets()
+    targets = images.targets
     if targets is None or targets.ndim == 2:
         return
     missing = [images.classes[k] for k in np.setdiff1d(np.arange(len(images.classes)), targets)]
@@ -241,7 +242,7 @@ def check_not_trained_on(
     config: Config,
     trained: TrainedModels,
     test_set: DataConfig | None,
-    images: ImageSource,
+    images: ImageSet,
 ) -> list[str]:
     """A warning if the images to evaluate are the training images of the checkpoint's run, or may
     be some of them.
@@ -252,7 +253,7 @@ def check_not_trained_on(
     data = config.data
     if trained.data_digest is None:
         return []
-    if images.digest() == trained.data_digest:
+    if images.digest == trained.data_digest:
         return ["warning: these images have the names and classes of the run's training images"]
     if test_set is None and data.val is None and data.name != "synthetic":
         return check_split(data, trained)
@@ -297,7 +298,7 @@ def has_training_images(trained: TrainedModels, location: DataConfig) -> bool:
         train = open_datasets(data, ("train",)).train
     except DataError:
         return False
-    return train.digest() == trained.data_digest
+    return train.digest == trained.data_digest
 
 
 class OutputRecorder:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import Config, DataConfig
-from imagenet_cls.data.datasets import has_training_part, open_datasets
-from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.files import has_training_part
+from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.test_set import describe_images
 from imagenet_cls.engine.build import rank_devices
 from imagenet_cls.engine.evaluate import Evaluation, EvaluationLabels
@@ -88,7 +89,7 @@ def _all_outputs(
     config: Config,
     trained: TrainedModels,
     models: Mapping[str, nn.Module],
-    source: ImageSource,
+    source: ImageSet,
     context: RankContext,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The outputs of each model, and the targets, in the order of `source`."""

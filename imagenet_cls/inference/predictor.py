@@ -22,9 +22,9 @@ from imagenet_cls.checkpoint.format import (
 )
 from imagenet_cls.config.rules import check_value
 from imagenet_cls.config.schema import SHARE, EvalConfig, format_size
-from imagenet_cls.data import sources
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Normalize
+from imagenet_cls.data.image_set import named_errors
 from imagenet_cls.data.index import images_of_tree, list_tree
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.evaluate import compute_logits
@@ -149,7 +149,7 @@ class Predictor:
         ValueError for one without pixels.
         """
         is_file = isinstance(image, str | Path)
-        with sources.named_errors(image if is_file else f"a {type(image).__name__}"):
+        with named_errors(image if is_file else f"a {type(image).__name__}"):
             pixels = read_image(image, self.config.data.exif)
             if pixels.numel() == 0:
                 raise ValueError(f"an image of {tuple(pixels.shape)} has no pixels")

@@ -49,38 +49,22 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from imagenet_cls.config.metrics import BY_FIELD, metrics_of
 from imagenet_cls.errors import CheckpointError, explain_content_errors
 from imagenet_cls.files import write_file
 
 Record = dict[str, Any]
 
 TEXT_KEYS = ("kind", "weights", "message", "classes")
-_EVAL_NUMBERS = (
-    "step",
-    "epoch",
-    "top1_pct",
-    "top5_pct",
-    "loss",
-    "images",
-    "seconds",
-    "balanced_accuracy_pct",
-    "map_pct",
-    "micro_f1_pct",
-    "macro_f1_pct",
-    "best_threshold",
-    "best_micro_f1_pct",
-)
 # Of each kind of record. What else a figure needs is checked where it is drawn.
 _REQUIRED = {"eval": {"step", "weights"}, "event": {"step", "message"}}
 _TAIL_BYTES = 1 << 16
 _MAX_STEP = 1 << 53  # and epoch
-MIN_CLASSES_FOR_TOP5 = 10  # of fewer classes nearly every image has its class among five
-EVAL_FIELDS = (*TEXT_KEYS, *_EVAL_NUMBERS, "left_out")
-
-
-def main_metric(result: Mapping[str, Any]) -> str:
-    """The field by which results are compared: `map_pct` of several labels, else `top1_pct`."""
-    return "map_pct" if "map_pct" in result else "top1_pct"
+EVAL_FIELDS = (
+    *TEXT_KEYS,
+    *BY_FIELD,
+    *("step", "epoch", "images", "seconds", "left_out", "best_threshold", "best_micro_f1_pct"),
+)
 
 
 def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
@@ -89,40 +73,22 @@ def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_result(result: Mapping[str, Any], digits: int, num_classes: int) -> list[str]:
-    """Texts about the result of an evaluation: top-1, top-5 with at least 10 classes, others; of
-    several labels mAP and F1. Balanced accuracy is left out if it differs from top-1 by less than
-    0.1 points.
+    """Texts about the result of an evaluation, its main metric first.
 
     digits: after the decimal point of percentages.
     """
-    if main_metric(result) == "map_pct":
-        texts = [
-            f"mAP {result['map_pct']:.{digits}f} %",
-            f"micro F1 {result['micro_f1_pct']:.{digits}f} %",
-            f"macro F1 {result['macro_f1_pct']:.{digits}f} %",
+    shown = [metric for metric in metrics_of(result) if metric.is_shown(result, num_classes)]
+    texts = [f"{metric.title} {metric.format(result[metric.field], digits)}" for metric in shown]
+    if "best_threshold" in result:
+        texts.append(
             f"best micro F1 {result['best_micro_f1_pct']:.{digits}f} % at threshold "
-            f"{result['best_threshold']:.2f}",
-            f"loss {result['loss']:.4f}",
-        ]
-    else:
-        texts = _texts_of_classes(result, digits, num_classes)
+            f"{result['best_threshold']:.2f}"
+        )
     texts += [f"{name} {value:.{digits + 2}f}" for name, value in user_metrics(result).items()]
     if "classes" in result:
         texts.append(f"classes: {result['classes']}")
     left_out = f" ({result['left_out']} left out)" if "left_out" in result else ""
     return [*texts, f"over {result['images']} images{left_out} in {result['seconds']:.1f} s"]
-
-
-def _texts_of_classes(result: Mapping[str, Any], digits: int, num_classes: int) -> list[str]:
-    """`describe_result` of images with one label, without what all results have."""
-    texts = [f"top-1 {result['top1_pct']:.{digits}f} %"]
-    if num_classes >= MIN_CLASSES_FOR_TOP5:
-        texts.append(f"top-5 {result['top5_pct']:.{digits}f} %")
-    texts.append(f"loss {result['loss']:.4f}")
-    balanced = result.get("balanced_accuracy_pct", result["top1_pct"])
-    if abs(balanced - result["top1_pct"]) >= 0.1:
-        texts.append(f"balanced accuracy {balanced:.{digits}f} %")
-    return texts
 
 
 def finite_json(value: Any) -> str:

@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import EvalConfig
+from imagenet_cls.data.image_set import Images, all_images
 from imagenet_cls.data.loader import WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import shard_for_eval
-from imagenet_cls.data.sources import ImageSource
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.evaluate import EvaluationLabels, compute_results, model_outputs
@@ -40,10 +40,8 @@ WORLD_SIZES = (1, 2, 3, 4)
 TEST_IMAGES = (2, 359, 361)  # with two, some ranks have no image
 
 
-class Numbered(ImageSource):
+class Numbered(Images):
     """Images of 2 x 2 pixels whose pixels and target spell their own number."""
-
-    classes = tuple("abcdefg")
 
     def __init__(self, length: int):
         self.length = length
@@ -89,7 +87,9 @@ def results(context: RankContext, num_images: int) -> dict[str, Any]:
     rows = shard_for_eval(num_images, context.rank, context.world_size)
     model = Outputs(torch.randn(num_images, 7, generator=draws))
     unchanged = EvalTransform(EvalConfig(crop_px=2, resize_px=2))
-    batches = eval_batches(Numbered(num_images), unchanged, rows, 50, WorkerOptions())
+    batches = eval_batches(
+        all_images(Numbered(num_images), None, "abcdefg"), unchanged, rows, 50, WorkerOptions()
+    )
     outputs = model_outputs({"single": model}, batches, lambda images: images, context.device, None)
     own = build_metrics(OWN_METRICS, 7, ["single"], context)
     found = compute_results(outputs, ["single"], context, 7, EvaluationLabels(), own)

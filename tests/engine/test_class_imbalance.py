@@ -8,7 +8,6 @@ from helpers import arguments, assert_resumes, datasets_in, fails, single_rank
 
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
-from imagenet_cls.data.sources import required_targets
 from imagenet_cls.engine.loaders import build_train_loader
 from imagenet_cls.engine.plan import plan_run
 
@@ -46,7 +45,7 @@ def test_balanced_epoch_has_about_as_many_images_of_each_class(imbalanced: Path)
     source = datasets_in(imbalanced).train
     plan = plan_run(config.train, len(source), 1, 1)
     loader = build_train_loader(config, source, plan, single_rank(), [0.5] * 3)
-    targets = required_targets(source, "data.balance")
+    targets = source.required_targets("data.balance")
     counts = np.bincount([targets[index] for _, index, _ in loader.sampler], minlength=10)
     assert counts.min() > counts.max() / 2
 

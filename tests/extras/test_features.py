@@ -26,7 +26,7 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.datasets import has_training_part
+from imagenet_cls.data.files import has_training_part
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.errors import UsageError
 from imagenet_cls.extras.weights.feature_classifiers import (

@@ -21,8 +21,8 @@ from imagenet_cls.config.rules import unused_values
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.classes import imagenet_order
 from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.image_set import ImageSet, indexed_images
 from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.sources import FolderSource, ImageSource
 from imagenet_cls.errors import DataError, ResourceError, UsageError, UserError
 
 pytest.importorskip("datasets")
@@ -72,7 +72,7 @@ def encoded(format_: str = "png", size: tuple[int, int] = (4, 6), **options: Any
     return file.getvalue()
 
 
-def opened(data: DataConfig) -> ImageSource:
+def opened(data: DataConfig) -> ImageSet:
     source = open_datasets(data, ("train",)).train
     assert source is not None
     return source
@@ -83,10 +83,11 @@ def test_rows_are_the_files_of_class_folders(folder: Path, digits: Path, kind: s
     """Also in a worker that is not forked; the images are not in the message to it. The part `val`
     is also `validation`. A dataset that was saved without parts is any.
     """
-    files = FolderSource(index_folder(digits / "train"))
+    files = indexed_images(index_folder(digits / "train"))
     data = DataConfig(name=f"hf:{folder / kind}")
-    message = pickle.dumps(opened(data))
-    rows = pickle.loads(message)
+    rows = opened(data)
+    message = pickle.dumps(rows.images)
+    rows = replace(rows, images=pickle.loads(message))
     assert len(message) < 1000
     assert rows.classes == files.classes and len(rows) == len(files)
 
@@ -108,7 +109,7 @@ def test_digest_is_that_of_the_content(folder: Path, tmp_path: Path) -> None:
     for file in (tmp_path / "copy").iterdir():
         os.utime(file, (1, 1))
     places = (folder / "saved", folder / "parquet", tmp_path / "copy")
-    assert len({opened(DataConfig(name=f"hf:{place}")).digest() for place in places}) == 1
+    assert len({opened(DataConfig(name=f"hf:{place}")).digest for place in places}) == 1
 
 
 def test_digest_changes_with_the_rows(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_digest_changes_with_the_rows(tmp_path: Path) -> None:
         ([0, 1], DIGITS, [one, three]),
         ([0, 1], ClassLabel(names=list("abcdefghij")), [one, two]),
     ]
-    digests = {opened(save(tmp_path / str(i), *columns)).digest() for i, columns in enumerate(rows)}
+    digests = {opened(save(tmp_path / str(i), *columns)).digest for i, columns in enumerate(rows)}
     assert len(digests) == len(rows)
 
 
@@ -149,7 +150,7 @@ def test_rows_of_one_image_are_on_one_side(tmp_path: Path) -> None:
     files[3]["bytes"] = encoded("bmp")  # another image of the same name
     data = save(tmp_path, [i % 2 for i in range(30)], images=files)
     parts: Any = open_datasets(replace(data, val=None, val_fraction=0.5))
-    sides = [{int(row) // 3 for row in part.rows if row != 3} for part in (parts.train, parts.val)]
+    sides = [{int(row) // 3 for row in part.numbers if row != 3} for part in (parts.train, parts.val)]
     assert sides[0].isdisjoint(sides[1]) and len(parts.train) + len(parts.val) == 30
 
 

@@ -21,7 +21,7 @@ from PIL import Image, JpegImagePlugin
 from test_data_datasets import names
 
 from imagenet_cls.data.decode import decode_upright, exif_orientation
-from imagenet_cls.data.sources import FolderSource
+from imagenet_cls.data.image_set import FileImages
 from imagenet_cls.extras.datasets.pack import pack_command
 
 Packed = Callable[..., Any]
@@ -53,7 +53,7 @@ def assert_same_images(packed: Any, expected: Any) -> None:
         ours, theirs = packed.parts[part], expected.parts[part]
         assert ours.classes == theirs.classes
         assert ours.targets.tolist() == theirs.targets.tolist()
-        assert all(ours.read(i) == theirs.read(i) for i in range(len(theirs)))
+        assert all(ours.files.read(i) == theirs.files.read(i) for i in range(len(theirs)))
 
 
 def test_packed_folder_is_the_same_dataset(
@@ -61,14 +61,14 @@ def test_packed_folder_is_the_same_dataset(
 ) -> None:
     """The threads of the pool read the images."""
     threads = set()
-    read = FolderSource.read
+    read = FileImages.read
 
-    def read_and_record(source: FolderSource, i: int) -> bytes:
+    def read_and_record(source: FileImages, i: int) -> bytes:
         threads.add(threading.current_thread())
         return read(source, i)
 
     with monkeypatch.context() as recorded:
-        recorded.setattr(FolderSource, "read", read_and_record)
+        recorded.setattr(FileImages, "read", read_and_record)
         packed(image_folder, "--images-per-shard", 16)
     assert threads and threading.main_thread() not in threads
     folder = datasets_in(image_folder)
@@ -150,10 +150,10 @@ def test_only_large_images_are_shrunk(
     source = packed(config, "--max-px", 64, "--quality", 100).train
     pixels = source.load(0)[0][0].numpy()
     assert pixels.shape == (64, 64) and np.abs(pixels - np.linspace(1.5, 253.5, 64)).max() < 4
-    with Image.open(io.BytesIO(source.read(1))) as image:
+    with Image.open(io.BytesIO(source.files.read(1))) as image:
         assert (image.size, image.format) == ((64, 43), "JPEG")
-    assert source.read(2) == (folder / "2.png").read_bytes()
-    turned = source.read(3)
+    assert source.files.read(2) == (folder / "2.png").read_bytes()
+    turned = source.files.read(3)
     assert exif_orientation(turned) == 6 and decode_upright(turned).shape == (3, 64, 32)
 
 
@@ -176,9 +176,9 @@ def test_reencode_encodes_every_jpeg(
     after = packed(config, "--reencode", 90).train
     before = datasets_in(tmp_path / "data", val="train").train
     for i, name in enumerate(names(before)):
-        data = after.read(i)
+        data = after.files.read(i)
         is_jpeg = "png.jpg" not in name
-        assert (data != before.read(i)) == is_jpeg and after.name(i).endswith(".jpg"), name
+        assert (data != before.files.read(i)) == is_jpeg and after.name(i).endswith(".jpg"), name
         with Image.open(io.BytesIO(data)) as stored:
             assert stored.mode == ("L" if "gray" in name else "RGB")
             if is_jpeg and stored.mode == "RGB":
@@ -278,7 +278,7 @@ def test_parquet_becomes_shards_with_its_images_and_labels(
     files = sorted((image_folder / "train").rglob("*.JPEG"))
     for source in (data.train, data.val):
         assert source.classes == classes and source.targets.tolist() == targets
-        assert all(source.read(i) == files[i].read_bytes() for i in range(len(labels)))
+        assert all(source.files.read(i) == files[i].read_bytes() for i in range(len(labels)))
 
 
 def test_parquet_keeps_names_of_classes_and_names_images_by_class_and_place(

@@ -12,7 +12,7 @@ from helpers import call, datasets_in, fails, write_files
 from test_data_datasets import names
 
 from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.lists import BAD_IMAGES_FILE, exclude_images, read_bad_images
+from imagenet_cls.data.lists import BAD_IMAGES_FILE, bad_rows, read_bad_images
 from imagenet_cls.errors import DataError
 from imagenet_cls.extras.datasets.verify_data import verify_command
 
@@ -138,13 +138,13 @@ def test_exclude_leaves_out_the_listed_training_image_alone(one_bad: Path) -> No
     opened, whole = excluding(one_bad), datasets_in(one_bad)
     assert names(opened.train) == [n for n in names(whole.train) if n != "dog/004.JPEG"]
     assert "dog/004.JPEG" in opened.note and whole.note is None
-    assert opened.train.digest() != whole.train.digest()
+    assert opened.train.digest != whole.train.digest
     held_out = {"val": None, "val_fraction": 0.2}
     kept, all_val = excluding(one_bad, **held_out).val, datasets_in(one_bad, **held_out).val
-    assert kept.digest() == all_val.digest()
+    assert kept.digest == all_val.digest
     # the same place by another path
     same = excluding(one_bad / "train" / "..", train="./train")
-    assert same.train.digest() == opened.train.digest()
+    assert same.train.digest == opened.train.digest
 
 
 def test_exclude_allows_one_percent_or_ten_images_and_at_most_a_tenth_or_three(
@@ -154,16 +154,17 @@ def test_exclude_allows_one_percent_or_ten_images_and_at_most_a_tenth_or_three(
     for count, most in ((4, 3), (99, 9), (500, 10), (1_100, 11)):
         for excluded in (most, most + 1):
             rows = [12] * excluded + [0] * (count - excluded)  # one file, in several rows
-            part = index.select(np.array(rows)), one_bad, one_bad / BAD_IMAGES_FILE, "training"
+            paths = index.select(np.array(rows)).full_paths()
+            part = paths, one_bad, one_bad / BAD_IMAGES_FILE, "training"
             if excluded == most:
-                assert len(exclude_images(*part)[0]) == count - most
+                assert len(bad_rows(*part)) == most
             else:
                 with pytest.raises(DataError):
-                    exclude_images(*part)
+                    bad_rows(*part)
 
 
 def test_exclude_leaves_out_validation_images(one_bad: Path) -> None:
     opened = excluding(one_bad, val="train")
     assert (len(opened.train), len(opened.val)) == (39, 39)
     only = excluding(one_bad, parts=("val",), val="train").val
-    assert only.left_out == 1 and only.digest() == opened.val.digest()
+    assert only.left_out == 1 and only.digest == opened.val.digest

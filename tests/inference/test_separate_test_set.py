@@ -18,8 +18,9 @@ from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.classes import classes_of_outputs, match_classes
-from imagenet_cls.data.datasets import has_training_part, open_datasets
-from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.files import has_training_part
+from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.errors import DataError
 
 ALLOW = ["--allow-import", "helpers:plain"]
@@ -239,7 +240,7 @@ def test_classes_of_outputs_are_imagenets_without_a_training_folder(
     assert of_22k == ImageNetInfo("imagenet-22k").label_names()
 
 
-def names(source: ImageSource) -> list[tuple[str, Any]]:
+def names(source: ImageSet) -> list[tuple[str, Any]]:
     return [(source.name(i).split("/")[-2], source.load(i)[1]) for i in range(len(source))]
 
 
@@ -283,7 +284,7 @@ def test_data_classes_of_a_map_style_dataset() -> None:
     assert [int(image[0, 0, 0]) for image, _ in loaded] == [0, 2, 3, 5, 6]
     assert [target for _, target in loaded] == [1, 0, 1, 0, 1]
     config = DataConfig(name=f"{__name__}:Three", val=None, val_fraction=None, fold=[0, 10**9])
-    assert source.digest() != open_datasets(config, ("train",)).train.digest()
+    assert source.digest != open_datasets(config, ("train",)).train.digest
     with pytest.raises(DataError, match="part 'val' holds no image"):
         open_datasets(replace(config, classes=["z", "x"]))
 

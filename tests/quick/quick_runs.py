@@ -28,7 +28,7 @@ def train_recipe(
     """
     from helpers import evaluations, train_here
 
-    from imagenet_cls.report.jsonl import main_metric
+    from imagenet_cls.config.metrics import main_metric
 
     start = [f"{STARTS_FROM[name]}={teacher}"] if name in STARTS_FROM else []
     train_here(
@@ -36,7 +36,7 @@ def train_recipe(
     )
     records = evaluations(folder)
     return {
-        record["weights"]: record[main_metric(record)]
+        record["weights"]: record[main_metric(record).field]
         for record in records
         if record["step"] == records[-1]["step"]
     }

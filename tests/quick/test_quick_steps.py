@@ -20,10 +20,10 @@ from plain_loop import Plain, build_teacher, map_pct, top1_pct, val_images
 from quick_runs import QUICK, STARTS_FROM, TEACHER, measured, train_recipe
 from torch import Tensor, nn
 
+from imagenet_cls.config.metrics import main_metric
 from imagenet_cls.data.device import TrainPreprocess
 from imagenet_cls.engine import run_training
 from imagenet_cls.engine.build import TrainingParts, build
-from imagenet_cls.report.jsonl import main_metric
 from imagenet_cls.seeding import hash_key, seed_generators
 
 # Tolerance and floor: a difference may be `tolerance * (size of the number + floor)`. LAMB and Adam
@@ -140,7 +140,7 @@ def test_quick_recipe_equals_plain_loop_and_learns(
         if start == 0:
             plain.start_epoch(epoch)
             plain.evaluations = [
-                (record["step"], record[main_metric(record)])
+                (record["step"], record[main_metric(record).field])
                 for record in raw
                 if record["step"] <= step
             ]

@@ -11,9 +11,9 @@ import pytest
 from imagenet_cls.checkpoint.format import read_checkpoint
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config
+from imagenet_cls.data.image_set import FileImages
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.lists import index_list, read_bad_images
-from imagenet_cls.data.sources import FolderSource
 from imagenet_cls.errors import ResourceError, UserError
 from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.inference.predictor import Predictor
@@ -64,7 +64,7 @@ def test_file_without_an_end_is_an_error(tmp_path: Path, read: Callable[[Path], 
 def test_image_that_is_a_device_or_a_fifo_is_an_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.jpg")
     names = np.array([b"/dev/null", b"fifo.jpg"])
-    source = FolderSource(ImageIndex(tmp_path, names, np.zeros(2, np.int64), ("a",)))
+    source = FileImages(ImageIndex(tmp_path, names, np.zeros(2, np.int64), ("a",)))
     for i, name in enumerate(("/dev/null", "fifo.jpg")):
         with pytest.raises(UserError, match=rf"{name} .*regular"):
             source.load(i)

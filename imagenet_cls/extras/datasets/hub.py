@@ -12,16 +12,19 @@ from zlib import crc32
 
 import numpy as np
 
+from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.classes import whole_numbers
-from imagenet_cls.data.sources import EncodedSource
+from imagenet_cls.data.image_set import EncodedImages, ImageSet, all_images
 from imagenet_cls.errors import (
     DataError,
+    Problem,
     ResourceError,
     UsageError,
     UserError,
     explain_content_errors,
 )
 from imagenet_cls.files import read_regular
+from imagenet_cls.lookup import kwargs_problems
 from imagenet_cls.text import first_line, format_value, shorten
 
 HUB = "hf:"
@@ -29,7 +32,7 @@ _MAX_CLASSES = 1_000_000  # a column of larger numbers holds ids, not classes
 
 
 @dataclass(eq=False)
-class HubSource(EncodedSource):
+class HubImages(EncodedImages):
     """The rows of a part. The images stay in memory-mapped Arrow files.
 
     dataset_name: of the dataset and its part. contents, paths: of each image, the bytes and the
@@ -64,25 +67,28 @@ class HubSource(EncodedSource):
         row = i - self._starts[number]
         return contents[row], paths[row]
 
-    def read(self, i: int) -> bytes:
-        content, path = self._row(i)
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def read(self, number: int) -> bytes:
+        content, path = self._row(number)
         if content.is_valid:
             return content.as_py()
         if not path.is_valid:
             raise DataError("neither bytes nor a path", "Correct the row.")
         return read_regular(path.as_py())
 
-    def describe(self, i: int) -> str:
-        path = self._row(i)[1].as_py()
-        return self.name(i) if path is None else f"{self.name(i)} ({path})"
+    def describe(self, number: int) -> str:
+        path = self._row(number)[1].as_py()
+        return self.name(number) if path is None else f"{self.name(number)} ({path})"
 
-    def remedy(self, i: int) -> str:
+    def remedy(self, number: int) -> str:
         return "Correct this row, or save the dataset without it: Dataset.select, save_to_disk."
 
-    def name(self, i: int) -> str:
-        return f"{self.dataset_name}[{i}]"
+    def name(self, number: int) -> str:
+        return f"{self.dataset_name}[{number}]"
 
-    def image_ids(self) -> Sequence[Hashable]:
+    def ids(self) -> Sequence[Hashable]:
         """The number of a row; path, size and a checksum of the content where several rows have
         that path and size. Files of several folders may be stored with the same name.
         """
@@ -115,6 +121,18 @@ class HubSource(EncodedSource):
         return digest.hexdigest()
 
 
+def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageSet:
+    """A part. classes: not used. Raises as `open_hub`."""
+    images = open_hub(config.name, part, config.decode, config.exif, **config.kwargs)
+    return all_images(images, images.targets, images.classes)
+
+
+def problems(config: DataConfig) -> list[Problem]:
+    """All problems of the arguments."""
+    passed = ("name", "part", "decode", "exif")
+    return kwargs_problems("data.kwargs", open_hub, config.kwargs, passed)
+
+
 def open_hub(
     name: str,
     part: str,
@@ -124,7 +142,7 @@ def open_hub(
     label: str | None = None,
     subset: str | None = None,
     revision: str | None = None,
-) -> HubSource:
+) -> HubImages:
     """A part of `hf:USER/NAME` or `hf:FOLDER`; what is missing is downloaded.
 
     image, label: columns; None: the only one of type Image or ClassLabel. subset: `name` of
@@ -154,7 +172,7 @@ def open_hub(
         table = dataset.cast_column(image, Image(decode=False)).with_format("arrow")[:]
         contents, paths = (compute.struct_field(table[image], key) for key in ("bytes", "path"))
     targets, classes = _targets(table[label], dataset.features[label], f"{place}, column {label!r}")
-    return HubSource(place, contents, paths, targets, classes, decode, exif, arguments)
+    return HubImages(place, contents, paths, targets, classes, decode, exif, arguments)
 
 
 def _open_part(name: str, part: str, subset: str | None, revision: str | None) -> Any:

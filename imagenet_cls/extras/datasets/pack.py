@@ -185,33 +185,31 @@ def with_first_prefix(files: Sequence[Path], prefixes: Sequence[str]) -> list[Pa
 def indexed_parts(data: DataConfig, per_shard: int, multilabel: bool) -> dict[str, Part]:
     """The parts of a dataset that `open_datasets` indexes."""
     from imagenet_cls.data.datasets import open_datasets  # imports torch, which --help should not
-    from imagenet_cls.data.sources import FolderSource, reason_of, size_fingerprint
+    from imagenet_cls.data.image_set import FileImages, ImageSet
 
     multilabel = multilabel or data.labels == "multi"
     opened = open_datasets(replace(data, labels="multi") if multilabel else data)
     parts = {}
 
-    def read_image(source: FolderSource, i: int) -> list[Sample]:
-        description = source.index.describe(i)
-        try:
-            content = source.read(i)
-        except (OSError, DataError) as error:
-            raise DataError(f"{description}: {reason_of(error)}.", "Replace the file.") from None
-        target = source.targets[i]
+    def read_image(chosen: ImageSet, i: int) -> list[Sample]:
+        number = int(chosen.numbers[i])
+        content = chosen.files.decoded(number, bytes)
+        assert chosen.targets is not None
+        target = chosen.targets[i]
         own = np.flatnonzero(target).tolist() if target.ndim else [int(target)]
-        return [(source.name(i), content, tuple(own), description)]
+        return [(chosen.name(i), content, tuple(own), chosen.files.describe(number))]
 
-    for name, source in opened.parts.items():
-        if not isinstance(source, FolderSource):
+    for name, chosen in opened.parts.items():
+        if not isinstance(chosen.images, FileImages):
             raise UsageError(
                 f"data.name {data.name!r} is not made of image files.",
                 "Give a folder, an archive or a list.",
             )
-        starts = range(0, len(source), per_shard)
-        shards = [range(start, min(start + per_shard, len(source))) for start in starts]
-        fingerprint = f"{source.digest()} {size_fingerprint(source)}"
-        read = partial(read_image, source)
-        parts[name] = Part(source.classes, fingerprint, len(source), shards, read, multilabel)
+        starts = range(0, len(chosen), per_shard)
+        shards = [range(start, min(start + per_shard, len(chosen))) for start in starts]
+        fingerprint = f"{chosen.digest} {chosen.size_fingerprint()}"
+        read = partial(read_image, chosen)
+        parts[name] = Part(chosen.classes, fingerprint, len(chosen), shards, read, multilabel)
     return parts
 
 

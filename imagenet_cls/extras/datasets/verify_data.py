@@ -22,9 +22,9 @@ from imagenet_cls.files import check_replaced, write_output
 from imagenet_cls.text import command_line, join_names
 
 if TYPE_CHECKING:
-    from imagenet_cls.data.sources import FolderSource
+    from imagenet_cls.data.image_set import FileImages, ImageSet
 
-Image = tuple["FolderSource", int]  # image of a source
+Image = tuple["FileImages", int]  # what reads an image, and its number
 # path in the list of bad images; archive and offset in it, since shards reuse paths
 Key = tuple[str, str, int]
 
@@ -64,11 +64,12 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
     root = Path(config.data.root if config else data).expanduser()
     from imagenet_cls.data.every_image import every_image  # imports torch
 
-    sources = every_image(config.data if config else root)
-    images = images_by_key(sources, root)
+    sets = every_image(config.data if config else root)
+    images = images_by_key(sets, root)
     unread = Counter[bytes]()
-    for source in sources:
-        unread.update(source.index.unread)
+    files = {chosen.files for chosen in sets}  # two parts may be of the same ones
+    for part in files:
+        unread.update(part.index.unread)
     if not images:
         others = f", and other files: {describe_unread(unread)}" if unread else ""
         raise DataError(
@@ -93,7 +94,7 @@ def verify_data(data: str, overrides: Sequence[str], out: Path | None, num_threa
         print(f"files that are not read, by suffix: {describe_unread(unread)}")
     if bad:
         remedy = f"leave them out: data.exclude={shlex.quote(str(path))}"
-        if config is None and any(source.index.byte_ranges is not None for source in sources):
+        if config is None and any(part.index.byte_ranges is not None for part in files):
             # paths in data.exclude begin with data.train
             verify = f"{command_line('verify-data')} CONFIG"
             remedy = f"list them for data.exclude with the config: {verify}"
@@ -127,16 +128,16 @@ def find_bad_images(
     return bad
 
 
-def images_by_key(sources: "Sequence[FolderSource]", root: Path) -> dict[Key, Image]:
+def images_by_key(sets: "Sequence[ImageSet]", root: Path) -> dict[Key, Image]:
     """Each image once, with its path relative to `root`."""
     images: dict[Key, Image] = {}
-    for source in sources:
-        index = source.index
-        for i in range(len(source)):
+    for chosen in sets:
+        index = chosen.files.index
+        for i in chosen.numbers.tolist():
             archive = ""
             offset = 0
             if index.byte_ranges is not None:
                 archive = index.byte_ranges.archive(i)
                 offset = int(index.byte_ranges.places[i, 1])
-            images[os.path.relpath(index.path(i), root), archive, offset] = source, i
+            images[os.path.relpath(index.path(i), root), archive, offset] = chosen.files, i
     return images

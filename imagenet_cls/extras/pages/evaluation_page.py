@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from imagenet_cls.config.metrics import MIN_CLASSES_FOR_TOP5
 from imagenet_cls.extras.pages.figures import Figure, confusion_figure
 from imagenet_cls.extras.pages.render import render, utf8_text
-from imagenet_cls.report.jsonl import MIN_CLASSES_FOR_TOP5, user_metrics
+from imagenet_cls.report.jsonl import user_metrics
 
 Statistics = dict[str, Any]
 

@@ -10,14 +10,6 @@ import numpy as np
 from imagenet_cls.extras.pages.plots import columns, main_metrics, mean_points
 from imagenet_cls.report.jsonl import Record
 
-# Of a field of the records: title of its figure, and format of d3 for an exact value.
-_CURVES = {
-    "loss": ("Loss", ".5f"),
-    "top1_pct": ("Top-1 on validation images, %", ".3f"),
-    "map_pct": ("mAP on validation images, %", ".3f"),
-    "lr": ("Learning rate", ".6g"),
-    "images_per_sec": ("Images per second", ",.1f"),
-}
 _ALL_POINTS = 12_000  # of the training curves of a figure
 _MOST_POINTS = 1_000  # of a training curve
 _MAX_CLASSES = 50  # up to which the confusion matrix has a row for each class
@@ -36,10 +28,17 @@ def curve_figures(runs: Sequence[Sequence[Record]]) -> list[Figure]:
             [run, event["step"]] for event in events if event["message"].startswith("resumed from ")
         ]
     figures = []
-    unused = {"top1_pct", "map_pct"} - main_metrics(chain(*runs)).keys()
-    for key, (title, number_format) in _CURVES.items():
-        if key in unused:
-            continue
+    # Of a field of the records: title of its figure, and format of d3 for an exact value.
+    shown = {
+        "loss": ("Loss", ".5f"),
+        **{
+            metric.field: (f"{metric.title} on validation images, %", ".3f")
+            for metric in main_metrics(chain(*runs))
+        },
+        "lr": ("Learning rate", ".6g"),
+        "images_per_sec": ("Images per second", ",.1f"),
+    }
+    for key, (title, number_format) in shown.items():
         curves = []
         for run, metrics in enumerate(runs):
             curves += [{"run": run, **curve} for curve in _curves(metrics, key, most)]

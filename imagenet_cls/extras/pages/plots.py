@@ -12,29 +12,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from imagenet_cls.config.metrics import BY_NAME, Metric, main_metric
 from imagenet_cls.files import OUTPUT_MARK, write_file
-from imagenet_cls.report.jsonl import Record, main_metric
+from imagenet_cls.report.jsonl import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MAX_POINTS = 300  # of a curve; each is a mean
-MAIN_TITLES = {"top1_pct": "top-1", "map_pct": "mAP"}  # of `main_metric`
-# Fields of the records that are drawn over the steps of a run, with the labels of their axes.
-_CURVES = {
-    "loss": "loss",
-    "lr": "learning rate",
-    **{key: f"{title} on validation images (%)" for key, title in MAIN_TITLES.items()},
-}
 
 
-def main_metrics(records: Iterable[Record]) -> dict[str, str]:
-    """The main metrics of the evaluations among records, with their titles; `top1_pct` without
-    any.
-    """
+def main_metrics(records: Iterable[Record]) -> list[Metric]:
+    """The main metrics of the evaluations among records; top-1 without any."""
     found = [main_metric(record) for record in records if record["kind"] == "eval"]
-    return {name: MAIN_TITLES[name] for name in dict.fromkeys(found or ["top1_pct"])}
+    return list(dict.fromkeys(found)) or [BY_NAME["top1"]]
 
 
 def plot_run(metrics: Sequence[Record], folder: Path) -> None:
@@ -55,10 +47,11 @@ def draw_run(metrics: Sequence[Record]) -> "Figure":
 
     figure = RunFigure((15, 4), layout="constrained")
     (metric, *_) = main_metrics(metrics)
-    keys = ("loss", "lr", metric)
-    for axes, key in zip(figure.subplots(1, 3), keys, strict=True):
+    titles = {"loss": "loss", "lr": "learning rate"}
+    titles[metric.field] = f"{metric.title} on validation images (%)"
+    for axes, (key, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
         _draw_curve(axes, key, metrics)
-        _finish(axes, "step", _CURVES[key])
+        _finish(axes, "step", title)
     return figure
 
 

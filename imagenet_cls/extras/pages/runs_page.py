@@ -136,7 +136,7 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     """
     train = run.records("train")
     results = run.records("eval")
-    (metric, *_) = main_metrics(results)
+    metric = main_metrics(results)[0].field
     best = max(results, key=itemgetter(metric), default={})
     last = next(
         (record for record in reversed(results) if record["weights"] == best["weights"]), {}
@@ -201,7 +201,8 @@ def runs_page(
         with explain_content_errors(CheckpointError, file, "missing or invalid values"):
             statistics.append(run_statistics(run, global_batch))
     states = [_state(run, row) for run, row in zip(runs, statistics, strict=True)]
-    titles = main_metrics(record for run in runs for record in run.metrics)
+    found = main_metrics(record for run in runs for record in run.metrics)
+    titles = {metric.field: metric.title for metric in found}
     metrics = list(titles)
     main = f"best_{metrics[0]}"
     known = [row for row in statistics if row[main] is not None]

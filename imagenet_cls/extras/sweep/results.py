@@ -11,9 +11,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from imagenet_cls.checkpoint.progress import best_of, score
+from imagenet_cls.checkpoint.progress import best_metric, best_weights
 from imagenet_cls.config.keys import per_machine_keys
 from imagenet_cls.config.load import comparable_values, load_config
+from imagenet_cls.config.metrics import BY_NAME, Metric
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import CheckpointError, UsageError, UserError, explain_content_errors
 from imagenet_cls.extras.pages.render import format_cell
@@ -75,7 +76,7 @@ def is_finished(folder: Path, config: Config) -> bool:
     return False
 
 
-def best_result(folder: Path) -> tuple[str, float] | None:
+def best_result(folder: Path) -> tuple[Metric, float] | None:
     """The metric of `checkpoint.best` and its best value in a finished run; None for another run,
     or without a finite loss.
     """
@@ -83,8 +84,9 @@ def best_result(folder: Path) -> tuple[str, float] | None:
     results = state and state["progress"]["best"]
     if not results:
         return None
-    _, metric, value = best_of(results)
-    return metric, value
+    best = results[best_weights(results)]
+    metric = best_metric(best)
+    return metric, best[metric.field]
 
 
 def check_comparable(
@@ -135,12 +137,12 @@ def check_comparable(
                 )
 
 
-def read_table(folder: Path) -> tuple[str, list[Row]]:
-    """The metric of the results, "" without any, and the settings of a sweep: those with the most
+def read_table(folder: Path) -> tuple[Metric | None, list[Row]]:
+    """The metric of the results, None without any, and the settings of a sweep: those with the most
     finished runs first, of these the best first.
     """
     rows: dict[tuple[Any, ...], Row] = {}
-    metric = ""
+    metric = None
     runs = list(read_runs(folder).values())
     check_comparable(folder, runs)
     common = set.intersection(*(set(run.conditions) for run in runs)) if runs else set()
@@ -158,7 +160,7 @@ def read_table(folder: Path) -> tuple[str, list[Row]]:
 
     def order(row: Row) -> tuple[int, float]:
         # A setting with fewer finished runs than others would be best by chance.
-        mean = score({metric: fmean(row.results)}, metric) if row.results else -math.inf
+        mean = metric.score(fmean(row.results)) if metric and row.results else -math.inf
         return len(row.results), mean
 
     return metric, sorted(rows.values(), key=order, reverse=True)
@@ -172,8 +174,8 @@ def show_results(folder: Path) -> None:
     if not rows:
         raise UsageError(f"{folder}: no sweep (it has no sweep.json).", "Start one first.")
     keys = list(dict.fromkeys(key for row in rows for key in row.setting))
-    digits = ".2f" if metric.endswith("_pct") else ".4f"
-    header = [*keys, f"mean {metric}".strip(), "std", "finished", "runs"]
+    digits = ".4f" if metric == BY_NAME["loss"] else ".2f"
+    header = [*keys, f"mean {metric.field}" if metric else "mean", "std", "finished", "runs"]
     of_values = ".6g" if any(row.runs[0].search for row in rows) else ""  # else texts
     formats = [*[of_values] * len(keys), digits, digits, "d", "d"]
     cells = []

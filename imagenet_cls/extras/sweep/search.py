@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from imagenet_cls.checkpoint.progress import RESULT_FIELDS, score
 from imagenet_cls.commands.own_data import type_of_key
+from imagenet_cls.config.metrics import BY_NAME
 from imagenet_cls.errors import CheckpointError, UsageError, explain_content_errors
 from imagenet_cls.extras.sweep.plan import (
     RANGE,
@@ -71,7 +71,7 @@ class Search:
             for i in range(max(map(len, to_check.values())))
         ]
         self.configs = load_runs([[*self.fixed, *overrides_of(values)] for values in chosen])
-        self.metric = RESULT_FIELDS[self.configs[0].config.checkpoint.best]
+        self.metric = BY_NAME[self.configs[0].config.checkpoint.best]
 
     def _range(self, key: str, log: str | None, low: str, high: str) -> Any:
         """The distribution of `low..high`. Whole numbers if both are, and the key takes them."""
@@ -138,7 +138,7 @@ class Search:
         result = best_result(self.folder / run.name)
         if result is not None:
             metric, value = result
-            return states.COMPLETE, score({metric: value}, metric)
+            return states.COMPLETE, metric.score(value)
         return (states.PRUNED if run.pruned else states.FAIL), None
 
     def _evaluations(self, run: SweepRun) -> dict[int, float]:
@@ -146,6 +146,6 @@ class Search:
         found: dict[int, float] = {}
         file = self.folder / run.name / "metrics.jsonl"
         for record in read_metrics(file, "eval") if file.is_file() else ():
-            value = score(record, self.metric)
+            value = self.metric.score(record[self.metric.field])
             found[record["step"]] = max(value, found.get(record["step"], value))
         return found

@@ -113,11 +113,11 @@ def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
     """
     from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
     from imagenet_cls.checkpoint.select import state_of_newest
-    from imagenet_cls.report.jsonl import main_metric
+    from imagenet_cls.config.metrics import main_metric
 
     def result_of(path: Path) -> float:
         result = progress[path]["latest"][kind]
-        return result[main_metric(result)]
+        return result[main_metric(result).field]
 
     paths = list_checkpoints(run / "checkpoints") or list_checkpoints(run)  # newest first
     progress = {}

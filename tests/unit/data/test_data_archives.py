@@ -29,7 +29,6 @@ from imagenet_cls.data.archive_files import (
 )
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.index import has_image_suffix
-from imagenet_cls.data.sources import size_fingerprint
 from imagenet_cls.errors import DataError
 
 IMAGE = b"\xff\xd8 some image"
@@ -178,12 +177,12 @@ CLASSES = {
 
 
 def contents(source: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
-    targets = source.index.targets
+    targets = source.targets
     return [
         (
             source.name(i),
             tuple(np.flatnonzero(targets[i]) if targets.ndim == 2 else [int(targets[i])]),
-            source.read(i),
+            source.files.read(source.numbers[i]),
         )
         for i in range(len(source))
     ]
@@ -199,12 +198,12 @@ def assert_holds(data: DataConfig, name: str, folders: Path) -> None:
         if name in CLASSES:
             rows.reverse()
         else:
-            assert ours.digest() == theirs.digest()
-            assert size_fingerprint(ours) == size_fingerprint(theirs)
+            assert ours.digest == theirs.digest
+            assert ours.size_fingerprint() == theirs.size_fingerprint()
         assert contents(ours) == rows
-        assert ours.index.unread == theirs.index.unread
+        assert ours.files.index.unread == theirs.files.index.unread
         assert ours.classes == CLASSES.get(name, theirs.classes)
-    assert open_datasets(data, ("val",)).val.digest() == opened.val.digest()
+    assert open_datasets(data, ("val",)).val.digest == opened.val.digest
 
 
 # ---- what is read
@@ -219,7 +218,7 @@ def test_container_holds_the_images_of_the_folders(
     if name not in CLASSES:
         split = {"val": None, "val_fraction": 0.5}
         held_out = open_datasets(replace(data, **split)).val
-        assert held_out.digest() == datasets_in(folders, **split).val.digest()
+        assert held_out.digest == datasets_in(folders, **split).val.digest
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
@@ -392,7 +391,7 @@ def test_member_of_size_zero_is_not_decompressed(tmp_path: Path) -> None:
     path = write_zip(tmp_path / "train.zip", [("a/1.jpg", zeros)], zipfile.ZIP_DEFLATED)
     patch_central(path, 26, 0)  # the upper half of the size
     source = datasets_in(tmp_path, train="train.zip", val="train.zip").train
-    assert peak_of(lambda: source.read(0)) < 5_000_000
+    assert peak_of(lambda: source.files.read(0)) < 5_000_000
 
 
 def test_damaged_data_in_a_zip_is_an_error_that_names_the_image(tmp_path: Path) -> None:

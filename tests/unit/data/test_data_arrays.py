@@ -18,9 +18,10 @@ from imagenet_cls.config.schema import (
     ErasingConfig,
 )
 from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions
+from imagenet_cls.data.map_style import ArrayImages, MapImages
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.sources import ArraySource, ImageSource, MapSource
 from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.errors import DataError
 
@@ -62,23 +63,29 @@ def sets_without_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchvision.datasets, "FashionMNIST", Gray)
 
 
-def open_both(name: str) -> tuple[ArraySource, MapSource]:
+def open_both(name: str) -> tuple[ImageSet, ImageSet]:
     """The training part as it is opened, and the same dataset read by its `__getitem__`."""
     source = open_datasets(DataConfig(name=f"torchvision:{name}")).train
-    assert isinstance(source, ArraySource)
-    return source, MapSource(source.dataset, source.dataset_name, source.classes)
+    images = source.images
+    assert isinstance(images, ArrayImages)
+    by_items = MapImages(images.dataset, images.dataset_name, images.classes, images.targets)
+    return source, replace(source, images=by_items)
 
 
 def test_dataset_with_other_items_is_read_by_items(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Mirrored)
-    assert type(open_datasets(DataConfig(name="torchvision:CIFAR10")).train) is MapSource
+    assert type(open_datasets(DataConfig(name="torchvision:CIFAR10")).train.images) is MapImages
 
 
-def test_target_without_a_class_raises() -> None:
-    dataset = Colored("")
-    dataset.targets[3] = 10
+def test_target_without_a_class_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(Colored):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **options)
+            self.targets[3] = 10
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Wrong)
     with pytest.raises(DataError):
-        ArraySource(dataset, "colored", tuple(dataset.classes))
+        open_datasets(DataConfig(name="torchvision:CIFAR10"))
 
 
 ERASING = ErasingConfig(prob=0.6, max_count=2)
@@ -97,7 +104,7 @@ MEANS = {1: [0.3], 3: [0.5, 0.4, 0.3]}
 
 
 def two_epochs(
-    source: ImageSource, augment: AugmentConfig, channels: int, num_workers: int = 0
+    source: ImageSet, augment: AugmentConfig, channels: int, num_workers: int = 0
 ) -> list[TrainBatch]:
     """Epoch 0, and epoch 1 from its third step on, as after a resume."""
     sampler = EpochSampler(len(source), 8, 0, 1, seed=5, accumulation=2)
@@ -119,7 +126,7 @@ def test_train_batches_equal_the_path_by_pillow(
     name: str, channels: int, augment: str, num_workers: int
 ) -> None:
     source, by_items = open_both(name)
-    assert len(source) == 40 and source.digest() == by_items.digest()
+    assert len(source) == 40 and source.digest == by_items.digest
     assert type(source.load(0)[1]) is int
     batches = two_epochs(source, AUGMENTS[augment], channels, num_workers)
     assert len(batches) == 2 * (5 + 3) and batches[0].images.shape[1] == channels
@@ -135,12 +142,14 @@ def test_policy_that_writes_into_its_image_does_not_change_the_dataset(
     name: str, channels: int
 ) -> None:
     source, _ = open_both(name)
-    before = source.images.clone()
+    images = source.images
+    assert isinstance(images, ArrayImages)
+    before = images.pixels.clone()
     augment = AugmentConfig(size_px=28, crop="resize", hflip_prob=0.0)
     plain = two_epochs(source, augment, channels)
     inverting = replace(augment, policy="test_data_arrays:invert_in_place")
     inverted = two_epochs(source, inverting, channels)
-    assert torch.equal(source.images, before)
+    assert torch.equal(images.pixels, before)
     assert same([batch._replace(images=~batch.images) for batch in inverted], plain)
 
 

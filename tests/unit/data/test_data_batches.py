@@ -14,10 +14,10 @@ from imagenet_cls.config.schema import (
     ErasingConfig,
     ProgressiveConfig,
 )
+from imagenet_cls.data.image_set import indexed_images
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.loader import TrainLoader, WorkerOptions
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.sources import FolderSource
 from imagenet_cls.data.transforms import TrainTransform, draw_boxes
 from imagenet_cls.seeding import hash_key, seed_generators
 
@@ -26,7 +26,10 @@ def test_images_are_ordered_by_split_and_only_later_ones_are_augmented(image_fol
     augment = AugmentConfig(
         size_px=24, policy="rand-m9", erasing=ErasingConfig(prob=1.0, mode="rand"), splits=3
     )
-    source, transform = FolderSource(index_folder(image_folder / "train")), TrainTransform(augment)
+    source, transform = (
+        indexed_images(index_folder(image_folder / "train")),
+        TrainTransform(augment),
+    )
     order = EpochSampler(40, 4, 0, 1, 5, repeats=2)
     order.set_epoch(1)
     samples = list(order)
@@ -71,7 +74,7 @@ def test_augmented_batches_same_bits_for_any_number_of_workers(
         erasing=ErasingConfig(prob=0.5, mode="pixel", max_count=2),
         progressive=ProgressiveConfig([0.0, 2.0], [16, 32], 8),
     )
-    source = FolderSource(index_folder(image_folder / "train"))
+    source = indexed_images(index_folder(image_folder / "train"))
 
     def loader(num_workers: int) -> TrainLoader:
         sampler = EpochSampler(len(source), 4, 0, 1, seed=5, repeats=2)

@@ -17,9 +17,10 @@ from sklearn.datasets import load_digits
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.builtin import write_digits
-from imagenet_cls.data.classes import targets_of_dataset
-from imagenet_cls.data.datasets import data_problems, has_training_part, open_datasets
-from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.datasets import data_problems, open_datasets
+from imagenet_cls.data.files import has_training_part
+from imagenet_cls.data.image_set import ImageSet
+from imagenet_cls.data.map_style import targets_of_dataset
 from imagenet_cls.errors import DataError, UserError
 
 # ---- a user's own datasets
@@ -109,7 +110,7 @@ def test_validation_part_alone_without_a_held_out_image_is_an_error(tmp_path: Pa
     assert counts == [2]
 
 
-def names(source: ImageSource | None) -> list[str]:
+def names(source: ImageSet | None) -> list[str]:
     return [source.name(i) for i in range(len(source))]
 
 
@@ -270,7 +271,7 @@ def test_data_problems_name_the_key(name: str, kwargs: dict, key: str | None) ->
 def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imagenet_cls.data.datasets.has_heif", lambda: False)
+    monkeypatch.setattr("imagenet_cls.data.image_set.has_heif", lambda: False)
     write_files(tmp_path, {"train/a/1.JPEG": "", "train/a/2.Heic": ""})
     with pytest.raises(DataError, match=r"2\.Heic"):
         datasets_in(tmp_path, val="train")

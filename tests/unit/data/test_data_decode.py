@@ -24,8 +24,9 @@ from imagenet_cls.data.decode import (
     rgb_tensor,
 )
 from imagenet_cls.data.every_image import image_problem
+from imagenet_cls.data.image_set import ImageSet, all_images, indexed_images
 from imagenet_cls.data.index import ImageIndex
-from imagenet_cls.data.sources import FolderSource, MapSource, SubsetSource
+from imagenet_cls.data.map_style import MapImages
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
@@ -38,9 +39,9 @@ def encode(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
     return buffer.getvalue()
 
 
-def one_file(file: Path) -> FolderSource:
+def one_file(file: Path) -> ImageSet:
     names = np.array([file.name.encode()])
-    return FolderSource(ImageIndex(file.parent, names, np.zeros(1, np.int64), ("a",)))
+    return indexed_images(ImageIndex(file.parent, names, np.zeros(1, np.int64), ("a",)))
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +100,10 @@ def test_gray_image_without_a_stated_range_raises(values: type, tmp_path: Path) 
     image.save(file)
     with pytest.raises(DataError):
         decode_rgb(file.read_bytes())
-    assert image_problem(one_file(file), 0, EvalConfig()) is not None
-    source = MapSource([(image, 0)], "own", ("a",))
+    assert image_problem(one_file(file).files, 0, EvalConfig()) is not None
+    images = MapImages([(image, 0)], "own", ("a",), None)
     with pytest.raises(DataError, match="own"):
-        source.load(0)
+        images.load(0)
     with pytest.raises(DataError):
         read_image(image)
 
@@ -112,12 +113,12 @@ def test_image_too_thin_to_be_resized_is_named(size: tuple[int, int], tmp_path: 
     image, file = Image.new("RGB", size), tmp_path / "thin.jpg"
     image.save(file)
     transform = EvalTransform(EvalConfig())
-    own = MapSource([(image, 0)], "own/thin", ("a",))
-    for source in (one_file(file), SubsetSource(own, np.arange(1))):
+    own = MapImages([(image, 0)], "own/thin", ("a",), None)
+    for images in (one_file(file), all_images(own, None, "a")):
         with pytest.raises(DataError, match="thin"):
-            source.load_region(0, transform.needed_region)
-    assert image_problem(one_file(file), 0, EvalConfig()) is not None
-    assert image_problem(one_file(file), 0, EvalConfig(mode="pad")) is None
+            images.load_region(0, transform.needed_region)
+    assert image_problem(one_file(file).files, 0, EvalConfig()) is not None
+    assert image_problem(one_file(file).files, 0, EvalConfig(mode="pad")) is None
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])

@@ -14,8 +14,9 @@ from helpers import REPOSITORY, write_files
 from torchvision.datasets import ImageFolder
 
 from imagenet_cls.data.classes import match_classes
+from imagenet_cls.data.image_set import all_images, indexed_images
 from imagenet_cls.data.index import IMAGE_SUFFIXES, describe_unread, index_folder
-from imagenet_cls.data.sources import FolderSource, MapSource, size_fingerprint, with_classes
+from imagenet_cls.data.map_style import MapImages
 from imagenet_cls.errors import DataError
 
 
@@ -76,20 +77,22 @@ def test_digest_depends_on_names_targets_and_classes_only(tmp_path: Path) -> Non
     assert first == index_folder(touch(tmp_path / "two", *reversed(names))).digest
     assert first != index_folder(touch(tmp_path / "three", "a/1.jpg", "b/2.jpg", "b/3.jpg")).digest
     assert first != index_folder(touch(tmp_path / "four", "a/1.jpg", "a/2.jpg", "c/3.jpg")).digest
-    swapped = with_classes(FolderSource(index_folder(tmp_path / "one")), ["b", "a"], "one")
-    assert swapped.classes == ("b", "a") and swapped.known_targets().tolist() == [1, 1, 0]
-    assert first != swapped.digest()
+    swapped = indexed_images(index_folder(tmp_path / "one")).with_classes(["b", "a"], "one")
+    assert swapped.classes == ("b", "a") and swapped.required_targets("").tolist() == [1, 1, 0]
+    assert first != swapped.digest
 
 
 def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) -> None:
     names = [f"a/{number:04}.jpg" for number in range(1500)]
-    source = FolderSource(index_folder(touch(tmp_path, *names)))
-    before = size_fingerprint(source)
+    source = indexed_images(index_folder(touch(tmp_path, *names)))
+    before = source.size_fingerprint()
     (tmp_path / names[0]).write_bytes(b"longer than before")
-    after = size_fingerprint(source)
+    after = source.size_fingerprint()
     (tmp_path / names[-1]).unlink()
-    assert len({before, after, size_fingerprint(source)}) == 3
-    assert size_fingerprint(MapSource(range(3), "numbers", "abc")) is None
+    assert len({before, after, source.size_fingerprint()}) == 3
+    assert (
+        all_images(MapImages(range(3), "numbers", (), None), None, "abc").size_fingerprint() is None
+    )
 
 
 @pytest.mark.parametrize(

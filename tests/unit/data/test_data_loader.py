@@ -20,11 +20,11 @@ from imagenet_cls.config.schema import (
     EvalConfig,
     ProgressiveConfig,
 )
-from imagenet_cls.data.builtin import SyntheticLoader, synthetic_eval_batches
+from imagenet_cls.data.image_set import indexed_images
 from imagenet_cls.data.index import index_folder
 from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.sources import FolderSource
+from imagenet_cls.data.synthetic import SyntheticLoader, synthetic_eval_batches
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.seeding import seed_generators
 
@@ -35,7 +35,7 @@ EVAL = EvalConfig(crop_px=24)
 def train_loader(
     folder: Path, num_workers: int, prefetch_batches: int = 2, num_epochs: int = 0
 ) -> TrainLoader:
-    source = FolderSource(index_folder(folder / "train"))
+    source = indexed_images(index_folder(folder / "train"))
     sampler = EpochSampler(len(source), 8, 0, 1, seed=5, accumulation=2)
     options = WorkerOptions(num_workers, prefetch_batches)
     return TrainLoader(source, TrainTransform(AUGMENT), sampler, 5, options, num_epochs)
@@ -99,7 +99,7 @@ def test_loader_leaves_the_default_generators_alone(image_folder: Path, num_work
     loader = train_loader(image_folder, num_workers)
     list(loader.epoch(0))
     loader.close()
-    source, options = FolderSource(index_folder(image_folder / "val")), WorkerOptions(num_workers)
+    source, options = indexed_images(index_folder(image_folder / "val")), WorkerOptions(num_workers)
     list(eval_batches(source, EvalTransform(EVAL), range(len(source)), 4, options))
     assert draws() == expected
 

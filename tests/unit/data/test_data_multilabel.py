@@ -17,14 +17,9 @@ from test_data_datasets import Own
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data import archives
 from imagenet_cls.data.datasets import open_datasets
+from imagenet_cls.data.image_set import ImageSet, stack_targets, target_at
 from imagenet_cls.data.lists import index_list
-from imagenet_cls.data.sources import (
-    ImageSource,
-    MapSource,
-    required_targets,
-    stack_targets,
-    target_at,
-)
+from imagenet_cls.data.map_style import image_set_of
 from imagenet_cls.data.targets import class_sizes, multi_hot, split_labels
 from imagenet_cls.data.test_set import locate_test_set, open_test_set
 from imagenet_cls.errors import DataError
@@ -161,9 +156,9 @@ def test_shards_have_the_rows_of_their_labels(
     for _ in range(2):
         data = datasets_in(tmp_path, labels="multi")
         assert data.classes == data.val.classes == ("cat", "dog")
-        assert data.train.index.targets.tolist() == [*ROWS, [0, 0], [0, 0]]
-        assert data.train.index.targets.dtype == np.uint8
-        assert data.val.known_targets().tolist() == [[0, 0], [0, 1]]
+        assert data.train.targets.tolist() == [*ROWS, [0, 0], [0, 0]]
+        assert data.train.targets.dtype == np.uint8
+        assert data.val.required_targets("").tolist() == [[0, 0], [0, 1]]
         monkeypatch.setattr(archives, "_scan_archives", None)
     with pytest.raises(DataError, match="label ''"):
         datasets_in(tmp_path, val="train")
@@ -194,9 +189,10 @@ def test_class_folders_with_multilabel_are_an_error(tmp_path: Path) -> None:
 # ---- datasets of one's own
 
 
-def source_of(target: Any, **attributes: Any) -> MapSource:
+def source_of(target: Any, **attributes: Any) -> ImageSet:
     image = torch.zeros(3, 4, 4, dtype=torch.uint8)
-    return MapSource(Own((image, target), 2, **attributes), "train", ("cat", "dog"), "multi")
+    own = Own((image, target), 2, classes=["cat", "dog"], **attributes)
+    return image_set_of(own, DataConfig("own", labels="multi"), "train")
 
 
 @pytest.mark.parametrize("target", [(True, False), np.array([1, 0])])
@@ -224,10 +220,10 @@ def test_bad_row_of_a_dataset_is_an_error_with_its_number(target: Any) -> None:
 )
 def test_only_listed_rows_of_zeros_and_ones_are_known(other: Any) -> None:
     for targets in ([[True, False], [False, False]], [[1.0, 0.0], [0.0, 0.0]]):
-        found = source_of([1, 0], targets=targets).known_targets()
+        found = source_of([1, 0], targets=targets).targets
         assert found.dtype == np.uint8 and found.tolist() == [[1, 0], [0, 0]]
     with pytest.raises(DataError, match="key"):
-        required_targets(source_of([1, 0], targets=other), "key")
+        source_of([1, 0], targets=other).required_targets("key")
 
 
 # ---- splits and subsets
@@ -252,10 +248,10 @@ class Numbered:
         return torch.full((3, 4, 4), i, dtype=torch.uint8), torch.from_numpy(TARGETS[i])
 
 
-def rows_of(source: ImageSource) -> dict[int, list[int]]:
+def rows_of(source: ImageSet) -> dict[int, list[int]]:
     """The target by the number of the image; asserts that both ways to it agree."""
     loaded = [source.load(i) for i in range(len(source))]
-    assert [row.tolist() for _, row in loaded] == source.known_targets().tolist()
+    assert [row.tolist() for _, row in loaded] == source.required_targets("").tolist()
     return {int(image[0, 0, 0]): row.tolist() for image, row in loaded}
 
 
@@ -287,4 +283,4 @@ def test_separate_test_set_has_the_rows_of_the_chosen_classes(folder: Path) -> N
     config = DataConfig("list", "elsewhere", labels="multi", classes=["dog"])
     config = locate_test_set(folder / "t.csv", config)
     source = open_test_set(config, ["eel", "dog", "cat"], allow_missing=True)
-    assert source.known_targets().tolist() == [[0], [1], [0]]
+    assert source.required_targets("").tolist() == [[0], [1], [0]]

@@ -12,7 +12,7 @@ from test_data_datasets import Own, names
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.datasets import DataSets, open_datasets
-from imagenet_cls.data.sources import ImageSource
+from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.splits import (
     fold_mask,
     fraction_rows,
@@ -120,7 +120,7 @@ def test_images_added_to_a_class_move_few_images_of_it_to_another_fold(added: in
     assert len(moved) <= 4 * added and all(key.startswith(b"c/") for key in moved)
 
 
-def persons_of(source: ImageSource) -> set[str]:
+def persons_of(source: ImageSet) -> set[str]:
     return {name.split("/")[-1][:3] for name in names(source)}
 
 

@@ -27,6 +27,7 @@ from test_data_loader import same
 from torch.multiprocessing import reductions
 
 from imagenet_cls.config.schema import AugmentConfig, DataConfig, ErasingConfig, EvalConfig
+from imagenet_cls.data.image_set import Images, ImageSet, all_images
 from imagenet_cls.data.loader import (
     TrainBatch,
     TrainLoader,
@@ -35,8 +36,8 @@ from imagenet_cls.data.loader import (
     eval_batches,
     open_file_warning,
 )
+from imagenet_cls.data.map_style import MapImages
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.sources import ImageSource, MapSource, SubsetSource
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.errors import ResourceError
 
@@ -48,7 +49,7 @@ import multiprocessing, os, signal, sys, tempfile, time
 from pathlib import Path
 from imagenet_cls.data.loader import init_worker
 from imagenet_cls.errors import ResourceError
-from test_data_workers import Images, first_batch
+from test_data_workers import numbers, first_batch
 
 def late_worker():
     while os.getppid() == parent:
@@ -61,7 +62,7 @@ if os.fork() == 0:  # a process that ends before its worker has started
     multiprocessing.get_context("fork").Process(target=late_worker, daemon=True).start()
     os._exit(0)
 
-killed, epoch = first_batch(Images())
+killed, epoch = first_batch(numbers())
 try:
     for worker in multiprocessing.active_children():
         worker.kill()
@@ -70,7 +71,7 @@ except ResourceError as error:
     print("killed:", error, flush=True)
 killed.close()
 
-loader, _ = first_batch(Images())
+loader, _ = first_batch(numbers())
 # A worker holds this lock now and then, and torch needs it to end the worker.
 loader._batches.gi_frame.f_locals["iterator"]._workers_done_event._cond.acquire()
 for worker in multiprocessing.active_children():
@@ -81,18 +82,16 @@ print("closed", flush=True)
 
 pipe = Path(tempfile.mkdtemp()) / "pipe"
 os.mkfifo(pipe)
-hung, epoch = first_batch(Images(pipe))  # one worker will hang at exit
+hung, epoch = first_batch(numbers(pipe))  # one worker will hang at exit
 print("workers", *(worker.pid for worker in multiprocessing.active_children()), flush=True)
 raise ValueError("a bug")
 """
 
 
-class Images(ImageSource):
+class Numbers(Images):
     """16 images of 8 px. pipe: reading an image with an index in `hanging` blocks on this named
     pipe.
     """
-
-    classes = ("a", "b")
 
     def __init__(self, pipe: Path | None = None, hanging: Collection[int] = (9,)):
         self.pipe = pipe
@@ -113,14 +112,18 @@ class Images(ImageSource):
         return ""
 
 
-def build_loader(images: Images, timeout_sec: float, pin_memory: bool = False) -> TrainLoader:
+def numbers(pipe: Path | None = None, hanging: Collection[int] = (9,)) -> ImageSet:
+    return all_images(Numbers(pipe, hanging), None, "ab")
+
+
+def build_loader(images: ImageSet, timeout_sec: float, pin_memory: bool = False) -> TrainLoader:
     transform, sampler = TrainTransform(AugmentConfig(size_px=8)), EpochSampler(16, 4, 0, 1, seed=1)
     options = WorkerOptions(2, pin_memory=pin_memory, timeout_sec=timeout_sec)
     return TrainLoader(images, transform, sampler, 1, options)
 
 
 def first_batch(
-    images: Images, timeout_sec: float = 60.0, pin_memory: bool = False
+    images: ImageSet, timeout_sec: float = 60.0, pin_memory: bool = False
 ) -> tuple[TrainLoader, Iterator[object]]:
     """A loader with two workers, and its first epoch after the first batch."""
     loader = build_loader(images, timeout_sec, pin_memory)
@@ -131,9 +134,9 @@ def first_batch(
 
 def test_dataset_that_holds_an_open_file_is_warned_about(tmp_path: Path) -> None:
     def warning(num_workers: int = 2, **attributes: Any) -> str | None:
-        source = MapSource(SimpleNamespace(**attributes), "own", ("a",))
+        images = MapImages(SimpleNamespace(**attributes), "own", ("a",), None)
         config = DataConfig("my_data:Own", num_workers=num_workers)
-        return open_file_warning(config, SubsetSource(source, np.arange(1)))
+        return open_file_warning(config, ImageSet(images, np.arange(1), None, ("a",)))
 
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("1", "x")
@@ -170,13 +173,13 @@ def test_temporary_folder_too_long_for_sockets_raises(
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
     with pytest.raises(ResourceError, match="TMPDIR"):
-        first_batch(Images())
+        first_batch(numbers())
 
 
 def test_epoch_with_workers_hung_in_the_first_batch_raises(tmp_path: Path) -> None:
     """Also if the timeout is shorter than the start of the workers."""
     os.mkfifo(tmp_path / "pipe")
-    loader = build_loader(Images(tmp_path / "pipe", hanging=range(16)), timeout_sec=0.001)
+    loader = build_loader(numbers(tmp_path / "pipe", hanging=range(16)), timeout_sec=0.001)
     with pytest.raises(ResourceError, match=r"^Data worker 0 \(process [0-9]+\) returned no batch"):
         next(loader.epoch(0))
     assert not multiprocessing.active_children()
@@ -186,7 +189,7 @@ def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """All batches of the epoch are announced; torch's timeout does not apply to receiving them."""
-    loader, epoch = first_batch(Images(), timeout_sec=6.0)
+    loader, epoch = first_batch(numbers(), timeout_sec=6.0)
     workers = multiprocessing.active_children()
     time.sleep(0.5)  # the workers have announced the other batches
     for worker in workers:
@@ -220,7 +223,7 @@ def test_close_ends_idle_workers_and_the_thread_that_pins_memory(
 ) -> None:
     """torch ends them in an order in which none finds the connections of another closed."""
     threads = set(threading.enumerate())  # an earlier test's threads may end meanwhile
-    loader, _ = first_batch(Images(), pin_memory=True)
+    loader, _ = first_batch(numbers(), pin_memory=True)
     workers = multiprocessing.active_children()
     loader.close()
     assert [worker.exitcode for worker in workers] == [0, 0]
@@ -246,7 +249,7 @@ def test_worker_that_dies_between_two_batches_is_named_at_its_next_batch(
 ) -> None:
     """torch's SIGCHLD handler would raise here, in `join`. Worker 1 has batch 1, with image 4."""
     os.mkfifo(tmp_path / "pipe")
-    images = Images(tmp_path / "pipe", hanging=[4])
+    images = numbers(tmp_path / "pipe", hanging=[4])
     batches = evaluated(images, WorkerOptions(2, pin_memory=pin_memory, timeout_sec=60.0))
     first, second = workers_by_number()
     second.kill()
@@ -260,7 +263,7 @@ def test_worker_that_dies_between_two_batches_is_named_at_its_next_batch(
 def test_worker_that_hangs_is_named(tmp_path: Path, hanging: int) -> None:
     """Without shuffling, batches 2 and 3 of four images each have images 8 and 12."""
     os.mkfifo(tmp_path / "pipe")
-    images = Images(tmp_path / "pipe", hanging=[hanging])
+    images = numbers(tmp_path / "pipe", hanging=[hanging])
     batches = evaluated(images, WorkerOptions(2, timeout_sec=2.0))
     workers = workers_by_number()
     number = (hanging // 4) % 2
@@ -273,7 +276,7 @@ def test_worker_that_hangs_is_named(tmp_path: Path, hanging: int) -> None:
 def test_exit_kills_workers_and_no_other_process() -> None:
     other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
     other.start()
-    loader, _ = first_batch(Images())
+    loader, _ = first_batch(numbers())
     workers = set(multiprocessing.active_children()) - {other}
     try:
         _kill_workers()
@@ -298,7 +301,7 @@ def test_memory_of_batches_is_received_once_and_batches_stay(
 
     def batches(num_workers: int) -> list[TrainBatch]:
         options = WorkerOptions(num_workers)
-        loader = TrainLoader(Images(), transform, sampler, 1, options, num_epochs=8)
+        loader = TrainLoader(numbers(), transform, sampler, 1, options, num_epochs=8)
         found = [batch for epoch in range(8) for batch in loader.epoch(epoch)]
         loader.close()
         return found
@@ -311,9 +314,9 @@ def test_memory_of_batches_is_received_once_and_batches_stay(
 def test_tensors_of_a_batch_of_workers_are_views_of_one() -> None:
     options = WorkerOptions(num_workers=1)
     transform = TrainTransform(AugmentConfig(size_px=8, erasing=ErasingConfig(prob=0.5)))
-    loader = TrainLoader(Images(), transform, EpochSampler(16, 4, 0, 1, seed=1), 1, options)
+    loader = TrainLoader(numbers(), transform, EpochSampler(16, 4, 0, 1, seed=1), 1, options)
     evaluation = EvalTransform(EvalConfig(crop_px=8, resize_px=8))
-    evaluated = eval_batches(Images(), evaluation, range(16), 4, options)
+    evaluated = eval_batches(numbers(), evaluation, range(16), 4, options)
     for images, targets, *others in (*loader.epoch(0), *evaluated):
         tensors = (images, targets, *others)
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
@@ -324,7 +327,7 @@ def test_tensors_of_a_batch_of_workers_are_views_of_one() -> None:
 
 @pytest.mark.nightly
 def test_epoch_with_steps_longer_than_the_timeout_returns_all_batches() -> None:
-    loader, epoch = first_batch(Images(), timeout_sec=10.0)
+    loader, epoch = first_batch(numbers(), timeout_sec=10.0)
     time.sleep(12.0)
     assert len(list(epoch)) == 3
     loader.close()

@@ -1,0 +1,64 @@
+"""The results of an evaluation by which weights are compared, by their names in configs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MIN_CLASSES_FOR_TOP5 = 10  # of fewer classes nearly every image has its class among five
+
+
+@dataclass(frozen=True)
+class Metric:
+    """field: in records; in percent if it ends in `_pct`. title: in messages and figures. is_shown:
+    whether a message about a result, with this number of classes, names it.
+    """
+
+    field: str
+    title: str
+    higher_is_better: bool = True
+    is_shown: Callable[[Mapping[str, Any], int], bool] = lambda result, num_classes: True
+
+    def score(self, value: float) -> float:
+        """A number that is higher for better values."""
+        return value if self.higher_is_better else -value
+
+    def format(self, value: float, digits: int = 2) -> str:
+        """`81.23 %`. digits: after the decimal point of percentages."""
+        return f"{value:.{digits}f} %" if self.field.endswith("_pct") else f"{value:.4f}"
+
+
+def _differs_from_top1(result: Mapping[str, Any], num_classes: int) -> bool:
+    return abs(result["balanced_accuracy_pct"] - result["top1_pct"]) >= 0.1
+
+
+_LOSS = Metric("loss", "loss", higher_is_better=False)
+# By `data.labels`. The first one is that of figures and of the schedule `plateau`.
+METRICS = {
+    "single": {
+        "top1": Metric("top1_pct", "top-1"),
+        "top5": Metric("top5_pct", "top-5", is_shown=lambda _, n: n >= MIN_CLASSES_FOR_TOP5),
+        "loss": _LOSS,
+        "balanced_accuracy": Metric(
+            "balanced_accuracy_pct", "balanced accuracy", is_shown=_differs_from_top1
+        ),
+    },
+    "multi": {
+        "map": Metric("map_pct", "mAP"),
+        "micro_f1": Metric("micro_f1_pct", "micro F1"),
+        "macro_f1": Metric("macro_f1_pct", "macro F1"),
+        "loss": _LOSS,
+    },
+}
+BY_NAME = METRICS["single"] | METRICS["multi"]
+BY_FIELD = {metric.field: metric for metric in BY_NAME.values()}
+
+
+def metrics_of(result: Mapping[str, Any]) -> list[Metric]:
+    """The metrics in the result of an evaluation; older ones lack some."""
+    of_labels = METRICS["multi" if "map_pct" in result else "single"]
+    return [metric for metric in of_labels.values() if metric.field in result]
+
+
+def main_metric(result: Mapping[str, Any]) -> Metric:
+    """The first of the `metrics_of` a result."""
+    return metrics_of(result)[0]

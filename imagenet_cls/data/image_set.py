@@ -1,0 +1,425 @@
+"""The images of a part of a dataset, with their targets and classes, and what reads them."""
+
+import os
+import shlex
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from imagenet_cls.data.archive_files import ArchiveChangedError
+from imagenet_cls.data.classes import match_classes
+from imagenet_cls.data.decode import (
+    ChooseBox,
+    decode_region,
+    decode_rgb,
+    decode_upright,
+    exif_orientation,
+    has_heif,
+)
+from imagenet_cls.data.index import HEIF_SUFFIXES, ImageIndex
+from imagenet_cls.data.targets import map_targets
+from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
+from imagenet_cls.errors import DataError
+from imagenet_cls.files import read_regular
+from imagenet_cls.text import first_line
+
+_MAX_SIZES = 1000
+_MAX_ORIENTATIONS = 200
+_ORIENTATIONS_SEC = 3.0
+T = TypeVar("T")
+Target = int | torch.Tensor
+
+
+class Images(Protocol):
+    """Images that are read by their numbers."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, number: int) -> tuple[torch.Tensor, Target | None]:
+        """An image as uint8 (3, H, W) on the CPU, and its target, None if the `ImageSet` has it.
+        Raises DataError if it cannot be read.
+        """
+
+    def load_region(
+        self, number: int, choose: ChooseBox
+    ) -> tuple[torch.Tensor, Box, Target | None]:
+        """As `load`, but only the pixels in the box that `choose` returns need to be defined. Also
+        returns the box. Raises DataError for an image whose size `choose` refuses, too.
+        """
+        image, target = self.load(number)
+        with named_errors(self.name(number)):
+            return image, choose(*image.shape[1:]), target
+
+    def name(self, number: int) -> str:
+        """The name of an image in messages and predictions: of a file, its path below the root."""
+
+    def names(self, numbers: np.ndarray) -> Sequence[bytes] | np.ndarray:
+        """What decides whether an image is held out."""
+        return [str(number).encode() for number in numbers.tolist()]
+
+    def ids(self) -> Sequence[Hashable]:
+        """What identifies each image; equal for numbers of the same image."""
+        return range(len(self))
+
+    def sizes(self, numbers: np.ndarray) -> list[int] | None:
+        """The sizes of files in bytes, -1 for a missing one; None if the images are not files."""
+        return None
+
+    def digest(self) -> str:
+        """A hex digest of the names, targets and classes of all images; not of pixels."""
+
+    def chosen_digest(self, chosen: "ImageSet") -> str:
+        """The same for a set of these images."""
+        is_all = np.array_equal(chosen.numbers, np.arange(len(self)))
+        if is_all and chosen.target_map is None:
+            return self.digest()
+        digest = sha256(self.digest().encode() + chosen.numbers.astype("<i8").tobytes())
+        if chosen.target_map is not None:
+            classes = os.fsencode("\0".join(chosen.classes))
+            digest.update(classes + chosen.target_map.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """A part of a dataset: some of the `images`, in the order of `numbers`, int64 (N,).
+
+    targets: see `data.targets`; None if they are known only by reading the images. classes: the
+    names of the targets. target_map: the target here for each target that `images` have; -1: none;
+    None: the same. left_out: the number of images that `data.exclude` has left out.
+    """
+
+    images: Images
+    numbers: np.ndarray
+    targets: np.ndarray | None
+    classes: tuple[str, ...]
+    target_map: np.ndarray | None = None
+    left_out: int = 0
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def files(self) -> "FileImages":
+        """`images` of a dataset of files."""
+        assert isinstance(self.images, FileImages)
+        return self.images
+
+    def load(self, i: int) -> tuple[torch.Tensor, Target]:
+        """Image `i` as uint8 (3, H, W) on the CPU, and its target. Raises as `Images.load`."""
+        image, target = self.images.load(int(self.numbers[i]))
+        return image, self._target(i, target)
+
+    def load_region(self, i: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, Target]:
+        """As `load`, with the pixels in a box, and the box: see `Images.load_region`."""
+        image, box, target = self.images.load_region(int(self.numbers[i]), choose)
+        return image, box, self._target(i, target)
+
+    def _target(self, i: int, target: Target | None) -> Target:
+        """The target of image `i`. target: as it was read."""
+        if target is None:
+            assert self.targets is not None
+            return target_at(self.targets, i)
+        if self.target_map is None:
+            return target
+        if isinstance(target, int):
+            return int(self.target_map[target])
+        rows = map_targets(target.numpy()[None], self.target_map, len(self.classes))
+        return torch.from_numpy(rows[0])
+
+    def name(self, i: int) -> str:
+        return self.images.name(int(self.numbers[i]))
+
+    def names(self) -> Sequence[bytes] | np.ndarray:
+        return self.images.names(self.numbers)
+
+    def ids(self) -> Sequence[Hashable]:
+        ids = self.images.ids()
+        return [ids[number] for number in self.numbers]
+
+    @cached_property
+    def digest(self) -> str:
+        """A hex digest of names, targets and classes; not of pixels."""
+        return self.images.chosen_digest(self)
+
+    def size_fingerprint(self) -> str | None:
+        """The sizes of at most 1,000 evenly spaced files, as number, sum and digest; None if the
+        images are not files.
+
+        Sizes reveal that a file was replaced under the same name. Reading the sizes of all files
+        would take minutes on a network disk.
+        """
+        sizes = self.images.sizes(self._spaced(_MAX_SIZES))
+        if sizes is None:
+            return None
+        digest = sha256(str(sizes).encode()).hexdigest()[:16]
+        return f"{len(sizes)} files of {sum(sizes)} bytes ({digest})"
+
+    def _spaced(self, most: int) -> np.ndarray:
+        """The numbers of at most so many evenly spaced images."""
+        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(int)
+        spaced: np.ndarray = self.numbers[rows]
+        return spaced
+
+    def select(self, rows: np.ndarray) -> "ImageSet":
+        """The images at these positions, in this order."""
+        targets = None if self.targets is None else self.targets[rows]
+        return replace(self, numbers=self.numbers[rows], targets=targets)
+
+    def with_classes(
+        self,
+        classes: Sequence[str],
+        path: Path | str,
+        *,
+        allow_missing: bool = False,
+        allow_extra: bool = False,
+    ) -> "ImageSet":
+        """The same images with targets in the order of `classes`, matched by `match_classes`,
+        without the images of extra classes; images with several labels stay.
+        """
+        if self.classes == tuple(classes):
+            return self
+        indices = match_classes(
+            self.classes, classes, path, allow_missing=allow_missing, allow_extra=allow_extra
+        )
+        new = np.array(indices, np.int64)
+        kept = self
+        if (new < 0).any():
+            targets = self.required_targets("data.classes")
+            if targets.ndim == 1:
+                kept = self.select(np.flatnonzero(new[targets] >= 0))
+        mapped = None
+        if kept.targets is not None:
+            mapped = map_targets(kept.targets, new, len(classes))
+        earlier = self.target_map
+        target_map = new if earlier is None else np.where(earlier < 0, -1, new[earlier])
+        return replace(kept, targets=mapped, classes=tuple(classes), target_map=target_map)
+
+    def required_targets(self, key: str) -> np.ndarray:
+        """The targets. Raises DataError without, for the key that needs them, and for targets that
+        are out of range.
+        """
+        targets = self.targets
+        if targets is None:
+            raise DataError(
+                f"{key}: needs the class of each image, which is not known without reading the "
+                f"images ({self.name(0)}).",
+                "Give the dataset an attribute `targets` (a list of integers), or don't set "
+                f"{key}.",
+            )
+        if len(targets) == 0 or targets.ndim == 2:
+            return targets
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or high >= len(self.classes):
+            raise DataError(
+                f"{key}: the targets of {self.name(0)} and others are {low} to {high}, and there "
+                f"are {len(self.classes)} classes.",
+                f"Give integers from 0 to {len(self.classes) - 1}.",
+            )
+        return targets
+
+    def exif_warning(self) -> str | None:
+        """A warning if 5 % or more of at most 200 evenly spaced files have an EXIF orientation that
+        `data.exif` ignores.
+
+        It stops reading files after three seconds. Files that can't be read are ignored: they are
+        errors when the run uses them.
+        """
+        if not isinstance(self.images, EncodedImages) or self.images.exif == "apply":
+            return None
+        end = time.monotonic() + _ORIENTATIONS_SEC
+        orientations = []
+        for number in self._spaced(_MAX_ORIENTATIONS).tolist():
+            if time.monotonic() > end:
+                break
+            with suppress(OSError, DataError):
+                orientations.append(exif_orientation(self.images.read(number)))
+        rotated = sum(orientation != 1 for orientation in orientations)
+        if rotated == 0 or rotated < 0.05 * len(orientations):
+            return None
+        return (
+            f"warning: {rotated} of {len(orientations)} training images that were examined have an "
+            "EXIF orientation, which is ignored; set data.exif=apply to rotate them"
+        )
+
+
+def all_images(images: Images, targets: np.ndarray | None, classes: Sequence[str]) -> ImageSet:
+    """The set of all `images`. targets, classes: see `ImageSet`."""
+    return ImageSet(images, np.arange(len(images)), targets, tuple(classes))
+
+
+def indexed_images(
+    index: ImageIndex,
+    exclude_advice: str | None = None,
+    decode: str = "auto",
+    exif: str = "ignore",
+) -> ImageSet:
+    """The set of all images of an index. For the other arguments see `FileImages`."""
+    images = FileImages(index, exclude_advice, decode, exif)
+    return all_images(images, index.targets, index.classes)
+
+
+def target_at(targets: np.ndarray, i: int) -> Target:
+    """The target of image `i`."""
+    if targets.ndim == 1:
+        return int(targets[i])
+    return torch.from_numpy(targets[i]).float()
+
+
+def stack_targets(targets: Sequence[Target]) -> torch.Tensor:
+    """The targets of a batch: int64 (B,) or float32 (B, classes)."""
+    rows = [target for target in targets if isinstance(target, torch.Tensor)]
+    return torch.stack(rows) if rows else torch.tensor(targets)
+
+
+class EncodedImages(Images):
+    """Images that are stored as files, in a folder or elsewhere. decode, exif: keys of `data`."""
+
+    decode: str
+    exif: str
+
+    def __post_init__(self) -> None:
+        self.turbojpeg = find_turbojpeg() if self.decode == "auto" else None
+
+    def read(self, number: int) -> bytes:
+        """The content of the file of an image. Raises OSError or DataError (`reason_of`)."""
+        raise NotImplementedError
+
+    def describe(self, number: int) -> str:
+        """Where an image is, for a message."""
+        raise NotImplementedError
+
+    def remedy(self, number: int) -> str:
+        """What to do about an image that can't be read, in at most two lines."""
+        raise NotImplementedError
+
+    def load(self, number: int) -> tuple[torch.Tensor, None]:
+        decode = decode_upright if self.exif == "apply" else decode_rgb
+        return self.decoded(number, decode), None
+
+    def load_region(self, number: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, None]:
+        def decode(data: bytes) -> tuple[torch.Tensor, Box]:
+            return decode_region(data, choose, self.turbojpeg, self.exif)
+
+        image, box = self.decoded(number, decode)
+        return image, box, None
+
+    def decoded(self, number: int, decode: Callable[[bytes], T]) -> T:
+        """What `decode` makes of the file of an image. Raises DataError with its name."""
+        try:
+            return decode(self.read(number))
+        except ArchiveChangedError:  # about the archive, and not about this image
+            raise
+        except (OSError, DataError) as error:
+            reason = reason_of(error)
+        raise DataError(f"{self.describe(number)}: {reason}.", self.remedy(number))
+
+
+@dataclass(eq=False)
+class FileImages(EncodedImages):
+    """Image files of an `ImageIndex`, in folders or in archives.
+
+    exclude_advice: how to leave bad images out, for the error about one.
+    """
+
+    index: ImageIndex
+    exclude_advice: str | None = None
+    decode: str = "auto"
+    exif: str = "ignore"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._root = os.fsencode(self.index.root)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def describe(self, number: int) -> str:
+        return self.index.describe(number)
+
+    def remedy(self, number: int) -> str:
+        remedy = "Replace the archive, or make it again without this image."
+        if self.index.byte_ranges is None:
+            path = shlex.quote(str(self.index.path(number)))
+            remedy = (
+                f"Replace it (cp GOOD_FILE {path}), or delete it (rm {path}), and its line if the "
+                "dataset is a list file."
+            )
+        if self.exclude_advice is None:
+            return remedy
+        return f"{remedy}\nOr leave it out: {self.exclude_advice}"
+
+    def read(self, number: int) -> bytes:
+        if self.index.byte_ranges is not None:
+            return self.index.byte_ranges.read(number)
+        return read_regular(os.path.join(self._root, self.index.names[number]))  # noqa: PTH118 (pathlib is slower)
+
+    def name(self, number: int) -> str:
+        return self.index.name(number)
+
+    def names(self, numbers: np.ndarray) -> np.ndarray:
+        names: np.ndarray = self.index.names[numbers]
+        return names
+
+    def ids(self) -> Sequence[Hashable]:
+        return self.index.image_ids()
+
+    def sizes(self, numbers: np.ndarray) -> list[int]:
+        if self.index.byte_ranges is not None:
+            sizes: list[int] = self.index.byte_ranges.places[numbers, 2].tolist()
+            return sizes
+        paths = map(self.index.path, numbers)
+        return [path.stat().st_size if path.is_file() else -1 for path in paths]
+
+    def digest(self) -> str:
+        return self.index.digest
+
+    def chosen_digest(self, chosen: ImageSet) -> str:
+        index = self.index.select(chosen.numbers)
+        assert chosen.targets is not None
+        return replace(index, targets=chosen.targets, classes=chosen.classes).digest
+
+    def full_paths(self, numbers: np.ndarray) -> list[str]:
+        """See `ImageIndex.full_paths`."""
+        return self.index.select(numbers).full_paths()
+
+    def check_heif(self, numbers: np.ndarray) -> None:
+        """Raise DataError at the start, not in an epoch, for HEIF images that can't be decoded."""
+        if has_heif():
+            return
+        names = np.char.lower(self.names(numbers))
+        is_heif = np.zeros(len(names), bool)
+        for suffix in HEIF_SUFFIXES:
+            is_heif |= np.char.endswith(names, suffix)
+        found = numbers[is_heif]
+        if len(found):
+            raise DataError(
+                f"{self.index.root}: {len(found)} HEIF images, which need pillow-heif, such as "
+                f"{self.describe(found[0])}.",
+                "Install it (pip install pillow-heif), convert the images, or move them elsewhere.",
+            )
+
+
+@contextmanager
+def named_errors(name: object) -> Iterator[None]:
+    """Raise a DataError about the image `name` for an OSError or DataError that only has the
+    reason.
+    """
+    try:
+        yield
+    except (OSError, DataError) as error:
+        remedy = "Leave it out, or use another one."
+        raise DataError(f"{name}: {reason_of(error)}.", remedy) from error
+
+
+def reason_of(error: OSError | DataError) -> str:
+    """Why an image can't be read, without its name."""
+    return error.problem if isinstance(error, DataError) else error.strerror or first_line(error)

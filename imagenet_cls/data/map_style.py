@@ -1,0 +1,210 @@
+"""Map-style datasets of (image, target): a user's own, and those of libraries."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from imagenet_cls.config.schema import DataConfig
+from imagenet_cls.data.decode import rgb_tensor
+from imagenet_cls.data.image_set import Images, ImageSet, Target, all_images, named_errors
+from imagenet_cls.data.targets import target_bytes
+from imagenet_cls.errors import DataError, Problem, UserError
+from imagenet_cls.lookup import (
+    NameNotFoundError,
+    import_factory,
+    keyword_names,
+    kwargs_problems,
+)
+from imagenet_cls.private_names import TARGETS
+
+
+@dataclass(eq=False)
+class MapImages(Images):
+    """The images of a map-style dataset, read with their targets.
+
+    Targets are integers, with `data.labels` multi tensors (classes,) of numbers from 0 to 1. Images
+    are Pillow images of any mode, or uint8 tensors (3, H, W) or (1, H, W). Raises DataError for
+    anything else. targets: all, if the dataset lists them.
+    """
+
+    dataset: Any
+    dataset_name: str
+    classes: tuple[str, ...]
+    targets: np.ndarray | None
+    labels: str = "single"  # data.labels
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def load(self, number: int) -> tuple[torch.Tensor, Target | None]:
+        item = self.dataset[number]
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise DataError(
+                f"{self.name(number)} is {_describe(item)}.",
+                "Return (image, target) from the dataset.",
+            )
+        image, target = item
+        if isinstance(image, Image.Image):
+            with named_errors(self.name(number)):
+                image = rgb_tensor(image)
+        is_image = (
+            isinstance(image, torch.Tensor) and image.dtype == torch.uint8 and image.ndim == 3
+        )
+        if not is_image or image.shape[0] not in (1, 3):
+            raise DataError(
+                f"{self.name(number)}: its image is {_describe(image)}.",
+                "Return a Pillow image or a uint8 tensor (3, H, W), without a transform to floats.",
+            )
+        return image.expand(3, -1, -1), self._check_target(number, target)
+
+    def _check_target(self, number: int, target: Any) -> Target:
+        count = len(self.classes)
+        remedy = f"Return an integer from 0 to {count - 1}."
+        if self.labels == "multi":
+            remedy = f"Return a tensor of {count} numbers from 0 to 1, one for each class."
+            with suppress(TypeError, ValueError, RuntimeError):
+                row = torch.as_tensor(target).float()
+                if row.shape == (count,) and ((row >= 0) & (row <= 1)).all():
+                    return row
+        else:
+            with suppress(TypeError, ValueError, RuntimeError):
+                if 0 <= (index := int(target)) < count and index == target:
+                    return index
+        raise DataError(
+            f"{self.name(number)}: its target is {target!r}, and the dataset has {count} classes.",
+            remedy,
+        )
+
+    def name(self, number: int) -> str:
+        return f"{self.dataset_name}[{number}]"
+
+    def digest(self) -> str:
+        """Over name, length, classes, and the targets where the dataset lists them."""
+        text = "\0".join([self.dataset_name, str(len(self)), *self.classes])
+        digest = sha256(os.fsencode(text))
+        if self.targets is not None:
+            digest.update(target_bytes(self.targets))
+        return digest.hexdigest()
+
+
+@dataclass(eq=False)
+class ArrayImages(MapImages):
+    """A dataset of torchvision that holds all images in one array, from which they are read without
+    Pillow: the same pixels in less time.
+
+    dataset.data: uint8 (N, H, W), gray, or (N, H, W, 3).
+    """
+
+    def __post_init__(self) -> None:
+        images = torch.as_tensor(self.dataset.data)
+        is_gray = images.ndim == 3
+        channels_last = images[..., None].expand(-1, -1, -1, 3) if is_gray else images
+        self.pixels = channels_last.permute(0, 3, 1, 2)
+
+    def load(self, number: int) -> tuple[torch.Tensor, None]:
+        return self.pixels[number], None
+
+
+def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageSet:
+    """A part of `my_module:my_factory`. classes: not used. Raises UserError."""
+    root = Path(config.root).expanduser()
+    dataset = import_factory(config.name)(root=str(root), part=part, **config.kwargs)
+    return image_set_of(dataset, config, part)
+
+
+def image_set_of(
+    dataset: Any, config: DataConfig, part: str, kind: type[MapImages] = MapImages
+) -> ImageSet:
+    """The images of a map-style dataset. Raises UserError if it is none."""
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not has_items or isinstance(dataset, str | Mapping):
+        raise UserError(
+            f"data.name: {config.name!r} returned {type(dataset).__name__}, which is no dataset.",
+            "Return a map-style dataset: len(dataset), and dataset[i] -> (image, target).",
+        )
+    name = f"{config.name}/{part}"
+    classes = classes_of_dataset(dataset, name)
+    targets = targets_of_dataset(dataset, config.labels)
+    if targets is not None and targets.ndim == 2 and targets.shape[1] != len(classes):
+        targets = None  # `MapImages.load` raises an error that explains it
+    images = kind(dataset, name, classes, targets, config.labels)
+    return all_images(images, targets, classes)
+
+
+def problems(config: DataConfig) -> list[Problem]:
+    """All problems of the name and the arguments. Imports the factory, and reads no data."""
+    try:
+        factory = import_factory(config.name)
+    except NameNotFoundError as error:
+        return [Problem("data.name", str(error))]
+    names, takes_any = keyword_names(factory)
+    missing = [f"{name}=" for name in ("root", "part") if name not in names and not takes_any]
+    if missing:
+        text = (
+            f"{config.name!r} is called as factory(root=..., part=...), but takes no "
+            f"{' and '.join(missing)}"
+        )
+        return [Problem("data.name", text)]
+    return kwargs_problems("data.kwargs", factory, config.kwargs, passed=("root", "part"))
+
+
+def classes_of_dataset(dataset: Any, name: str) -> tuple[str, ...]:
+    """Class names of a map-style dataset, from `classes`, `class_to_idx`, `num_classes` or targets,
+    else DataError.
+    """
+    classes = getattr(dataset, "classes", None)
+    if classes is not None and len(classes):
+        # torchvision's ImageNet and Imagenette give a tuple of synonyms for each class
+        return tuple(
+            ", ".join(entry) if isinstance(entry, (tuple, list)) else str(entry)
+            for entry in classes
+        )
+    by_name = getattr(dataset, "class_to_idx", None)
+    if by_name:
+        return tuple(map(str, sorted(by_name, key=by_name.__getitem__)))
+    count = getattr(dataset, "num_classes", None)
+    if count is None:
+        targets = targets_of_dataset(dataset)
+        if targets is None or not len(targets):
+            raise DataError(
+                f"{name}: the number of classes is unknown.",
+                "Give the dataset an attribute `classes` (a list of names), `num_classes` or "
+                "`targets`.",
+            )
+        count = int(targets.max()) + 1
+    return tuple(map(str, range(int(count))))
+
+
+def targets_of_dataset(dataset: Any, labels: str = "single") -> np.ndarray | None:
+    """All targets of a map-style dataset (`data.targets`) without reading images; None where it
+    doesn't list them, and with several labels where they are other than 0 and 1. labels:
+    `data.labels`.
+    """
+    for attribute in ("targets", "labels", TARGETS):
+        try:
+            values = getattr(dataset, attribute, None)
+            targets = np.asarray(values)
+            with np.errstate(invalid="ignore"):  # NaN
+                integers = targets.astype(np.int64)
+        except (TypeError, ValueError):
+            continue
+        if targets.ndim == (2 if labels == "multi" else 1) and len(targets) == len(dataset):
+            if labels == "single" and (integers == targets).all():
+                return integers
+            if labels == "multi" and ((targets == 0) | (targets == 1)).all():
+                return targets.astype(np.uint8)
+    return None
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
