@@ -150,7 +150,7 @@ class LossRecorder:
         return self.parts.train_loader.epoch(epoch, first_step)
 
     def after_step(self, result: StepResult) -> None:
-        self.losses.append(result.loss_and_top1[0])
+        self.losses.append(result.loss_and_metric[0])
 
     def after_epoch(self) -> None:
         pass

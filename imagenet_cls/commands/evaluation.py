@@ -60,8 +60,7 @@ def write_evaluation(evaluation: WeightsEvaluation, arguments: argparse.Namespac
     if out is not None:
         text = io.StringIO(newline="")
         is_csv = out.suffix.lower() == ".csv"
-        is_multilabel = evaluation.threshold is not None
-        write_predictions(text, prediction_rows(evaluation), is_csv, is_multilabel)
+        write_predictions(text, prediction_rows(evaluation), is_csv, evaluation.task)
         # surrogateescape: an image's name may be any bytes.
         write_output(out, text.getvalue().encode("utf-8", "surrogateescape"))
         print(f"wrote {len(evaluation.images)} predictions to {out}")

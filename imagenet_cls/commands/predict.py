@@ -123,8 +123,7 @@ def print_predictions(
             yield from predictor.predict_batch(batch, arguments.top, arguments.logits)
 
     if arguments.csv or arguments.json:
-        multilabel = predictor.threshold is not None
-        write_predictions(sys.stdout, rows(), arguments.csv, multilabel)
+        write_predictions(sys.stdout, rows(), arguments.csv, predictor.task)
         return errors
     for row in rows():
         ranked = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])

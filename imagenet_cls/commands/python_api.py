@@ -26,7 +26,7 @@ from imagenet_cls.config.load import load_config
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.errors import UsageError, UserError
 from imagenet_cls.report.console import STEP_LINES_VARIABLE
-from imagenet_cls.report.jsonl import last_interval
+from imagenet_cls.report.jsonl import describe_step, last_interval
 
 _POLL_SEC = 0.2
 # Longer than `parallel.launch` waits for ranks that save.
@@ -240,8 +240,7 @@ class _RunBar:
         self._shown = record
         if self._bar is None:
             self._bar = tqdm(total=record["total_steps"], unit="step", leave=False)
-        text = f"loss {record['loss']:.4f}  top-1 {record['top1_pct']:.1f} %"
-        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.set_postfix_str(describe_step(record), refresh=False)
         self._bar.update(record["step"] - self._bar.n)
 
     def close(self) -> None:

@@ -49,6 +49,11 @@ METRICS = {
         "loss": _LOSS,
     },
 }
+# Of the training images of a step, as they are augmented and mixed.
+TRAIN_METRICS = {
+    "single": METRICS["single"]["top1"],
+    "multi": Metric("sample_f1_pct", "F1"),
+}
 BY_NAME = METRICS["single"] | METRICS["multi"]
 BY_FIELD = {metric.field: metric for metric in BY_NAME.values()}
 

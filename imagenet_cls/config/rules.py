@@ -13,6 +13,7 @@ from typing import Any
 from imagenet_cls.config import keys
 from imagenet_cls.config.metrics import METRICS
 from imagenet_cls.config.schema import SHARE_BELOW_1, Config, height_width
+from imagenet_cls.entry_points import DATA_OPENERS, data_opener
 from imagenet_cls.errors import CheckpointError, Problem
 from imagenet_cls.lookup import number_problem
 from imagenet_cls.text import format_value
@@ -138,21 +139,20 @@ def _label_rules(c: Config) -> Iterator[Problem]:
     }
     if c.train.early_stop.patience_evals is None:
         del metrics["train.early_stop.metric"]
-    allowed = METRICS[c.data.labels]
+    of_labels = METRICS[c.data.labels]
     for key, metric in metrics.items():
-        if metric not in allowed:
+        if metric not in of_labels:
             text = f"{metric!r} does not go with data.labels {c.data.labels}"
-            yield Problem(key, f"{text}; use {next(iter(allowed))}")
+            yield Problem(key, f"{text}; use {next(iter(of_labels))}")
     loss = c.loss.name
     if not is_multi:
         if loss == "asymmetric":
             yield Problem("loss.name", "'asymmetric' needs data.labels multi; use bce or focal")
         return
-    name = c.data.name
-    is_own = ":" in name and not name.startswith(("torchvision:", "hf:"))
-    if name not in ("list", "folder") and not is_own:
-        text = "'multi' is for data.name list, shards, and datasets of your own (my_module:factory)"
-        yield Problem("data.labels", f"{text}, not {name!r}")
+    opener = data_opener(c.data.name)
+    if opener is not None and not opener.is_multi:
+        allowed = ", ".join(form for form, other in DATA_OPENERS.items() if other.is_multi)
+        yield Problem("data.labels", f"'multi' is for data.name {allowed}, not {c.data.name!r}")
     if loss in ("cross_entropy", "focal", "jsd"):
         yield Problem("loss.name", f"{loss!r} is for one label; use bce or asymmetric")
     if c.loss.class_weights == "effective":

@@ -108,6 +108,12 @@ class ImageSet:
         return len(self.numbers)
 
     @property
+    def encoded(self) -> "EncodedImages":
+        """`images` that are stored as files, in a folder or elsewhere."""
+        assert isinstance(self.images, EncodedImages)
+        return self.images
+
+    @property
     def files(self) -> "FileImages":
         """`images` of a dataset of files."""
         assert isinstance(self.images, FileImages)
@@ -300,6 +306,10 @@ class EncodedImages(Images):
     def remedy(self, number: int) -> str:
         """What to do about an image that can't be read, in at most two lines."""
         raise NotImplementedError
+
+    def file_name(self, number: int) -> str:
+        """The path of an image in shards, perhaps without a suffix."""
+        return self.name(number)
 
     def load(self, number: int) -> tuple[torch.Tensor, None]:
         decode = decode_upright if self.exif == "apply" else decode_rgb

@@ -55,6 +55,7 @@ from imagenet_cls.parallel.wrap import (
     wrap_data_parallel,
     wrap_ddp,
 )
+from imagenet_cls.tasks import task_of
 
 
 @dataclass
@@ -157,8 +158,9 @@ def build(
     normalize = Normalize(mean, std, device, train.channels_last)
 
     micro_batch = train_loader.sampler.micro_batch_sizes[0]
-    targets = torch.zeros(micro_batch, dtype=torch.int64, device=device)
-    if config.data.labels == "multi" or config.mix.is_on:
+    task = task_of(config)
+    targets = task.zero_targets(micro_batch, num_classes, device)
+    if config.mix.is_on:
         targets = torch.zeros(micro_batch, num_classes, device=device)
     # These passes clear the gradients, which `Updater` may then allocate.
     rebuild_buckets_with_zeros(config, plan, built.wrapped, normalize, targets, autocast_dtype)
@@ -183,7 +185,7 @@ def build(
         preprocess=TrainPreprocess(
             normalize,
             config.augment.erasing,
-            build_mixing(config.mix, num_classes, config.data.labels == "multi"),
+            build_mixing(config.mix, num_classes, task.has_rows),
             config.seed,
             context.rank,
             config.mix.off_epoch,
@@ -229,10 +231,7 @@ def build_data(
         name: f"{source.digest} {source.size_fingerprint()}" for name, source in sources.items()
     }
     check_same_data(digests, context)
-    num_classes = choose_num_classes(config.model.num_classes, len(data.classes))
-    if config.data.labels == "multi" and num_classes != len(data.classes):
-        problem = f"{num_classes}, but there are {len(data.classes)} labels; use null"
-        raise ConfigError([f"model.num_classes: {problem}"])
+    num_classes = task_of(config).num_outputs(config.model.num_classes, len(data.classes))
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
     plan = plan_run(config.train, samples, context.world_size, num_devices)
     check_ema_updates(config.ema, plan)
@@ -265,7 +264,8 @@ def build_model_parts(
     mean_std = choose_mean_std(config.data, model)
     teacher = build_distillation_teacher(config, num_classes, data.classes, context, mean_std)
     criterion = build_run_criterion(config, data.train, num_classes, teacher, devices.output)
-    model_with_loss = ModelWithLoss(wrap_data_parallel(model, devices), criterion)
+    metric = task_of(config).step_metric
+    model_with_loss = ModelWithLoss(wrap_data_parallel(model, devices), criterion, metric)
     wrapped = wrap_ddp(model_with_loss, context, parallel.mode, parallel.find_unused_parameters)
     check_same_weights(model, context)
     ema = build_ema(model, config.ema, config.train.global_batch_size)
@@ -312,9 +312,14 @@ def build_run_criterion(
     class_samples = None
     if isinstance(config.loss.class_weights, str):  # a rule that needs the sizes of classes
         class_samples = samples_of_classes(source, num_classes, config.data.balance)
-    images = len(source) if config.data.labels == "multi" else None
     label_loss = build_loss(
-        config.loss, num_classes, config.augment.splits, class_samples, images, device
+        config.loss,
+        num_classes,
+        config.augment.splits,
+        config.data.labels,
+        class_samples,
+        len(source),
+        device,
     )
     return build_training_loss(label_loss, config.distill, teacher)
 
@@ -325,7 +330,7 @@ def samples_of_classes(source: ImageSet, num_classes: int, balance: float) -> np
     """
     targets = source.required_targets("loss.class_weights")
     counts = class_sizes(targets, num_classes)
-    if targets.ndim == 2:  # `data.balance` is 0
+    if balance == 0:
         return counts
     return class_quotas(counts, balance, len(source))
 
@@ -423,17 +428,3 @@ def check_momentum(config: Config, optimizer: torch.optim.Optimizer) -> None:
                 "schedule; leave it out, or choose another optimizer"
             ]
         )
-
-
-def choose_num_classes(configured: int | None, in_data: int) -> int:
-    """The number of outputs of the head. Raises ConfigError if the data has more classes than
-    `model.num_classes`.
-    """
-    if configured is not None and configured < in_data:
-        raise ConfigError(
-            [
-                f"model.num_classes: {configured}, but the dataset has {in_data} classes; give "
-                f"{in_data} or more, or null"
-            ]
-        )
-    return configured if configured is not None else in_data

@@ -1,37 +1,32 @@
 """Evaluation: every image counts exactly once, on any number of ranks.
 
-Shards are not padded, and models run without their DDP wrapper. Counts are summed over the ranks in
-one all-reduce; multi-label outputs are gathered on rank 0.
+Shards are not padded, and models run without their DDP wrapper.
 """
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.device import Normalize
 from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.samplers import shard_for_eval
-from imagenet_cls.engine.label_scores import LabelOutputs
 from imagenet_cls.engine.loaders import EvalBatch, build_val_batches
 from imagenet_cls.engine.plan import ceil_div
 from imagenet_cls.engine.precision import autocast, choose_precision
 from imagenet_cls.engine.user_metrics import UserMetrics, compute_metrics, update_metrics
-from imagenet_cls.parallel.collectives import all_reduce_sum
 from imagenet_cls.parallel.devices import Devices
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.wrap import wrap_data_parallel
-
-EvalOutputs = tuple[dict[str, Tensor], Tensor, Tensor]
-"""fp32 logits (B, classes) of each model, targets (`data.targets`), indices (B,)."""
+from imagenet_cls.tasks import Task, task_of
+from imagenet_cls.tasks.outputs import EvalOutputs
+from imagenet_cls.tasks.single_label import SingleLabel
 
 
 @dataclass(frozen=True)
@@ -39,13 +34,12 @@ class EvaluationLabels:
     """Which classes count.
 
     present: int64 (P,), the classes that the validation images have; None: all. left_out: the
-    number of images that `data.exclude` has left out. threshold: `eval.threshold` if images have
-    several labels (`data.labels`), else None.
+    number of images that `data.exclude` has left out.
     """
 
+    task: Task = field(default_factory=SingleLabel)
     present: Tensor | None = None
     left_out: int = 0
-    threshold: float | None = None
 
     def mask(self, logits: Tensor) -> Tensor:
         """Logits (B, outputs) with -inf for the classes that are not present."""
@@ -59,10 +53,9 @@ class EvaluationLabels:
 def evaluation_labels(config: Config, source: ImageSet) -> EvaluationLabels:
     """The labels of an evaluation of `source`. Raises DataError."""
     present = None
-    threshold = config.eval.threshold if config.data.labels == "multi" else None
     if config.eval.classes == "present":
         present = torch.from_numpy(np.unique(source.required_targets("eval.classes")))
-    return EvaluationLabels(present, source.left_out, threshold)
+    return EvaluationLabels(task_of(config), present, source.left_out)
 
 
 class Evaluation:
@@ -191,27 +184,6 @@ def compute_logits(model: nn.Module, pixels: Tensor, flip: bool) -> Tensor:
     return (logits.clone() + model(pixels.flip(3)).float()) / 2
 
 
-@dataclass
-class Sums:
-    """Sums over the images for one model, as views of one tensor.
-
-    class_hits, class_images: (classes,). The others have one element.
-    """
-
-    top1: Tensor
-    top5: Tensor
-    loss: Tensor
-    images: Tensor
-    class_hits: Tensor
-    class_images: Tensor
-
-    @classmethod
-    def of_row(cls, row: Tensor) -> Self:
-        """The views of a row of 4 + 2 * classes elements."""
-        classes = (len(row) - 4) // 2
-        return cls(*row.split([1, 1, 1, 1, classes, classes]))
-
-
 def compute_results(
     outputs: Iterable[EvalOutputs],
     names: Sequence[str],
@@ -227,24 +199,17 @@ def compute_results(
     user-defined metrics of each model.
 
     Returns a dictionary for each model:
-    * the results of `class_results`, or of `LabelOutputs` with several labels;
-    * images, and seconds for all models together;
+    * the results of `Task.results`;
+    * seconds, for all models together;
     * the values of user-defined metrics;
     * classes, a text such as `200 of 1000`, if `eval.classes` is `present`;
     * left_out, the number of images that `data.exclude` has left out, if any.
     """
     started = time.perf_counter()
     metrics = metrics or {name: {} for name in names}
-    multilabel = labels.threshold is not None
-    watched = update_metrics(outputs, metrics, num_classes, context, multilabel)
-    if labels.threshold is None:
-        results = class_results(watched, names, context, num_classes)
-    else:
-        kept = {name: LabelOutputs(num_classes) for name in names}
-        for logits, targets, _ in watched:
-            for name in names:
-                kept[name].add(logits[name], targets)
-        results = {name: kept[name].results(labels.threshold, context) for name in names}
+    no_targets = labels.task.zero_targets(0, num_classes, context.device)
+    watched = update_metrics(outputs, metrics, num_classes, no_targets)
+    results = labels.task.results(watched, names, num_classes, context)
     seconds = time.perf_counter() - started  # the device has done its work
     for name, result in results.items():
         result["seconds"] = seconds
@@ -254,58 +219,3 @@ def compute_results(
         if labels.left_out:
             result["left_out"] = labels.left_out
     return results
-
-
-def class_results(
-    outputs: Iterable[EvalOutputs],
-    names: Sequence[str],
-    context: RankContext,
-    num_classes: int,
-) -> dict[str, dict[str, Any]]:
-    """The results of each model for images with one label. A collective.
-
-    * top1_pct, top5_pct: with fewer than five classes, top-5 counts all of them;
-    * loss: mean cross-entropy without smoothing;
-    * balanced_accuracy_pct: mean recall of the classes that have images;
-    * images: the number of images.
-    """
-    # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24.
-    dtype = torch.float32 if context.device.type == "mps" else torch.float64
-    # One tensor with a row for each model, so that one collective reduces all sums.
-    rows = torch.zeros(len(names), 4 + 2 * num_classes, dtype=dtype, device=context.device)
-    sums = {name: Sums.of_row(row) for name, row in zip(names, rows, strict=True)}
-    for logits, targets, _ in outputs:
-        for name in names:
-            add_batch(sums[name], logits[name], targets)
-    all_reduce_sum(rows, context)
-    rows = rows.cpu().double()
-    results: dict[str, dict[str, Any]] = {}
-    for name, row in zip(names, rows, strict=True):
-        total = Sums.of_row(row)
-        images = total.images.item()
-        has_images = total.class_images > 0
-        recalls = total.class_hits[has_images] / total.class_images[has_images]
-        results[name] = {
-            "top1_pct": 100 * total.top1.item() / images,
-            "top5_pct": 100 * total.top5.item() / images,
-            "loss": total.loss.item() / images,
-            "balanced_accuracy_pct": 100 * fmean(recalls.tolist()),
-            "images": int(images),
-        }
-    return results
-
-
-def add_batch(sums: Sums, logits: Tensor, targets: Tensor) -> None:
-    """Add the counts of a batch to the sums of a model, in place. logits: (B, classes). targets:
-    (B,).
-    """
-    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-    is_target = best.eq(targets[:, None])
-    is_hit = is_target[:, 0]
-    sums.top1 += is_hit.sum()
-    sums.top5 += is_target.sum()
-    sums.loss += functional.cross_entropy(logits, targets, reduction="sum")
-    sums.images += len(targets)
-    dtype = sums.class_hits.dtype
-    sums.class_hits.index_add_(0, targets, is_hit.to(dtype))
-    sums.class_images.index_add_(0, targets, torch.ones_like(targets, dtype=dtype))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from imagenet_cls.config.metrics import TRAIN_METRICS, Metric
 from imagenet_cls.parallel.collectives import all_reduce_mean
 from imagenet_cls.parallel.memory import peak_memory_bytes
 from imagenet_cls.parallel.process_group import RankContext
@@ -17,14 +18,14 @@ class StepResult(NamedTuple):
     """A step of the training loop; the tensors are on the device.
 
     step: counted from 1. lr: the learning rate, before the factor `lr_scale` of each parameter
-    group. loss_and_top1: what `forward_backward` returned, (2,). grad_norm: scalar, before
+    group. loss_and_metric: what `forward_backward` returned, (2,). grad_norm: scalar, before
     clipping. skipped: bool scalar, whether the update was skipped.
     """
 
     step: int
     epoch: int
     lr: float
-    loss_and_top1: Tensor
+    loss_and_metric: Tensor
     grad_norm: Tensor
     skipped: Tensor
 
@@ -34,9 +35,13 @@ class Meter:
     until `flush`.
     """
 
-    def __init__(self, context: RankContext, global_batch: int):
+    def __init__(
+        self, context: RankContext, global_batch: int, metric: Metric = TRAIN_METRICS["single"]
+    ):
+        """metric: that of `StepResult.loss_and_metric`."""
         self.context = context
         self.global_batch = global_batch
+        self.metric = metric
         # This rank's losses in the steps of the last `flush`: (steps,)
         self.own_losses: Tensor | None = None
         self.results: list[StepResult] = []  # since the last `flush`
@@ -69,20 +74,20 @@ class Meter:
         results, self.results = self.results, []
         if not results:
             return []
-        own = torch.stack([result.loss_and_top1 for result in results])
+        own = torch.stack([result.loss_and_metric for result in results])
         self.own_losses = own[:, 0]
         norms = [result.grad_norm for result in results]
         skips = [result.skipped for result in results]
         columns = torch.column_stack([own, torch.stack(norms), torch.stack(skips)])
         means = all_reduce_mean(columns, self.context).tolist()
         records = []
-        for result, (loss, top1, norm, skipped) in zip(results, means, strict=True):
+        for result, (loss, share, norm, skipped) in zip(results, means, strict=True):
             record: dict[str, Any] = {
                 "kind": "train",
                 "step": result.step,
                 "epoch": result.epoch,
                 "loss": loss,
-                "top1_pct": 100 * top1,
+                self.metric.field: 100 * share,
                 "lr": result.lr,
                 "grad_norm": norm,
             }
@@ -105,7 +110,7 @@ class Meter:
         return records
 
     def describe_epoch(self, steps: int) -> str:
-        """`train loss 0.5123, 85.2 %`: the mean loss and top-1 of the last epoch's steps in this
+        """`train loss 0.5123, 85.2 %`: the mean loss and metric of the last epoch's steps in this
         process; "" if there are none.
 
         steps: the number of steps of the epoch. After a resume this process may have made fewer;
@@ -115,8 +120,8 @@ class Meter:
         if made == 0:
             return ""
         loss = sum(record["loss"] for record in self.epoch_records) / made
-        top1_pct = sum(record["top1_pct"] for record in self.epoch_records) / made
-        text = f"train loss {loss:.4f}, {top1_pct:.1f} %"
+        percent = sum(record[self.metric.field] for record in self.epoch_records) / made
+        text = f"train loss {loss:.4f}, {percent:.1f} %"
         return text if made == steps else f"{text} in {made} steps"
 
     def describe_total(self) -> str:

@@ -56,7 +56,9 @@ class Run:
         self.profiler = profiler
         # recomputed: `train.early_stop` may have changed since the checkpoint
         progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
-        self.meter = Meter(parts.context, parts.plan.global_batch)
+        self.meter = Meter(
+            parts.context, parts.plan.global_batch, parts.evaluation.labels.task.train_metric
+        )
         self.nonfinite_guard = NonFiniteGuard(
             parts.context,
             parts.config.train.max_nonfinite_steps,

@@ -185,8 +185,8 @@ def dry_run(
         step = min(progress.step, plan.total_steps - 1)
         epoch, step_of_epoch = plan.place(step)
         batches = parts.train_loader.epoch(epoch, step_of_epoch)
-        loss_and_top1 = compute_gradients(parts, batches, epoch, step)
-        loss = all_reduce_mean(loss_and_top1, context)[0].item()
+        loss_and_metric = compute_gradients(parts, batches, epoch, step)
+        loss = all_reduce_mean(loss_and_metric, context)[0].item()
         reporter.message(f"dry run: step {step + 1} has loss {loss:.4f}; no run folder was written")
 
 

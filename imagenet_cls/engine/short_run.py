@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from itertools import repeat
 
-from torch.nn import functional
-
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.schema import Config, ScheduleConfig
 from imagenet_cls.data.loader import TrainBatch
@@ -73,10 +71,10 @@ class _ShortRun:
         if not self.one_batch:
             return self.parts.prefetch(batches)
         batch = next(batches)
-        # Synthetic images have one label.
-        if self.parts.config.data.labels == "multi" and batch.targets.ndim == 1:
-            rows = functional.one_hot(batch.targets, self.parts.num_classes)
-            batch = batch._replace(targets=rows.float())
+        if self.parts.config.data.name == "synthetic":  # whose images have one class each
+            task = self.parts.evaluation.labels.task
+            targets = task.targets_of_classes(batch.targets, self.parts.num_classes)
+            batch = batch._replace(targets=targets)
         return repeat(batch)
 
     def after_step(self, result: StepResult) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import Progress, best_metric, best_weights
-from imagenet_cls.config.metrics import METRICS, MIN_CLASSES_FOR_TOP5, main_metric
+from imagenet_cls.config.metrics import MIN_CLASSES_FOR_TOP5, main_metric
 from imagenet_cls.config.schema import DataConfig, EmaConfig, MixConfig
 from imagenet_cls.data.classes import HOLD_OUT_ADVICE
 from imagenet_cls.data.image_set import EncodedImages, FileImages, ImageSet
@@ -25,6 +25,7 @@ from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
 from imagenet_cls.report.jsonl import Record, describe_result
+from imagenet_cls.tasks import Task
 from imagenet_cls.text import command_line, count_of, join_names
 
 # An epoch that leaves out a larger share of the images is worth a warning.
@@ -41,9 +42,9 @@ def startup_table(
     parameters = sum(parameter.numel() for parameter in parts.model.parameters()) / 1e6
     classes = parts.num_classes
     present = parts.evaluation.labels.present
-    metrics = METRICS[config.data.labels]
-    shown_results = f"val {next(iter(metrics.values())).title}"
-    if "top5" in metrics and classes >= MIN_CLASSES_FOR_TOP5:
+    task = parts.evaluation.labels.task
+    shown_results = f"val {next(iter(task.metrics.values())).title}"
+    if "top5" in task.metrics and classes >= MIN_CLASSES_FOR_TOP5:
         shown_results += "/top-5"
     if context.device.type == "cuda":
         device_name = torch.cuda.get_device_name(context.device)
@@ -58,8 +59,8 @@ def startup_table(
     rows = {
         "model": f"{config.model.name}, {parameters:.2f} M parameters, "
         f"{count_of(classes, 'class')}",
-        "training": describe_class_sizes(parts.data.train),
-        "validation": describe_class_sizes(parts.data.val),
+        "training": describe_class_sizes(parts.data.train, task),
+        "validation": describe_class_sizes(parts.data.val, task),
         "files not read": describe_unread(_unread_files(parts)),
         "validation classes": "" if present is None else f"{len(present)} of {classes}",
         "data workers": describe_workers(config.data, plan, context),
@@ -79,7 +80,7 @@ def startup_table(
         "teacher": config.distill.teacher.name,
         "EMA": _describe_ema(config.ema),
         "seed": str(config.seed),
-        "epoch lines": f"train loss and top-1, {shown_results}; "
+        "epoch lines": f"train loss and {task.train_metric.title}, {shown_results}; "
         f"*: best {config.checkpoint.best} so far",
         "run folder": "none: a dry run creates none" if work_dir is None else str(work_dir),
         "resumes at": f"step {progress.step}" if progress.step else "",
@@ -111,7 +112,7 @@ def _describe_ema(ema: EmaConfig) -> str:
     return f"{average}, every {count_of(ema.every_steps, 'step')}"
 
 
-def describe_class_sizes(source: ImageSet) -> str:
+def describe_class_sizes(source: ImageSet, task: Task) -> str:
     """The number of images, and of those in the smallest and the largest class if they are
     known.
     """
@@ -129,10 +130,7 @@ def describe_class_sizes(source: ImageSet) -> str:
         sizes = (
             f"{counts[smallest]} ({classes[smallest]}) to {counts[largest]} ({classes[largest]})"
         )
-    if targets.ndim == 2:
-        unlabeled = int((targets.sum(1) == 0).sum())
-        return f"{images}, {sizes} with each label, {unlabeled} without labels"
-    return f"{images}, {sizes} per class"
+    return f"{images}, {task.describe_sizes(sizes, targets)}"
 
 
 def _unread_files(parts: TrainingParts) -> Counter[bytes]:
@@ -192,7 +190,7 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
             f"the model has {parts.num_classes} outputs (model.num_classes), the data "
             f"{num_classes} classes"
         )
-    has_one_label = config.data.labels == "single"
+    has_one_label = not parts.evaluation.labels.task.has_rows
     if has_one_label and sum(";" in name for name in parts.data.classes) > num_classes / 2:
         warnings.append(
             "most classes have `;` in their names; if it separates labels, set data.labels=multi "

@@ -57,7 +57,7 @@ def train(run: TrainingRun) -> None:
         # another mode.
         set_training(parts.model, parts.config.model)
         for step in range(progress.step, end):
-            loss_and_top1 = compute_gradients(parts, batches, epoch, step)
+            loss_and_metric = compute_gradients(parts, batches, epoch, step)
             # only the plateau schedule uses the evaluations
             lr = parts.schedule(step + plan.offset, progress.evaluations)
             momentum = parts.schedule.momentum(step + plan.offset)
@@ -66,7 +66,7 @@ def train(run: TrainingRun) -> None:
             parts.batch_norm_statistics.sync(skipped)
             parts.ema.update(parts.model, step)
             progress.step = step + 1
-            result = StepResult(step + 1, epoch, lr, loss_and_top1, grad_norm, skipped)
+            result = StepResult(step + 1, epoch, lr, loss_and_metric, grad_norm, skipped)
             run.after_step(result)
         run.after_epoch()
 
@@ -77,15 +77,15 @@ def compute_gradients(
     """Take the micro-batches of a step from `batches`, and run `forward_backward` over them.
 
     With sharpness-aware minimization (SAM) a second pass over the same micro-batches computes the
-    gradient at the perturbed weights. Returns the loss and the top-1 accuracy of the first pass.
+    gradient at the perturbed weights. Returns the loss and the metric of the first pass.
     """
     if not parts.sam.due(step):
         return forward_backward(parts, batches, epoch, step)
     micro_batches = [next(batches) for _ in range(parts.plan.accumulation)]
-    loss_and_top1 = forward_backward(parts, iter(micro_batches), epoch, step)
+    loss_and_metric = forward_backward(parts, iter(micro_batches), epoch, step)
     with parts.sam.perturbed_weights():
         forward_backward(parts, iter(micro_batches), epoch, step)
-    return loss_and_top1
+    return loss_and_metric
 
 
 def forward_backward(
@@ -96,12 +96,13 @@ def forward_backward(
     `.grad` then holds the gradient of the mean loss, averaged over ranks and multiplied by the loss
     scale.
 
-    Returns the loss and the top-1 accuracy (0 to 1): (2,), detached, on the device. Averaged over
-    ranks they are the values of the global batch. Raises StopIteration if the batches end early.
+    Returns the loss and the metric (`Task.step_metric`): (2,), detached, on the device. Averaged
+    over ranks they are the values of the global batch. Raises StopIteration if the batches end
+    early.
     """
     plan = parts.plan
     context = parts.context
-    loss_and_top1 = torch.zeros(2, device=context.device)
+    loss_and_metric = torch.zeros(2, device=context.device)
     for micro_step in range(plan.accumulation):
         # Normalizes, erases and mixes the images, on the device.
         images, targets = parts.preprocess(next(batches), epoch, step, micro_step)
@@ -112,10 +113,10 @@ def forward_backward(
         # DDP all-reduces the gradients in the backward pass of the last micro-batch only.
         with gradient_sync(parts.wrapped, micro_step == plan.accumulation - 1):
             with parts.autocast():
-                # Calls the model, the criterion and `top1_accuracy`: see `ModelWithLoss`.
-                loss, micro_loss_and_top1 = parts.wrapped(images, targets, divisor)
+                # Calls the model, the criterion and the metric: see `ModelWithLoss`.
+                loss, micro_loss_and_metric = parts.wrapped(images, targets, divisor)
             parts.scaler.scale(loss).backward()
         # With DataParallel, the loss may be on another device (`parallel.output_device`).
-        loss_and_top1 += micro_loss_and_top1.to(context.device, non_blocking=True)
+        loss_and_metric += micro_loss_and_metric.to(context.device, non_blocking=True)
     check_gradients_reduced(parts.wrapped)
-    return loss_and_top1
+    return loss_and_metric

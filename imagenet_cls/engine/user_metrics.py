@@ -79,11 +79,10 @@ def update_metrics(
     outputs: Iterable[Any],
     metrics: Mapping[str, UserMetrics],
     num_classes: int,
-    context: RankContext,
-    multilabel: bool = False,
+    no_targets: Tensor,
 ) -> Iterator[Any]:
-    """Yield the outputs of an evaluation (`engine.evaluate.EvalOutputs`), after the metrics of each
-    model have got them; targets of several labels as int64.
+    """Yield the outputs of an evaluation (`EvalOutputs`), after the metrics of each model have got
+    them; targets of several labels as int64. no_targets: those of an empty batch, on the device.
     """
     all_metrics = [metric for own in metrics.values() for metric in own.values()]
     for metric in all_metrics:
@@ -94,17 +93,19 @@ def update_metrics(
         for name, own in metrics.items():
             for metric in own.values():
                 # copies, since it may change them
-                labels = (targets >= 0.5).long() if targets.is_floating_point() else targets.clone()
-                metric.update(logits[name].clone(), labels)
+                metric.update(logits[name].clone(), _metric_targets(targets))
         yield logits, targets, indices
     if is_empty:
         # A rank with an empty shard passes an empty batch, so that torchmetrics that gather lists
         # know the dtype and shape. Others may reject it.
-        no_logits = torch.zeros(0, num_classes, device=context.device)
-        no_targets = no_logits.new_zeros((0, num_classes) if multilabel else 0, dtype=torch.int64)
+        no_logits = torch.zeros(0, num_classes, device=no_targets.device)
         for metric in all_metrics:
             with suppress(Exception):
-                metric.update(no_logits, no_targets)
+                metric.update(no_logits, _metric_targets(no_targets))
+
+
+def _metric_targets(targets: Tensor) -> Tensor:
+    return (targets >= 0.5).long() if targets.is_floating_point() else targets.clone()
 
 
 def compute_metrics(metrics: UserMetrics, context: RankContext) -> dict[str, float]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config, DataConfig
@@ -19,17 +18,13 @@ from imagenet_cls.data.classes import class_difference, classes_of_outputs, natu
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.files import has_training_part
 from imagenet_cls.data.image_set import ImageSet
+from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.engine.build import rank_devices
-from imagenet_cls.engine.evaluate import EvalOutputs, Evaluation, evaluation_labels
+from imagenet_cls.engine.evaluate import Evaluation, evaluation_labels
 from imagenet_cls.engine.stored_weights import stated_classes
 from imagenet_cls.engine.user_metrics import build_metrics
 from imagenet_cls.errors import CheckpointError, DataError
-from imagenet_cls.inference.label_rows import (
-    class_statistics,
-    label_predictions,
-    label_rows,
-)
 from imagenet_cls.inference.load_weights import (
     EVALUATION_KEYS,
     TrainedModels,
@@ -38,7 +33,6 @@ from imagenet_cls.inference.load_weights import (
     load_on_all_ranks,
     prepare_models,
 )
-from imagenet_cls.inference.predictor import output_names
 from imagenet_cls.parallel.collectives import (
     all_reduce_sum,
     gather_to_main,
@@ -46,7 +40,9 @@ from imagenet_cls.parallel.collectives import (
     run_on_main,
 )
 from imagenet_cls.parallel.process_group import RankContext
-from imagenet_cls.text import join_names, printable
+from imagenet_cls.tasks import Task, task_of
+from imagenet_cls.tasks.outputs import EvalOutputs
+from imagenet_cls.text import format_columns, join_names, printable
 
 _MAX_CLASSES_IN_TABLE = 50
 
@@ -61,11 +57,10 @@ class WeightsEvaluation:
     origin: str  # where the weights are from
     kind: str  # the kind of weights whose outputs `rows` describes
     images: ImageSet
-    # On rank 0 a record of `image_dtype`, or with several labels of `label_rows`, for each image in
-    # their order, if they were recorded.
+    task: Task
+    # On rank 0 a record of `Task.rows` for each image in their order, if they were recorded.
     rows: np.ndarray | None
     present: torch.Tensor | None  # see `EvaluationLabels`
-    threshold: float | None  # likewise
     settings: dict[str, str]  # values of `EVALUATION_KEYS` as text
 
 
@@ -104,7 +99,7 @@ def evaluate_weights(
     evaluation = Evaluation(
         config, images, context, rank_devices(config, context), trained.mean, trained.std, labels
     )
-    recorder = OutputRecorder(kinds, context.device, kind if record else None)
+    recorder = OutputRecorder(labels.task, kinds, context.device, kind if record else None)
     outputs = recorder.watch(evaluation.outputs(trained.models))
     user_metrics = build_metrics(config.eval.metrics, trained.num_classes, kinds, context)
     results = evaluation.results(outputs, kinds, trained.num_classes, user_metrics)
@@ -133,7 +128,7 @@ def evaluate_weights(
         images=images,
         rows=rows,
         present=labels.present,
-        threshold=labels.threshold,
+        task=labels.task,
         settings={key: dump_inline(attrgetter(key)(config)) for key in EVALUATION_KEYS},
     )
 
@@ -215,21 +210,21 @@ def open_images(
     if test_set is not None:
         images = open_test_set(test_set, known, allow_missing=subset)
         if known is not None and not subset:
-            check_all_classes(images)
+            check_all_classes(images, task_of(config))
         return images
     if known is not None and data.val is not None and data.name in ("folder", "list"):
         return open_test_set(data, known, allow_missing=subset)
     return open_datasets(data, ("val",), allow_missing=subset).val
 
 
-def check_all_classes(images: ImageSet) -> None:
+def check_all_classes(images: ImageSet, task: Task) -> None:
     """Raise DataError if a class has no image. A list need not name all classes. Mean average
     precision of images with several labels leaves out such classes.
     """
-    targets = images.targets
-    if targets is None or targets.ndim == 2:
+    if task.has_rows or images.targets is None:
         return
-    missing = [images.classes[k] for k in np.setdiff1d(np.arange(len(images.classes)), targets)]
+    sizes = class_sizes(images.targets, len(images.classes))
+    missing = [images.classes[k] for k in np.flatnonzero(sizes == 0)]
     if missing:
         raise DataError(
             f"The test set has no image of {len(missing)} of {len(images.classes)} classes "
@@ -307,13 +302,15 @@ class OutputRecorder:
     kinds: the kinds of weights. recorded: the kind whose outputs are kept, if any.
 
     nonfinite: int64 (models,) on the device, the images without finite probabilities for each
-    model. An output of -inf, as of an absent class, is a probability of 0. rows: arrays of
-    `image_dtype` or of `label_rows`, one for each batch.
+    model. rows: arrays of `Task.rows`, one for each batch.
     """
 
-    def __init__(self, kinds: Sequence[str], device: torch.device, recorded: str | None):
+    def __init__(
+        self, task: Task, kinds: Sequence[str], device: torch.device, recorded: str | None
+    ):
         self.nonfinite = torch.zeros(len(kinds), dtype=torch.int64, device=device)
         self.rows: list[np.ndarray] = []
+        self._task = task
         self._kinds = kinds
         self._recorded = recorded
 
@@ -321,88 +318,25 @@ class OutputRecorder:
         """Yield the outputs of an evaluation unchanged."""
         for logits, targets, indices in outputs:
             for number, kind in enumerate(self._kinds):
-                if targets.ndim == 2:
-                    is_finite = logits[kind].isfinite().all(dim=1)
-                else:
-                    is_finite = logits[kind].logsumexp(dim=1).isfinite()
+                is_finite = self._task.has_probabilities(logits[kind])
                 self.nonfinite[number] += is_finite.logical_not().sum()
             if self._recorded is not None:
-                to_rows = label_rows if targets.ndim == 2 else image_rows
-                self.rows.append(to_rows(logits[self._recorded], targets, indices))
+                self.rows.append(self._task.rows(logits[self._recorded], targets, indices))
             yield logits, targets, indices
 
 
-def image_rows(logits: torch.Tensor, targets: torch.Tensor, indices: torch.Tensor) -> np.ndarray:
-    """An array of `image_dtype` for a batch: logits (B, classes), targets (B,), indices (B,)."""
-    # as in `compute_results`, also for ties
-    top = logits.topk(min(5, logits.shape[1]), dim=1).indices
-    rows = np.empty(len(targets), image_dtype(top.shape[1]))
-    rows["index"] = indices
-    rows["target"] = targets.cpu()
-    rows["top"] = top.cpu()
-    rows["probabilities"] = logits.softmax(dim=1).gather(1, top).cpu()
-    rows["loss"] = functional.cross_entropy(logits, targets, reduction="none").cpu()
-    return rows
-
-
-def image_dtype(top: int) -> np.dtype:
-    """The record of an image: the `top` likeliest classes, likeliest first, and their
-    probabilities.
-    """
-    numbers = [("index", np.int64), ("target", np.int64), ("loss", np.float64)]
-    ranked = [("top", np.int64, (top,)), ("probabilities", np.float64, (top,))]
-    return np.dtype([*numbers, *ranked])
-
-
 def class_table(evaluation: WeightsEvaluation) -> list[str]:
-    """Lines with the images, accuracy (recall) and precision of each class that has images, or with
-    several labels of each class, and its average precision; none for more than 50 classes.
-    """
-    rows = evaluation.rows
+    """The lines of `Task.class_table`; none for more than 50 classes."""
     names = [printable(name) for name in evaluation.images.classes]
-    if rows is None or len(names) > _MAX_CLASSES_IN_TABLE:
+    if evaluation.rows is None or len(names) > _MAX_CLASSES_IN_TABLE:
         return []
-    title = f"class ({evaluation.kind})"
-    width = max(map(len, [title, *names]))
-    if evaluation.threshold is not None:
-        lines = [f"{title:<{width}}  images         AP  precision     recall"]
-        for row in class_statistics(rows, names, evaluation.threshold):
-            line = f"{row['name']:<{width}}  {row['images']:6}"
-            for key in ("ap_pct", "precision_pct", "recall_pct"):
-                line += f"  {'-' if np.isnan(row[key]) else f'{row[key]:.2f} %':>9}"
-            lines.append(line)
-        return lines
-    lines = [f"{title:<{width}}  images   accuracy  precision"]
-    for index, name in enumerate(names):
-        is_target = rows["target"] == index
-        is_predicted = rows["top"][:, 0] == index
-        images = is_target.sum()
-        hits = (is_target & is_predicted).sum()
-        if images > 0:
-            precision = f"{100 * hits / is_predicted.sum():.2f} %" if is_predicted.any() else "-"
-            accuracy = f"{100 * hits / images:.2f} %"
-            lines.append(f"{name:<{width}}  {images:6}  {accuracy:>9}  {precision:>9}")
-    return lines
+    header, *rows = evaluation.task.class_table(evaluation.rows, names)
+    text = format_columns([[f"class ({evaluation.kind})", *header], *rows])
+    return text.splitlines()
 
 
 def prediction_rows(evaluation: WeightsEvaluation) -> Iterator[dict[str, Any]]:
-    """A row for each recorded image: index, image (its name), target, top (classes with their
-    probabilities, likeliest first). With several labels target is a list, and top has the classes
-    whose probability is at least `eval.threshold`.
-    """
+    """A row for each recorded image: see `Task.predictions`."""
     images = evaluation.images
-    rows = evaluation.rows
-    assert rows is not None
-    if evaluation.threshold is not None:
-        yield from label_predictions(rows, images.classes, images.name, evaluation.threshold)
-        return
-    names = output_names(images.classes, int(rows["top"].max()) + 1)
-    for row in rows:
-        index = int(row["index"])
-        best = [names[k] for k in row["top"]]
-        yield {
-            "index": index,
-            "image": images.name(index),
-            "target": names[row["target"]],
-            "top": list(zip(best, row["probabilities"].tolist(), strict=True)),
-        }
+    assert evaluation.rows is not None
+    return evaluation.task.predictions(evaluation.rows, images.classes, images.name)

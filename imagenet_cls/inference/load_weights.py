@@ -24,7 +24,6 @@ from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.rules import check_trusted, check_value
 from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
-from imagenet_cls.engine.build import choose_num_classes
 from imagenet_cls.engine.stored_weights import check_kind, read_stored_weights
 from imagenet_cls.engine.training_model import choose_mean_std, memory_format
 from imagenet_cls.errors import (
@@ -46,6 +45,7 @@ from imagenet_cls.models.weights import (
 )
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import RankContext
+from imagenet_cls.tasks import task_of
 from imagenet_cls.text import command_line, first_line, format_value, join_names
 
 # Keys that decide which images are evaluated and how they are prepared. Keys of speed and batches
@@ -276,7 +276,7 @@ def load_weights_of_config(
         )
     path = file or config.model.checkpoint
     known = None
-    count = choose_num_classes(config.model.num_classes, len(classes))
+    count = task_of(config).num_outputs(config.model.num_classes, len(classes))
     model = build_model(
         replace(config.model, pretrained=path is None), count, config.data.channels
     ).eval()

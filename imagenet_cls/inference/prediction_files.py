@@ -3,19 +3,19 @@
 import csv
 import json
 from collections.abc import Iterable
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from imagenet_cls.text import printable
 
+if TYPE_CHECKING:
+    from imagenet_cls.tasks import Task
+
 
 def write_predictions(
-    file: IO[str], rows: Iterable[dict[str, Any]], as_csv: bool, multilabel: bool = False
+    file: IO[str], rows: Iterable[dict[str, Any]], as_csv: bool, task: "Task"
 ) -> None:
-    """Write predictions. CSV has the columns image and target (if known), then class and
-    probability, likeliest first.
-
-    multilabel: the columns are image, target, labels and probabilities, with `;` between several.
-    `data.name` list reads such a file: the targets if it has them, else the labels.
+    """Write predictions. CSV has the columns image and target (if known), then those of
+    `Task.csv_cells`.
     """
     if not as_csv:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -23,16 +23,7 @@ def write_predictions(
     writer = csv.writer(file, lineterminator="\n")
     shown = printable if file.isatty() else str
     for number, row in enumerate(rows):
-        cells: dict[str, Any] = {"image": row["image"]}
-        if "target" in row:
-            cells["target"] = "; ".join(row["target"]) if multilabel else row["target"]
-        if multilabel:
-            cells["labels"] = "; ".join(shown(name) for name, _ in row["top"])
-            cells["probabilities"] = "; ".join(str(probability) for _, probability in row["top"])
-        else:
-            for rank, (name, probability) in enumerate(row["top"], 1):
-                cells[f"class_{rank}"] = shown(name)
-                cells[f"probability_{rank}"] = probability
+        cells = {"image": row["image"], **task.csv_cells(row, shown)}
         if number == 0:
             writer.writerow(cells.keys())
         writer.writerow(cells.values())

@@ -35,6 +35,7 @@ from imagenet_cls.inference.load_weights import TrainedModels, load_checkpoint
 from imagenet_cls.lookup import check_packages
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors
 from imagenet_cls.parallel.environment import RankInfo
+from imagenet_cls.tasks import task_of
 from imagenet_cls.text import first_line
 
 AnyImage = str | Path | Image.Image | np.ndarray | Tensor
@@ -121,18 +122,14 @@ class Predictor:
         self.mean = trained.mean
         self.std = trained.std
         check_eval_values(self.config.eval, self.path)
-        self.threshold = threshold
-        if self.config.data.labels == "single":
-            if threshold is not None:
-                raise UsageError(
-                    f"{self.path}: a threshold is for several labels, and its run has data.labels "
-                    "single.",
-                    "Leave it out.",
-                )
-        elif threshold is None:
-            self.threshold = trained.best_thresholds.get(weights, self.config.eval.threshold)
-        elif threshold not in SHARE:
+        if threshold is not None and threshold not in SHARE:
             raise UsageError(f"threshold {threshold:g} is out of range.", f"Give {SHARE}.")
+        self.task = task_of(self.config)
+        if threshold is None and self.task.has_rows:
+            threshold = trained.best_thresholds.get(weights)
+        if threshold is not None:
+            self.task = self.task.with_threshold(threshold)
+        self.threshold = self.task.threshold
         self.transform = EvalTransform(self.config.eval, self.mean)
         pixels = math.prod(map(max, self.transform.crop, self.transform.resized))
         if pixels > _MAX_IMAGE_PIXELS:
@@ -265,7 +262,7 @@ class Predictor:
         logits = self._logits(batch.crops)
         # An output of -inf is a probability of 0.
         self._check_finite(batch, logits.logsumexp(dim=1, keepdim=True), "outputs")
-        ranked = top_classes(logits, self.classes, top, self.threshold)
+        ranked = self.task.top_classes(logits, self.classes, top)
         for name, best, outputs in zip(batch.names, ranked, logits.tolist(), strict=True):
             row: dict[str, Any] = {"image": name, "top": best}
             if with_logits:
@@ -394,37 +391,6 @@ def load_model(
     """`Predictor.model` and `Predictor.prepare` of a checkpoint."""
     predictor = Predictor(checkpoint, device, weights, allow_import)
     return predictor.model, predictor.prepare
-
-
-def top_classes(
-    logits: Tensor,
-    classes: Sequence[str],
-    count: int | None = None,
-    threshold: float | None = None,
-) -> list[list[tuple[str, float]]]:
-    """For each row of logits (B, C) its likeliest classes with their probabilities, likeliest
-    first: see `Predictor.predict`.
-    """
-    outputs = logits.shape[1]
-    if count is not None and count < 1:
-        raise ValueError(f"top={count}: give a number of classes from 1")
-    if count is None:
-        count = 5 if threshold is None else outputs
-    probabilities = logits.softmax(dim=1) if threshold is None else logits.sigmoid()
-    best = probabilities.topk(min(count, outputs), dim=1)
-    # in float32, as in evaluations
-    lengths = (best.values >= (threshold or 0.0)).sum(dim=1)
-    names = output_names(classes, outputs)
-    ranked = []
-    for indices, values, length in zip(best.indices, best.values, lengths, strict=True):
-        named = [names[i] for i in indices[:length].tolist()]
-        ranked.append(list(zip(named, values[:length].tolist(), strict=True)))
-    return ranked
-
-
-def output_names(classes: Sequence[str], count: int) -> list[str]:
-    """The names of `count` outputs, of which there may be more than classes."""
-    return [*classes, *(f"class {index}" for index in range(len(classes), count))]
 
 
 def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:

@@ -135,16 +135,15 @@ def jensen_shannon_loss(
     return clean + alpha * divergence
 
 
-BUILT_IN: dict[str, Callable[..., Tensor]] = {
-    "cross_entropy": cross_entropy,
-    "bce": binary_cross_entropy,
-    "focal": focal_loss,
-    "jsd": jensen_shannon_loss,
-}
-# Of images with several labels (`data.labels` multi).
-MULTILABEL: dict[str, Callable[..., Tensor]] = {
-    "bce": multilabel_bce,
-    "asymmetric": asymmetric_loss,
+# By `data.labels`.
+LOSSES: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "single": {
+        "cross_entropy": cross_entropy,
+        "bce": binary_cross_entropy,
+        "focal": focal_loss,
+        "jsd": jensen_shannon_loss,
+    },
+    "multi": {"bce": multilabel_bce, "asymmetric": asymmetric_loss},
 }
 # Arguments of built-in losses that the program passes.
 RESERVED = ("logits", "targets", "smoothing", "weights", "splits")
@@ -156,28 +155,30 @@ def build_loss(
     loss: LossConfig,
     num_classes: int,
     splits: int = 1,
+    labels: str = "single",
     class_samples: np.ndarray | None = None,
-    images: int | None = None,
+    num_images: int = 0,
     device: torch.device | str = "cpu",
 ) -> Loss:
     """The mean loss over a batch, as a function of logits and targets; a scalar in float32.
 
     logits: (N, classes), any floating dtype. targets: (N,) int64 class indices, or (N, classes)
     probabilities. num_classes: the number of the model's outputs. splits: `augment.splits`, for
-    `jsd`. class_samples: the number of images of each class in an epoch, int64 (classes,), for
-    class weights by size. images: the number of training images, if they have several labels; the
-    targets are then float (N, classes). device: of the logits.
+    `jsd`. labels: `data.labels`; with multi the targets are float (N, classes). class_samples,
+    num_images: the number of images of each class in an epoch, int64 (classes,), and of all, for
+    class weights by size. device: of the logits.
 
     A user's factory is called as `factory(**kwargs)`, and what it returns as `loss(logits,
     targets)`; a module is moved to `device`. Raises UserError if it returns no function,
     ConfigError for a wrong number of class weights.
     """
-    losses = BUILT_IN if images is None else MULTILABEL
+    losses = LOSSES[labels]
     if loss.name in losses:
         built_in = losses[loss.name]
-        weights = _class_weights(loss, num_classes, class_samples, images)
-        if weights is not None:
-            weights = weights.to(device)
+        weights = None
+        if loss.class_weights is not None:
+            check_class_weights(loss, num_classes)
+            weights = _WEIGHTS[labels](loss, class_samples, num_images).to(device)
 
         def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
             return built_in(logits, targets, loss.label_smoothing, weights, splits, **loss.kwargs)
@@ -210,27 +211,34 @@ def build_loss(
     return mean_loss
 
 
-def _class_weights(
-    loss: LossConfig, num_classes: int, class_samples: np.ndarray | None, images: int | None
-) -> Tensor | None:
-    if loss.class_weights is None:
-        return None
-    if isinstance(loss.class_weights, str):
-        assert class_samples is not None and len(class_samples) == num_classes
-        if images is not None:
-            return positive_weights(class_samples, images)
-        is_balanced = loss.class_weights == "balanced"
-        return weights_by_size(class_samples, None if is_balanced else loss.effective_beta)
-    given = len(loss.class_weights)
-    if given != num_classes:
+def check_class_weights(loss: LossConfig, num_classes: int) -> None:
+    """Raise ConfigError for another number of class weights than classes."""
+    given = loss.class_weights
+    if isinstance(given, list) and len(given) != num_classes:
         raise ConfigError(
             [
-                f"loss.class_weights: {given} numbers, but there are {num_classes} classes; give "
-                "one for each, in the order of the classes"
+                f"loss.class_weights: {len(given)} numbers, but there are {num_classes} classes; "
+                "give one for each, in the order of the classes"
             ]
         )
+
+
+def _class_weights(loss: LossConfig, class_samples: np.ndarray, num_images: int) -> Tensor:
+    if isinstance(loss.class_weights, str):
+        is_balanced = loss.class_weights == "balanced"
+        return weights_by_size(class_samples, None if is_balanced else loss.effective_beta)
     weights = torch.tensor(loss.class_weights, dtype=torch.float64, device="cpu")
-    return (weights if images is not None else weights / weights.mean()).float()
+    return (weights / weights.mean()).float()
+
+
+def _label_weights(loss: LossConfig, class_samples: np.ndarray, num_images: int) -> Tensor:
+    if isinstance(loss.class_weights, str):
+        return positive_weights(class_samples, num_images)
+    return torch.tensor(loss.class_weights, dtype=torch.float32, device="cpu")
+
+
+# By `data.labels`.
+_WEIGHTS: dict[str, Callable[..., Tensor]] = {"single": _class_weights, "multi": _label_weights}
 
 
 def weights_by_size(counts: np.ndarray, beta: float | None) -> Tensor:
@@ -306,8 +314,8 @@ def build_training_loss(
 
 def loss_problems(loss: LossConfig, labels: str = "single") -> list[Problem]:
     """All problems of the section that can be found without data. labels: `data.labels`."""
-    losses = MULTILABEL if labels == "multi" else BUILT_IN
-    if loss.name in (BUILT_IN | MULTILABEL).keys() - losses.keys():
+    losses = LOSSES[labels]
+    if loss.name not in losses and any(loss.name in others for others in LOSSES.values()):
         return []  # `config.rules` says so
     try:
         factory = find_factory("loss", loss.name, losses)

@@ -19,7 +19,7 @@ from typing import Any, TextIO, cast
 from tqdm import tqdm
 
 from imagenet_cls.files import explain_write_errors
-from imagenet_cls.report.jsonl import Record
+from imagenet_cls.report.jsonl import Record, describe_step
 from imagenet_cls.text import printable
 
 WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
@@ -93,7 +93,7 @@ class Console:
         """
         step = record["step"]
         epoch = f"epoch {record['epoch'] + 1}/{total_epochs}"
-        numbers = [f"loss {record['loss']:.4f}", f"top-1 {record['top1_pct']:.1f} %"]
+        numbers = [describe_step(record)]
         if "images_per_sec" in record:
             numbers.append(f"{record['images_per_sec']:.0f} img/s")
         if self._has_bars:

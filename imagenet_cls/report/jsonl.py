@@ -8,8 +8,8 @@ All records:
 Records of kind "train", one for every step:
     epoch                   from 0
     loss
-    top1_pct                with data.labels multi: the class with the highest output is one of
-                            the image's labels
+    top1_pct                not with data.labels multi
+    sample_f1_pct           the mean F1 of an image's labels; only with data.labels multi
     lr
     grad_norm
     skipped                 true; only where the update was skipped
@@ -49,7 +49,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from imagenet_cls.config.metrics import BY_FIELD, metrics_of
+from imagenet_cls.config.metrics import BY_FIELD, TRAIN_METRICS, metrics_of
 from imagenet_cls.errors import CheckpointError, explain_content_errors
 from imagenet_cls.files import write_file
 
@@ -70,6 +70,15 @@ EVAL_FIELDS = (
 def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     """The values of `eval.metrics` in the result of an evaluation."""
     return {field: value for field, value in record.items() if field not in EVAL_FIELDS}
+
+
+def describe_step(record: Mapping[str, Any]) -> str:
+    """`loss 0.5123  top-1 85.2 %` of a record of kind "train"."""
+    texts = [f"loss {record['loss']:.4f}"]
+    for metric in TRAIN_METRICS.values():
+        if metric.field in record:
+            texts.append(f"{metric.title} {metric.format(record[metric.field], 1)}")
+    return "  ".join(texts)
 
 
 def describe_result(result: Mapping[str, Any], digits: int, num_classes: int) -> list[str]:

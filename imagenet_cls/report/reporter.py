@@ -8,6 +8,7 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from imagenet_cls.config.metrics import BY_FIELD, TRAIN_METRICS
 from imagenet_cls.config.schema import Config
 from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import ResourceError, UsageError
@@ -29,21 +30,12 @@ if TYPE_CHECKING:
 _MAX_IMAGES = 32
 _TRAIN_FIELDS = (
     "loss",
-    "top1_pct",
+    *(metric.field for metric in TRAIN_METRICS.values()),
     "lr",
     "grad_norm",
     "images_per_sec",
     "data_wait_pct",
     "memory_mib",
-)
-_EVAL_SCALARS = (
-    "top1_pct",
-    "top5_pct",
-    "loss",
-    "balanced_accuracy_pct",
-    "map_pct",
-    "micro_f1_pct",
-    "macro_f1_pct",
 )
 
 
@@ -227,7 +219,7 @@ def scalars(record: Record) -> dict[str, float]:
         fields = [*_TRAIN_FIELDS]
     elif record["kind"] == "eval":
         group = "val" if record["weights"] == "raw" else "val_ema"
-        fields = [*_EVAL_SCALARS, *user_metrics(record)]
+        fields = [*BY_FIELD, *user_metrics(record)]
     else:
         return {}
     return {f"{group}/{field}": record[field] for field in fields if field in record}

@@ -1,6 +1,6 @@
 """Import rules and forbidden calls, checked in the source without running it.
 
-    tools -> extras -> commands -> inference -> engine
+    tools -> extras -> commands -> inference -> engine -> tasks
           -> {data, models, optim, checkpoint, guards, report}
           -> {config, parallel, seeding, versions} -> private_names -> {lookup, files, entry_points}
           -> errors -> text
@@ -28,6 +28,7 @@ LEVELS = [
     {"commands"},
     {"inference"},
     {"engine"},
+    {"tasks"},
     {"data", "models", "optim", "checkpoint", "guards", "report"},
     {"config", "parallel", "seeding", "versions"},
     {"private_names"},
@@ -38,7 +39,7 @@ LEVELS = [
     {PACKAGE},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
-WITHOUT_TORCH = {"config", *LEVELS[8], *LEVELS[9], *LEVELS[10], *LEVELS[11]}
+WITHOUT_TORCH = {"config", *LEVELS[9], *LEVELS[10], *LEVELS[11], *LEVELS[12]}
 FORBIDDEN = re.compile(
     r"^\s*(import|from) "
     r"(c?pickle|cloudpickle|dill|marshal|shelve)\b|(?<![.\w])(eval|exec)\(|\bos\.(system|popen)\("

@@ -21,6 +21,7 @@ from imagenet_cls.data.builtin import ComposedDigits
 from imagenet_cls.extras.before_training import show_batch
 from imagenet_cls.extras.pages.report import report_command
 from imagenet_cls.inference.evaluate_weights import OutputRecorder
+from imagenet_cls.tasks.multi_label import MultiLabel
 
 THRESHOLD = 0.25
 ALLOW = ["--allow-import", "helpers:plain"]
@@ -137,7 +138,7 @@ def test_list_as_test_set_need_not_have_all_labels(
 def test_infinite_output_of_one_class_is_not_an_absent_class() -> None:
     """Other than with one label, in tests/inference/test_evaluated_weights.py."""
     logits = torch.tensor([[-torch.inf, 1.0], [0.0, 1.0]])
-    recorder = OutputRecorder(["raw"], torch.device("cpu"), "raw")
+    recorder = OutputRecorder(MultiLabel(0.5), ["raw"], torch.device("cpu"), "raw")
     list(recorder.watch([({"raw": logits}, torch.eye(2), torch.arange(2))]))
     assert recorder.nonfinite.tolist() == [1]
 
@@ -174,7 +175,7 @@ def test_page_of_runs_of_both_kinds_has_dashes(run: Path, digits: Path, tmp_path
         assert [row.index("–") for row in best] == [1, 0]
         assert f"median of the best {first}, %" in text
         titles = [figure["title"][:3] for figure in figures(text)]
-        assert titles == ["Los", "Top", "mAP", "Lea", "Ima"]
+        assert titles == ["Los", "top", "mAP", "Lea", "Ima"]
 
 
 def test_labels_above_the_pictures_of_a_batch(

@@ -35,6 +35,7 @@ from imagenet_cls.parallel.collectives import all_reduce_mean
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import BatchNormStatistics, wrap_ddp
+from imagenet_cls.tasks.multi_label import MultiLabel
 
 WORLD_SIZES = (1, 2, 3, 4)
 TEST_IMAGES = (2, 359, 361)  # with two, some ranks have no image
@@ -101,7 +102,7 @@ def results(context: RankContext, num_images: int) -> dict[str, Any]:
         for part in torch.tensor(list(rows)).long().split(50)
         if len(part)
     ]
-    kinds, labels = ["raw", "ema"], EvaluationLabels(threshold=0.5)
+    kinds, labels = ["raw", "ema"], EvaluationLabels(MultiLabel(0.5))
     own = build_metrics(["helpers:label_precision"], 7, kinds, context)
     found |= compute_results(label_outputs, kinds, context, 7, labels, own)
     for result in found.values():
@@ -318,7 +319,7 @@ def run_case(case: Case, context: RankContext, folder: Path) -> list[Any]:
 
     def keep_loss(result: StepResult, parts: TrainingParts) -> None:
         assert parts.plan.accumulation == accumulation
-        losses.append(all_reduce_mean(result.loss_and_top1, context)[0].item())
+        losses.append(all_reduce_mean(result.loss_and_metric, context)[0].item())
 
     def keep_gradient(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]

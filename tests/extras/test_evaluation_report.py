@@ -29,8 +29,9 @@ from imagenet_cls.extras.pages.evaluation_report import EvaluationReport
 from imagenet_cls.extras.pages.figures import similarity_order
 from imagenet_cls.extras.pages.render import format_cell
 from imagenet_cls.extras.pages.report import report_command
-from imagenet_cls.inference.evaluate_weights import evaluate_weights, image_dtype, prediction_rows
+from imagenet_cls.inference.evaluate_weights import evaluate_weights, prediction_rows
 from imagenet_cls.inference.load_weights import WeightsSource
+from imagenet_cls.tasks.single_label import image_dtype
 
 CLASSES = sorted(["a <b>&", "$x$", "cat", "dog", "猫", "owl", "pig"])
 NUM_IMAGES = 61

@@ -27,7 +27,7 @@ from imagenet_cls.errors import DataError, ResourceError, UsageError, UserError
 
 pytest.importorskip("datasets")
 import datasets
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
 
 DIGITS = ClassLabel(names=[str(digit) for digit in range(10)])
 
@@ -145,12 +145,39 @@ def test_values_of_a_named_column_are_classes(
     assert [source.load(i)[1] for i in range(3)] == targets
 
 
+@pytest.mark.parametrize(
+    ("labels", "feature", "classes", "targets"),
+    [
+        ([[1, 0], [], [1]], List(Value("int64")), ("0", "1"), [[1, 1], [0, 0], [0, 1]]),
+        ([["b", "a"], None], List(Value("string")), ("a", "b"), [[1, 1], [0, 0]]),
+        ([[0, 1], []], List(ClassLabel(names=["b", "a"])), ("b", "a"), [[1, 1], [0, 0]]),
+        (["b; a", "", "b"], Value("string"), ("a", "b"), [[1, 1], [0, 0], [0, 1]]),
+    ],
+)
+def test_several_labels_of_a_row(
+    labels: list[Any], feature: Any, classes: tuple[str, ...], targets: list[Any], tmp_path: Path
+) -> None:
+    found = opened(with_labels(save(tmp_path, labels, feature)))
+    assert found.classes == classes and found.required_targets("").tolist() == targets
+
+
+def with_labels(data: DataConfig) -> DataConfig:
+    return replace(data, labels="multi", kwargs={"label": "label"})
+
+
+def test_a_number_for_each_class_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        opened(with_labels(save(tmp_path, [[1, 0, 0], [0, 1, 0]], List(Value("int64")))))
+
+
 def test_rows_of_one_image_are_on_one_side(tmp_path: Path) -> None:
     files = [{"bytes": encoded(), "path": f"{i // 3}.png"} for i in range(30)]
     files[3]["bytes"] = encoded("bmp")  # another image of the same name
     data = save(tmp_path, [i % 2 for i in range(30)], images=files)
     parts: Any = open_datasets(replace(data, val=None, val_fraction=0.5))
-    sides = [{int(row) // 3 for row in part.numbers if row != 3} for part in (parts.train, parts.val)]
+    sides = [
+        {int(row) // 3 for row in part.numbers if row != 3} for part in (parts.train, parts.val)
+    ]
     assert sides[0].isdisjoint(sides[1]) and len(parts.train) + len(parts.val) == 30
 
 

@@ -3,14 +3,12 @@ error.
 """
 
 import io
-import json
-import os
 import signal
 import subprocess
 import sys
 import tarfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from imagenet_cls.data.image_set import FileImages
 from imagenet_cls.extras.datasets.pack import pack_command
 
 Packed = Callable[..., Any]
-Writer = Callable[..., Path]
 
 
 @pytest.fixture
@@ -222,77 +219,7 @@ def test_multilabel_of_a_list_are_packed(
 # ---- Parquet
 
 
-def named(*names: str) -> dict[str, Any]:
-    """The feature of a column with these classes, as the Hub's `datasets` stores it."""
-    return {"names": names, "_type": "ClassLabel"}
-
-
-@pytest.fixture
-def write_parquet(tmp_path: Path, image_folder: Path) -> Writer:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    files = sorted((image_folder / "train").rglob("*.JPEG"))
-
-    def write(
-        labels: list[Any],
-        feature: object = None,
-        parts: Sequence[str] = ("train", "validation"),
-        **columns: Any,
-    ) -> Path:
-        images = [{"bytes": files[i].read_bytes(), "path": None} for i in range(len(labels))]
-        table = pyarrow.table({"image": images, "label": labels} | columns)
-        if feature is not None:
-            stored = json.dumps({"info": {"features": {"label": feature}}})
-            table = table.replace_schema_metadata({"huggingface": stored})
-        folder = tmp_path / "hub" / "data"
-        folder.mkdir(parents=True, exist_ok=True)
-        for part in parts:
-            parquet.write_table(table, folder / f"{part}-00000-of-00001.parquet", row_group_size=2)
-        return tmp_path / "hub"
-
-    return write
-
-
-@pytest.mark.parametrize(
-    ("labels", "feature", "options", "classes", "targets"),
-    [
-        (["b;a", "b", "b"], None, [], ("b", "b;a"), [1, 0, 0]),
-        (["b; a", "", "b"], None, ["--multilabel"], ("a", "b"), [[1, 1], [0, 0], [0, 1]]),
-        ([[1, 0], [], [1]], None, [], ("0", "1"), [[1, 1], [0, 0], [0, 1]]),
-        # the features of lists, by the version of `datasets`
-        ([[0, 1], []], [named("b", "a")], [], ("b", "a"), [[1, 1], [0, 0]]),
-        ([[1], []], {"feature": named("b", "a")}, [], ("b", "a"), [[0, 1], [0, 0]]),
-    ],
-)
-def test_parquet_becomes_shards_with_its_images_and_labels(
-    labels: list[Any],
-    feature: object,
-    options: list[str],
-    classes: tuple[str, ...],
-    targets: list[Any],
-    write_parquet: Writer,
-    image_folder: Path,
-    packed: Packed,
-) -> None:
-    kind = "multi" if isinstance(targets[0], list) else "single"
-    data = packed(write_parquet(labels, feature), *options, "--images-per-shard", 3, labels=kind)
-    files = sorted((image_folder / "train").rglob("*.JPEG"))
-    for source in (data.train, data.val):
-        assert source.classes == classes and source.targets.tolist() == targets
-        assert all(source.files.read(i) == files[i].read_bytes() for i in range(len(labels)))
-
-
-def test_parquet_keeps_names_of_classes_and_names_images_by_class_and_place(
-    write_parquet: Writer, packed: Packed
-) -> None:
-    """An MPO file is a JPEG."""
-    mpo = encoded("MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))])
-    contents = (encoded("PNG"), mpo, encoded("JPEG"))
-    image = [{"bytes": content, "path": None} for content in contents]
-    data = packed(write_parquet([0, 2, 1], named("a b", ".net", "a/b"), image=image))
-    assert data.classes == ("a b", ".net", "a/b") and data.val.targets.tolist() == [0, 2, 1]
-    stem = "train-00000-of-00001"
-    expected = [f"a b/{stem}-0-0.png", f"a_b/{stem}-0-1.jpg", f"_net/{stem}-1-0.jpg"]
-    assert names(data.train) == expected
+# ---- datasets of the Hub
 
 
 def encoded(form: str, **options: Any) -> bytes:
@@ -301,65 +228,55 @@ def encoded(form: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
-BAD: list[dict[str, Any]] = [
-    {"labels": [0], "image": [{"bytes": encoded("PCX"), "path": "x"}]},
-    {"labels": [0, 5], "feature": named("a", "b")},
-    {"labels": [0, None]},
-    {"labels": [[1, 0, 0], [0, 1, 0]]},  # a number for each class
-    {"labels": []},
-    {"labels": [0], "image": [{"bytes": b"", "path": "x"}]},
-    {"labels": [0], "image": ["x.jpg"]},
-    {"labels": [0], "image": [{"bytes": b"no image", "path": None}]},
-]
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Write a folder of Parquet files whose parts have these images, labels and classes."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def write(images: list[bytes], labels: list[Any], *classes: str) -> Path:
+        label = datasets.ClassLabel(names=list(classes))
+        if isinstance(labels[0], list):
+            label = datasets.List(label)
+        features = datasets.Features({"image": datasets.Image(), "label": label})
+        columns = {"image": images, "label": labels}
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        for part in ("train", "validation"):
+            table = datasets.Dataset.from_dict(columns, features=features)
+            table.to_parquet(tmp_path / "hub" / f"{part}-00000-of-00001.parquet")
+        return tmp_path / "hub"
+
+    return write
 
 
-@pytest.mark.parametrize("rows", BAD)
-def test_bad_rows_of_parquet_are_errors(
-    rows: dict[str, Any], write_parquet: Writer, out: Path
+def test_parquet_files_become_shards(rows: Callable[..., Path], packed: Packed) -> None:
+    """An MPO file is a JPEG."""
+    mpo = encoded("MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))])
+    images = [encoded("PNG"), mpo, encoded("JPEG")]
+    data = packed(rows(images, [0, 2, 1], "a b", ".net", "a/b"))
+    assert data.classes == ("a b", ".net", "a/b") and data.val.targets.tolist() == [0, 2, 1]
+    assert names(data.train) == ["a b/00000000.png", "a_b/00000001.jpg", "_net/00000002.jpg"]
+    assert [data.val.files.read(i) for i in range(3)] == images
+
+
+def test_lists_of_labels_become_shards(rows: Callable[..., Path], packed: Packed) -> None:
+    folder = rows([encoded("PNG")] * 2, [[1, 0], []], "b", "a")
+    data = packed(f"hf:{folder}", "--multilabel", labels="multi")
+    assert data.classes == ("b", "a") and data.val.targets.tolist() == [[1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("content", [encoded("PCX"), b"no image"])
+def test_row_that_training_can_not_read_is_an_error(
+    content: bytes, rows: Callable[..., Path], out: Path
 ) -> None:
-    error = fails(3, pack_command, write_parquet(**rows), out)
-    assert "train-00000-of-00001.parquet" in error and not (out / "train").exists()
-
-
-def test_broken_parquet_files_are_errors(write_parquet: Writer, out: Path) -> None:
-    root = write_parquet([0, 1], parts=["train"])
-    (file,) = root.rglob("*.parquet")
-    os.truncate(file, file.stat().st_size - 100)
-    assert str(file) in fails(3, pack_command, root, out)
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table({"label": [0]}), file)
-    assert str(file) in fails(3, pack_command, root, out)
+    assert "train[0]" in fails(3, pack_command, rows([content], [0], "a"), out)
+    assert not (out / "train").exists()
 
 
 def test_class_names_that_shards_cannot_hold_are_errors_before_packing(
-    write_parquet: Writer, out: Path
+    rows: Callable[..., Path], out: Path
 ) -> None:
-    for name in (" b", "b\nc", "", "a"):
-        assert repr(name) in fails(3, pack_command, write_parquet([0, 1], named("a", name)), out)
+    for name in (" b", "b\nc", ""):
+        folder = rows([encoded("PNG")], [0], "a", name)
+        assert repr(name) in fails(3, pack_command, folder, out)
     assert not out.exists()
-
-
-def test_class_names_of_parquet_parts_are_matched(
-    write_parquet: Writer, packed: Packed, tmp_path: Path
-) -> None:
-    write_parquet([0, 1, 1], named("a", "b"))
-    val = packed(write_parquet([0, 1], named("b", "a"), ["validation"])).val
-    assert val.classes == ("a", "b") and val.targets.tolist() == [1, 0]
-    root = write_parquet([0, 1], named("a", "c"), ["validation"])
-    error = fails(3, pack_command, root, tmp_path / "other")
-    assert "validation-00000-of-00001.parquet" in error
-
-
-def test_test_part_of_parquet_is_packed_without_a_validation_part(
-    write_parquet: Writer, packed: Packed, tmp_path: Path
-) -> None:
-    """Integers without names are positions in classes.txt."""
-    root = write_parquet([2, 0], parts=["train", "test"])
-    (root / "data" / "classes.txt").write_text("2\n1\n0\n")
-    data = packed(root)
-    assert data.classes == ("2", "1", "0") and data.val.targets.tolist() == [2, 0]
-    write_parquet([0, 1], parts=["validation"])
-    succeeds(pack_command, root, tmp_path / "other")
-    assert datasets_in(tmp_path / "other").val.targets.tolist() == [0, 1]

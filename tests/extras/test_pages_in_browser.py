@@ -17,8 +17,8 @@ from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.extras.pages.evaluation_page import evaluation_page, evaluation_statistics
 from imagenet_cls.extras.pages.report import report_command
 from imagenet_cls.extras.pages.runs_page import run_names
-from imagenet_cls.inference.evaluate_weights import image_dtype
 from imagenet_cls.report.jsonl import read_metrics
+from imagenet_cls.tasks.single_label import image_dtype
 
 COLORS = {"light": (245, 246, 248), "dark": (18, 21, 24)}  # of the background
 ROWS = "[...document.querySelectorAll('tr[data-run]')]"

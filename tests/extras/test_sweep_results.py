@@ -11,6 +11,7 @@ import yaml
 from helpers import arguments, edit_state, fails, newest, succeeds, train_here
 
 from imagenet_cls.commands.python_api import TrainedRun
+from imagenet_cls.config.metrics import BY_NAME
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.extras.sweep import results as sweep_results
 from imagenet_cls.extras.sweep.command import sweep_command
@@ -24,10 +25,10 @@ def test_runs_with_other_arguments_are_of_another_setting(
     runs = plan_grid(["demo"], ["optimizer.lr=0.1,0.2", "seed=0,1", "train.epochs=5"], None, [])
     runs += plan_grid(["demo"], ["optimizer.lr=0.1", "seed=2", "train.epochs=9"], None, runs)
     write_runs(tmp_path, runs)
-    results = [("top1_pct", value) for value in (60.0, 62.0, 70.0, 72.0, 99.0)]
+    results = [(BY_NAME["top1"], value) for value in (60.0, 62.0, 70.0, 72.0, 99.0)]
     monkeypatch.setattr(sweep_results, "best_result", Mock(side_effect=results))
     metric, rows = read_table(tmp_path)
-    assert metric == "top1_pct"
+    assert metric == BY_NAME["top1"]
     assert [(row.setting, row.results) for row in rows] == [
         ({"optimizer.lr": "0.2", "others": "train.epochs=5"}, [70.0, 72.0]),
         ({"optimizer.lr": "0.1", "others": "train.epochs=5"}, [60.0, 62.0]),

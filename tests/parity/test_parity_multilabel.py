@@ -15,11 +15,11 @@ from torch.nn import functional
 from imagenet_cls.config.schema import LossConfig, MixConfig
 from imagenet_cls.data.device import build_mixing, mix_batch
 from imagenet_cls.data.targets import multi_hot
-from imagenet_cls.engine.label_scores import LabelOutputs, average_precision, label_statistics
 from imagenet_cls.optim.losses import build_loss, loss_problems
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.seeding import seed_generators
+from imagenet_cls.tasks.label_scores import LabelOutputs, average_precision, label_statistics
 
 N, CLASSES = 60, 7
 DRAWS = torch.Generator().manual_seed(0)
@@ -45,7 +45,7 @@ def loss_of(name: str, smoothing: float = 0.0, weights: Any = None, **kwargs: An
     config = LossConfig(name, smoothing, weights, kwargs=kwargs)
     assert loss_problems(config, "multi") == []
     counts = TARGETS.sum(0).long().numpy()
-    return build_loss(config, CLASSES, class_samples=counts, images=N)
+    return build_loss(config, CLASSES, 1, "multi", counts, N)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -99,9 +99,7 @@ def test_bce_is_torchs(weights: Any) -> None:
 def test_balanced_weight_of_a_class_without_images_is_one() -> None:
     """Likewise one that all images have."""
     counts = np.array([0, 3, 4])
-    loss = build_loss(
-        LossConfig("bce", class_weights="balanced"), 3, class_samples=counts, images=4
-    )
+    loss = build_loss(LossConfig("bce", class_weights="balanced"), 3, 1, "multi", counts, 4)
     # the weights are 1, (4 - 3) / 3 and 1
     close(loss(torch.zeros(1, 3), torch.ones(1, 3)), (1 + 1 / 3 + 1) / 3 * np.log(2))
 
@@ -123,7 +121,7 @@ def test_rows_are_mixed_as_classes_are(options: dict[str, float], size: int, mod
     assert torch.equal(class_images, row_images)
     close(mixed_rows, mixed_classes)
     several = torch.from_numpy(multi_hot([[0, 1], [2], [], [0], [3, 4], [1]], 5)).float()
-    mixing = build_mixing(MixConfig(mixup_alpha=0.8), 5, multilabel=True)
+    mixing = build_mixing(MixConfig(mixup_alpha=0.8), 5, has_rows=True)
     assert mixing is not None
     seed_generators(1)
     _, mixed = mix_batch(mixing, images[:6].clone(), several)

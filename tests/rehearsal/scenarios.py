@@ -342,16 +342,16 @@ def no_record_stream() -> Any:
 
 
 def number_read_in_each_step() -> Any:
-    from imagenet_cls.engine import model_with_loss
+    from imagenet_cls.tasks.single_label import SingleLabel
 
-    original = model_with_loss.top1_accuracy
+    original = SingleLabel.step_metric
 
-    def top1_accuracy(outputs: Any, targets: Any) -> Tensor:
-        share = original(outputs, targets)
+    def step_metric(self: SingleLabel, logits: Tensor, targets: Tensor) -> Tensor:
+        share = original(self, logits, targets)
         share.item()
         return share
 
-    return mock.patch.object(model_with_loss, "top1_accuracy", top1_accuracy)
+    return mock.patch.object(SingleLabel, "step_metric", step_metric)
 
 
 def cpu_generator_for_erasing() -> Any:

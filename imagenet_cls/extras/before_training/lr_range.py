@@ -78,7 +78,7 @@ def lr_range(
         nonlocal average
         found.lr_factor = parts.schedule.horizon.peak_lr / config.optimizer.lr
         lr = result.lr
-        loss = float(result.loss_and_top1[0])
+        loss = float(result.loss_and_metric[0])
         if not math.isfinite(loss):
             found.end = f"at lr {lr:.3g}, where the loss is not finite"
             return True

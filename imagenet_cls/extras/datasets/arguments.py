@@ -7,8 +7,9 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.own_data import is_config
+from imagenet_cls.commands.own_data import OWN_DATASET, is_config
 from imagenet_cls.config.load import load_config
+from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import UsageError
 from imagenet_cls.parallel.cpus import cpu_threads
@@ -35,7 +36,10 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config_if_given(source: str, overrides: Sequence[str]) -> Config | None:
-    """The config of a file; None for another path, which takes no overrides."""
+    """The config of a file or of `hf:NAME`; None for another path, which takes no overrides."""
+    if source.startswith("hf:"):
+        overrides = [f"data.name={dump_inline(source)}", *overrides]
+        return load_config(OWN_DATASET, overrides).config
     if is_config(source):
         return load_config(source, overrides).config
     if overrides:

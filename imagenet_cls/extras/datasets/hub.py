@@ -1,11 +1,13 @@
 """Datasets of the Hugging Face Hub, and folders in its formats, read by the library `datasets`."""
 
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,6 +17,7 @@ import numpy as np
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.classes import whole_numbers
 from imagenet_cls.data.image_set import EncodedImages, ImageSet, all_images
+from imagenet_cls.data.targets import multi_hot, split_labels, target_bytes
 from imagenet_cls.errors import (
     DataError,
     Problem,
@@ -88,6 +91,9 @@ class HubImages(EncodedImages):
     def name(self, number: int) -> str:
         return f"{self.dataset_name}[{number}]"
 
+    def file_name(self, number: int) -> str:
+        return f"{number:08d}{Path(self._row(number)[1].as_py() or '').suffix}"
+
     def ids(self) -> Sequence[Hashable]:
         """The number of a row; path, size and a checksum of the content where several rows have
         that path and size. Files of several folders may be stored with the same name.
@@ -115,7 +121,7 @@ class HubImages(EncodedImages):
         Not over the fingerprint of `datasets`, which depends on where and when local files were
         written.
         """
-        digest = sha256(self._sizes().tobytes() + self.targets.astype("<i8").tobytes())
+        digest = sha256(self._sizes().tobytes() + target_bytes(self.targets))
         for texts in (self.paths.to_pylist(), self.classes):
             digest.update("\0".join(text or "" for text in texts).encode("utf-8", "replace"))
         return digest.hexdigest()
@@ -123,19 +129,21 @@ class HubImages(EncodedImages):
 
 def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageSet:
     """A part. classes: not used. Raises as `open_hub`."""
-    images = open_hub(config.name, part, config.decode, config.exif, **config.kwargs)
+    given = (config.name, part, config.labels, config.decode, config.exif)
+    images = open_hub(*given, **config.kwargs)
     return all_images(images, images.targets, images.classes)
 
 
 def problems(config: DataConfig) -> list[Problem]:
     """All problems of the arguments."""
-    passed = ("name", "part", "decode", "exif")
+    passed = ("name", "part", "labels", "decode", "exif")
     return kwargs_problems("data.kwargs", open_hub, config.kwargs, passed)
 
 
 def open_hub(
     name: str,
     part: str,
+    labels: str,
     decode: str,
     exif: str,
     image: str | None = None,
@@ -149,7 +157,7 @@ def open_hub(
     `datasets.load_dataset`. Raises DataError, ResourceError without a network or space, and
     UsageError without the library, and for arguments that are no text.
     """
-    arguments = (name, part, decode, exif, image, label, subset, revision)
+    arguments = (name, part, labels, decode, exif, image, label, subset, revision)
     if "/" not in name:
         raise UsageError(
             f"data.name: {name!r} is neither {HUB}USER/NAME nor a folder, such as {HUB}./photos.",
@@ -171,20 +179,28 @@ def open_hub(
     with explain_content_errors(DataError, place, f"the column {image!r} has no images", remedy):
         table = dataset.cast_column(image, Image(decode=False)).with_format("arrow")[:]
         contents, paths = (compute.struct_field(table[image], key) for key in ("bytes", "path"))
-    targets, classes = _targets(table[label], dataset.features[label], f"{place}, column {label!r}")
+    read = _label_targets if labels == "multi" else _targets
+    targets, classes = read(table[label], dataset.features[label], f"{place}, column {label!r}")
     return HubImages(place, contents, paths, targets, classes, decode, exif, arguments)
 
 
 def _open_part(name: str, part: str, subset: str | None, revision: str | None) -> Any:
     """The `datasets.Dataset` of a part. `val` also means `validation`. Raises as `open_hub`."""
     try:
-        from datasets import DatasetDict, load_dataset_builder, load_from_disk
+        from datasets import (
+            DatasetDict,
+            disable_progress_bars,
+            load_dataset_builder,
+            load_from_disk,
+        )
         from datasets.packaged_modules.cache.cache import Cache
     except ImportError as error:  # also where a folder of this name hides it
         raise UsageError(
             f"{name} needs the library datasets: {first_line(error)}.",
             "Install it: pip install datasets",
         ) from None
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     location = name.removeprefix(HUB)
     folder = Path(location).expanduser()
     parts: Mapping[str, Any]
@@ -222,7 +238,7 @@ def _explained(name: str, folder: Path, error: BaseException) -> UserError:
     while not isinstance(error, OSError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     reason = shorten(" ".join(str(error).split()), 300) or type(error).__name__
-    is_missing = isinstance(error, FileNotFoundError)  # also without permission
+    is_missing = isinstance(error, FileNotFoundError | PermissionError)
     # pyarrow raises an OSError without a number for a file that is cut short.
     is_broken = folder.is_dir() and getattr(error, "errno", None) is None
     if isinstance(error, OSError) and not is_missing and not is_broken:
@@ -259,7 +275,11 @@ def _find_column(
     """`column`, or the only column of this type. Raises DataError."""
     if column is not None and column in features:
         return column
-    found = [name for name, feature in features.items() if isinstance(feature, kind)]
+    found = [
+        name
+        for name, feature in features.items()
+        if isinstance(getattr(feature, "feature", feature), kind)  # also of a list
+    ]
     if column is None and len(found) == 1:
         return found[0]
     problem = f"{len(found)} columns of the type {kind.__name__}"
@@ -270,6 +290,25 @@ def _find_column(
         f"{place}: {problem}; it has {shorten(', '.join(columns), 300)}.",
         f"Name one: data.kwargs.{key}=COLUMN",
     )
+
+
+def _label_targets(values: Any, feature: Any, place: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The targets in a column of lists of labels, or of text with `;` between labels: uint8
+    (N, classes), and the classes. Raises DataError as `_targets`.
+    """
+    import pyarrow
+
+    rows = [split_labels(row) if isinstance(row, str) else row or () for row in values.to_pylist()]
+    flat = pyarrow.chunked_array([list(chain.from_iterable(rows))])
+    targets, classes = _targets(flat, getattr(feature, "feature", feature), place)
+    ends = np.cumsum([len(row) for row in rows])
+    classes_of = np.split(targets, ends[:-1])
+    if any(len(set(own)) < len(own) for own in map(tuple, classes_of)):
+        raise DataError(
+            f"{place}: a row has a label twice.",
+            "List names or numbers of classes, not a 0 or 1 for each class.",
+        )
+    return multi_hot(classes_of, len(classes)), classes
 
 
 def _targets(values: Any, feature: Any, place: str) -> tuple[np.ndarray, tuple[str, ...]]:

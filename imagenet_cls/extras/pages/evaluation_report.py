@@ -22,9 +22,9 @@ from imagenet_cls.extras.pages.render import (
 )
 from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.inference.evaluate_weights import WeightsEvaluation, prediction_rows
-from imagenet_cls.inference.label_rows import class_statistics
 from imagenet_cls.lookup import check_packages
 from imagenet_cls.report.jsonl import finite_json
+from imagenet_cls.tasks.multi_label import MultiLabel
 
 _THUMBNAIL_PX = 160
 _MAX_EXAMPLES = 12  # with several labels
@@ -77,8 +77,8 @@ class EvaluationReport:
             for name in ("target", "top"):
                 rows[name] = np.searchsorted(present, rows[name])
         confusion = None
-        if evaluation.threshold is not None:
-            statistics = multilabel_statistics(evaluation)
+        if isinstance(evaluation.task, MultiLabel):
+            statistics = multilabel_statistics(evaluation, evaluation.task)
         else:
             statistics, confusion = evaluation_statistics(rows, classes, images.name)
         statistics = {
@@ -109,12 +109,12 @@ class EvaluationReport:
             write_file(self.page, page)
 
 
-def multilabel_statistics(evaluation: WeightsEvaluation) -> dict[str, Any]:
+def multilabel_statistics(evaluation: WeightsEvaluation, task: MultiLabel) -> dict[str, Any]:
     """The statistics of an evaluation with several labels: those of the classes, and the images
     with the highest loss as `mistakes`.
     """
     rows = evaluation.rows
-    assert rows is not None and evaluation.threshold is not None
+    assert rows is not None
     names = list(map(utf8_text, evaluation.images.classes))
     logits, targets = (torch.from_numpy(rows[name].astype("f4")) for name in ("logits", "target"))
     losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
@@ -130,8 +130,8 @@ def multilabel_statistics(evaluation: WeightsEvaluation) -> dict[str, Any]:
     return {
         "images": len(rows),
         "num_classes": len(names),
-        "threshold": evaluation.threshold,
-        "classes": class_statistics(rows, names, evaluation.threshold),
+        "threshold": task.threshold,
+        "classes": task.class_statistics(rows, names),
         "mistakes": mistakes,
     }
 

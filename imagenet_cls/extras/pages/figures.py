@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from imagenet_cls.config.metrics import BY_FIELD
 from imagenet_cls.extras.pages.plots import columns, main_metrics, mean_points
 from imagenet_cls.report.jsonl import Record
 
@@ -33,7 +34,7 @@ def curve_figures(runs: Sequence[Sequence[Record]]) -> list[Figure]:
         "loss": ("Loss", ".5f"),
         **{
             metric.field: (f"{metric.title} on validation images, %", ".3f")
-            for metric in main_metrics(chain(*runs))
+            for metric in sorted(main_metrics(chain(*runs)), key=list(BY_FIELD.values()).index)
         },
         "lr": ("Learning rate", ".6g"),
         "images_per_sec": ("Images per second", ",.1f"),

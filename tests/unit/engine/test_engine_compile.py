@@ -18,6 +18,7 @@ from imagenet_cls.engine.model_with_loss import ModelWithLoss
 from imagenet_cls.errors import UsageError
 from imagenet_cls.models.teacher import Teacher
 from imagenet_cls.optim.losses import build_loss, build_training_loss
+from imagenet_cls.tasks.single_label import SingleLabel
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,12 @@ WEIGHTS = [1.0, 2.0, 3.0, 4.0, 5.0]
         (LossConfig("bce", 0.1, WEIGHTS), LABELS, {}, "none"),
         (LossConfig("focal", class_weights=WEIGHTS), LABELS, {}, "none"),
         (LossConfig("jsd"), LABELS[:2], {"splits": 3}, "none"),
-        (LossConfig("asymmetric"), SOFT.gt(0.2).float(), {"images": 6}, "none"),
+        (
+            LossConfig("asymmetric"),
+            SOFT.gt(0.2).float(),
+            {"labels": "multi", "num_images": 6},
+            "none",
+        ),
         (LossConfig(), LABELS, {}, "soft"),
         (LossConfig(), LABELS, {}, "hard"),
     ],
@@ -66,15 +72,18 @@ def test_model_and_loss_compile_as_one_graph(
     mean_std = ([0.5] * 3, [0.5] * 3)
     teacher = Teacher(nn.Sequential(nn.Flatten(), nn.Linear(12, 5)), mean_std, mean_std)
     criterion = build_training_loss(build_loss(loss, 5, **more), DistillConfig(kind), teacher)
-    eager, compiled = ModelWithLoss(model, criterion), ModelWithLoss(model, criterion)
+    metric = SingleLabel().step_metric
+    eager, compiled = (ModelWithLoss(model, criterion, metric) for _ in range(2))
     model.compile(backend="aot_eager", dynamic=False)  # as for evaluations
     compiled.compile(backend="aot_eager", dynamic=False, fullgraph=True)
     images = torch.rand(6, 3, 2, 2)
     for divisor in (1.0, 2.0):
         results = []
         for module in (eager, compiled):
-            result, loss_and_top1 = module(images, targets, divisor)
-            results.append([loss_and_top1, *torch.autograd.grad(result, list(model.parameters()))])
+            result, loss_and_metric = module(images, targets, divisor)
+            results.append(
+                [loss_and_metric, *torch.autograd.grad(result, list(model.parameters()))]
+            )
         torch.testing.assert_close(*results)
 
 

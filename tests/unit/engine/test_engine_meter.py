@@ -1,21 +1,26 @@
 """Losses and accuracies stay on the device until they are read."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from helpers import single_rank
+from sklearn.metrics import f1_score
+from torch import nn
 
 from imagenet_cls.engine.meter import Meter, StepResult
-from imagenet_cls.engine.model_with_loss import top1_accuracy
+from imagenet_cls.engine.model_with_loss import ModelWithLoss
+from imagenet_cls.tasks.multi_label import MultiLabel
+from imagenet_cls.tasks.single_label import SingleLabel
 
 ALONE = single_rank()
 NOT_SKIPPED = torch.tensor(False)
 
 
 def add(m: Meter, step: int, loss: float = 1.0, skipped: bool = False) -> None:
-    loss_and_top1, norm = torch.tensor([loss, loss / 2]), torch.tensor(2.0 * loss)
-    m.add(StepResult(step, 0, 0.1, loss_and_top1, norm, torch.tensor(skipped)))
+    loss_and_metric, norm = torch.tensor([loss, loss / 2]), torch.tensor(2.0 * loss)
+    m.add(StepResult(step, 0, 0.1, loss_and_metric, norm, torch.tensor(skipped)))
 
 
 def test_every_step_is_there_once_and_the_last_tells_the_speed() -> None:
@@ -71,11 +76,28 @@ def test_means_of_an_epoch_are_of_its_steps_in_this_process() -> None:
     assert m.flush() == [] and m.describe_epoch(steps=4) == "train loss 0.8125, 50.0 %"
 
 
+def share_of(outputs: Any, targets: torch.Tensor) -> float:
+    """The metric of a model with these outputs."""
+    module = ModelWithLoss(nn.Module(), lambda *_: torch.tensor(0.0), SingleLabel().step_metric)
+    module.model.forward = lambda _: outputs
+    _, loss_and_metric = module(torch.empty(0), targets)
+    assert not loss_and_metric.requires_grad
+    return loss_and_metric[1].item()
+
+
 def test_top1_accuracy_of_hard_and_mixed_targets_two_outputs_and_several_views() -> None:
     logits = torch.eye(4)[[0, 1, 2, 2]].requires_grad_()
     targets = torch.tensor([0, 1, 3, 2])
     mixed = 0.6 * torch.eye(4)[targets] + 0.4 * torch.eye(4)[targets.flip(0)]
     for outputs, labels in ((logits, targets), (logits, mixed), ((logits, -logits), targets)):
-        assert top1_accuracy(outputs, labels).item() == 0.75
-    assert top1_accuracy(logits, targets[:2]).item() == 1.0, "the other rows are second views"
-    assert not top1_accuracy(logits, targets).requires_grad
+        assert share_of(outputs, labels) == 0.75
+    assert share_of(logits, targets[:2]) == 1.0, "the other rows are second views"
+
+
+def test_f1_of_images_is_that_of_scikit_learn() -> None:
+    logits = torch.randn(50, 4)
+    targets = (torch.rand(50, 4) < 0.3).float()
+    found = MultiLabel(0.4).step_metric(logits, targets)
+    predicted = logits.sigmoid() >= 0.4
+    expected = f1_score(targets, predicted, average="samples", zero_division=1)
+    assert found.item() == pytest.approx(expected)
