@@ -192,10 +192,16 @@ def data_overrides(path: Path) -> list[str]:
         files = [_text_override("data.root", path.parent), _text_override("data.train", path.name)]
         return ["data.name=list", *files, *held_out, "data.exif=apply"]
     train, val = _find_splits(names)
-    if val is not None:
+    # a test part without labels, as of Kaggle, holds images and no class folders
+    if val is not None and (is_archive(val) or path.is_file() or _has_folders(path / val)):
         held_out = [_text_override("data.val", val), "data.val_fraction=null"]
     files = [_text_override("data.root", path), _text_override("data.train", train or ".")]
     return ["data.name=folder", *files, *held_out, "data.exif=apply"]
+
+
+def _has_folders(path: Path) -> bool:
+    content = list_folder(os.fsencode(path))
+    return bool(content.folders) or not content.images
 
 
 def _text_override(key: str, text: str | Path) -> str:

@@ -192,6 +192,15 @@ def zip_members(file: FileIO) -> Iterator[Member]:
         for info in zipfile.ZipFile(file).infolist():
             # zipfile decodes names without the flag of UTF-8 as code page 437.
             name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+            with explain_content_errors(
+                DataError,
+                f"{path}: {decode_name(name)}",
+                "no UTF-8, and the zip does not state its encoding",
+                f"Unpack it, such as by unzip -O gbk {path}, and use the folder.",
+            ):
+                name.decode()
+            if info.create_system == 0:  # of Windows, some of whose programs write backslashes
+                name = name.replace(b"\\", b"/")
             is_inside = 0 <= info.header_offset <= total - info.compress_size
             # A damaged length hides the next entries in this one. zipfile does not count them.
             hides_entries = any(_ENTRY in field for field in (name, info.extra, info.comment))

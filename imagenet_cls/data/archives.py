@@ -35,6 +35,7 @@ from imagenet_cls.data.index import (
     PREPARE_COMMAND,
     ImageIndex,
     index_scan,
+    is_hidden,
     list_folder,
     suffix_of,
 )
@@ -43,6 +44,7 @@ from imagenet_cls.data.targets import multi_hot, split_labels
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import format_value, join_names, shorten
 
+_JSON_LABELS = ("label", "cls", "class", "class_name", "category", "labels", "target")
 _NUMBER_RANGE = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")  # {0000..1023}
 _MAX_FILES = 1_000_000
 _THREADS = 16  # they wait for the disk
@@ -357,7 +359,7 @@ def _scan_archive(path: Path, archive_index: int) -> _ArchiveScan:
     with open_archive(str(path)) as file:
         for member in archive_members(file):
             parts = _parts(member.name)
-            if _is_hidden(parts):
+            if any(map(is_hidden, parts)):
                 continue
             name = b"/".join(parts)
             suffix = suffix_of(name)
@@ -391,11 +393,6 @@ def _scan_archive(path: Path, archive_index: int) -> _ArchiveScan:
 
 def _parts(name: bytes) -> list[bytes]:
     return [part for part in name.split(b"/") if part not in (b"", b".")]
-
-
-def _is_hidden(parts: Sequence[bytes]) -> bool:
-    """Whether a member or a folder of it is hidden, such as the files `._name` of macOS."""
-    return any(part.startswith(b".") for part in parts)
 
 
 def _check_member(path: str, name: bytes, member: Member) -> None:
@@ -464,7 +461,8 @@ def _labels(
 
 def _read_label(file: FileIO, key: bytes, label_files: Mapping[bytes, Member]) -> bytes | None:
     """The label of a sample; None if it has none. Of a .cls the whole content, without white space
-    around it; of a .json `label`, or else `cls`, if that is a whole number or text.
+    around it; of a .json the first of `_JSON_LABELS`, if that is a number, text, or a list of them,
+    which gets `;` between.
     """
     is_text = key + b".cls" in label_files
     name = key + (b".cls" if is_text else b".json")
@@ -477,11 +475,11 @@ def _read_label(file: FileIO, key: bytes, label_files: Mapping[bytes, Member]) -
         return content.strip()
     with contextlib.suppress(ValueError, AttributeError, RecursionError):  # not such a .json
         found = json.loads(content)
-        label = found.get("label", found.get("cls"))
-        if isinstance(label, float) and label.is_integer():
-            label = int(label)
-        if isinstance(label, (int, str)) and not isinstance(label, bool):
-            return str(label).encode()
+        values = [found[key] for key in _JSON_LABELS if key in found][:1]
+        labels = values[0] if values and isinstance(values[0], list) else values
+        if labels and all(type(label) in (int, float, str) for label in labels):
+            numbers = [int(x) if type(x) is float and x.is_integer() else x for x in labels]
+            return ";".join(map(str, numbers)).encode()
     return None
 
 

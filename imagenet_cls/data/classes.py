@@ -164,17 +164,25 @@ def _classes_named_by(
         names = sorted(labels)
         return {name: i for i, name in enumerate(names)}, tuple(names)
     targets = {label: int(label) for label in short}
-    numbers = set(targets.values())
-    highest = max(0, max(numbers))
-    long = [label for label in labels if label not in targets]
-    if long or min(numbers) < 0 or len(numbers) <= highest:
-        example = f", and one is {format_value(min(long))}" if long else ""
+    numbers = sorted(set(targets.values()))
+    if len(numbers) < len(targets):
         raise DataError(
-            f"{path}: labels must be the numbers 0 to {highest}, each at least once{example}.",
-            "Count classes from 0, or list all of them, one per line, in a classes.txt in the "
-            "folder of the list or of the archives.",
+            f"{path}: some labels are one number in two forms, such as 01 and 1.",
+            "Write each class in one form.",
         )
-    return targets, tuple(str(number) for number in range(highest + 1))
+    long = [label for label in labels if label not in targets]
+    if long or numbers != list(range(len(numbers))):
+        example = f"one is {format_value(min(long))}" if long else f"{numbers[0]} to {numbers[-1]}"
+        folder = path if Path(path).is_dir() else Path(path).parent
+        raise DataError(
+            f"{path}: the {len(labels)} labels are numbers, but not 0 to {len(labels) - 1} "
+            f"({example}), so which outputs they are is not stated.",
+            "List the classes, one per line and in the order of the outputs, in "
+            f"{folder}/classes.txt. If they are {numbers[0]} to {numbers[-1]}: seq {numbers[0]} "
+            f"{numbers[-1]} > {folder}/classes.txt\n"
+            f"If they are 0 to {numbers[-1]}: seq 0 {numbers[-1]} > {folder}/classes.txt",
+        )
+    return targets, tuple(map(str, numbers))
 
 
 def _check_not_names(labels: Collection[str], classes: Sequence[str], path: Path | str) -> None:
@@ -225,7 +233,7 @@ def match_classes(
         raise DataError(
             f"{path}: {len(extra)} of {len(found)} classes are not among the {len(classes)} "
             f"training classes: {join_names(extra)}.",
-            _remedy_for_extra(extra[0], classes),
+            _remedy_for_extra(extra[0], classes, Path(path)),
         )
     missing = sorted(set(classes).difference(found))
     if missing and allow_extra and (not allow_missing or len(missing) == len(classes)):
@@ -243,7 +251,12 @@ def match_classes(
     return [class_to_idx.get(name, -1) for name in found]
 
 
-def _remedy_for_extra(extra: str, classes: Sequence[str]) -> str:
+def _remedy_for_extra(extra: str, classes: Sequence[str], path: Path) -> str:
+    if (path / "val_annotations.txt").is_file():  # Tiny ImageNet
+        return (
+            f"Sort its images into class folders: (cd {path} && while read file class rest; do "
+            "mkdir -p $class; mv images/$file $class/; done < val_annotations.txt; rmdir images)"
+        )
     for name in classes:
         if _look_equal(name, extra):
             return (

@@ -54,9 +54,9 @@ def open_datasets(
     notes = []
     opened = {}
     for part in parts:
-        images, note = leave_out(config, found[part], part)
-        if note is not None:
-            notes.append(note)
+        images = leave_out(config, found[part], part)
+        if images.note is not None:
+            notes.append(images.note)
         place = describe_part(config, getattr(config, part) or config.train)
         names = chosen or classes
         if names is not None:
@@ -101,12 +101,10 @@ def _strata(images: ImageSet) -> np.ndarray:
     return np.zeros(len(images), np.int64) if images.targets is None else images.targets
 
 
-def leave_out(config: DataConfig, images: ImageSet, part: str) -> tuple[ImageSet, str | None]:
+def leave_out(config: DataConfig, images: ImageSet, part: str) -> ImageSet:
     """A part without the images that `data.exclude` names, and of the training part the share
-    `data.fraction`; and a note about the former, or None. Raises DataError, also for images that
-    can't be decoded here.
+    `data.fraction`. Raises DataError, also for images that can't be decoded here.
     """
-    note = None
     if config.exclude is not None:  # `config.rules` says that the images are files
         root, path = (Path(name).expanduser() for name in (config.root, config.exclude))
         name = "training" if part == "train" else "validation"
@@ -114,13 +112,13 @@ def leave_out(config: DataConfig, images: ImageSet, part: str) -> tuple[ImageSet
         if rows:
             names = join_names([images.name(row) for row in rows])
             note = f"{len(rows)} of {len(images)} {name} images left out by data.exclude: {names}"
-        kept = images.select(np.delete(np.arange(len(images)), rows))
-        images = replace(kept, left_out=len(rows))
+            kept = images.select(np.delete(np.arange(len(images)), rows))
+            images = replace(kept, left_out=len(rows), note=note)
     if part == "train" and config.fraction < 1:
         images = images.select(fraction_rows(images.names(), _strata(images), config.fraction))
     if isinstance(images.images, FileImages):
         images.files.check_heif(images.numbers)
-    return images, note
+    return images
 
 
 def _empty_error(config: DataConfig, part: str, place: str) -> DataError:

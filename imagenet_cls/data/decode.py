@@ -1,18 +1,21 @@
 """Decoding image files: whole, or only a region of them."""
 
+import ctypes
 import io
 import struct
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from torchvision.io import ImageReadMode
 
-from imagenet_cls.data.turbojpeg import Box, TurboJpeg
+from imagenet_cls.data.turbojpeg import Box, TurboJpeg, find_turbojpeg
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import first_line
 
@@ -45,6 +48,20 @@ _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", 
 
 # baseline, extended, progressive Huffman: what torchvision decodes
 _START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})
+_ALL_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
+# Files that are no images, or none that Pillow reads, by their start in lower case.
+_OTHER_FORMATS = {
+    b"version https://git-lfs": "a pointer of Git LFS, without its file: run git lfs pull",
+    b"<!doctype html": "a page of HTML, such as of a download that failed",
+    b"<html": "a page of HTML, such as of a download that failed",
+    b"<?xml": "XML, such as an SVG drawing, which is not read",
+    b"<svg": "an SVG drawing, which is not read",
+    b"%pdf": "a PDF, which is not read",
+    b"\xff\x0a": "a JPEG XL image, which is not read",
+    b"\0\0\0\x0cjxl ": "a JPEG XL image, which is not read",
+}
+# Of the text and the color profile of a PNG, which are not used. Pillow's limit is 1 MiB.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**26
 
 
 def decode_rgb(data: bytes) -> torch.Tensor:
@@ -57,15 +74,20 @@ def decode_rgb(data: bytes) -> torch.Tensor:
     DataError with the reason, without the file's name, for broken, truncated and too large images
     (`MAX_PIXELS`), and as `rgb_tensor`.
     """
-    height, width, channels = _jpeg_header(data) or (0, 0, 0)
-    if channels in (1, 3) and height * width <= MAX_PIXELS:
-        try:
-            return _DECODE_JPEG(
-                torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB.value
-            )
-        except RuntimeError:
-            pass  # Pillow decides; it raises for truncated files too
-    return _decode_with_pillow(data)
+    height, width, channels = _decodable_jpeg(data)
+    if channels not in (1, 3) or not 0 < height * width <= MAX_PIXELS:
+        return _decode_with_pillow(data)
+    turbojpeg = find_turbojpeg()
+    if turbojpeg is not None:
+        image = turbojpeg.decode(data, height, width, Box(0, 0, height, width))
+        # torchvision's libjpeg would print warnings to stderr, without the name of the file.
+        return _decode_with_pillow(data) if image is None else image
+    try:
+        return _DECODE_JPEG(
+            torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB.value
+        )
+    except RuntimeError:  # Pillow decides; it raises for truncated files too
+        return _decode_with_pillow(data)
 
 
 def open_image(data: bytes) -> Image.Image:
@@ -74,10 +96,35 @@ def open_image(data: bytes) -> Image.Image:
     """
     if data[8:12] in _HEIF_BRANDS and has_heif():
         _register_heif()
-    image = Image.open(io.BytesIO(data))
+    if data[:4] in (b"II*\0", b"MM\0*"):
+        _silence_libtiff()
+    try:
+        image = Image.open(io.BytesIO(data))
+    except Image.UnidentifiedImageError:
+        profile = data.find(b"iCCP")
+        if not data.startswith(b"\x89PNG") or profile < 0:
+            raise
+        # Pillow does not open a PNG whose color profile, which is not used, is compressed in an
+        # unknown way.
+        (length,) = struct.unpack_from(">I", data, profile - 4)
+        image = Image.open(io.BytesIO(data[: profile - 4] + data[profile + 8 + length :]))
     if image.format == "EPS":  # its reader starts Ghostscript
         raise Image.UnidentifiedImageError
     return image
+
+
+@cache
+def _silence_libtiff() -> None:
+    """Keep libtiff from printing to stderr, without the name of the file, what is wrong with it.
+    Pillow raises an error for what can't be decoded.
+    """
+    with suppress(OSError, AttributeError):  # no Linux, or another build of Pillow
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.partition("/")[2]
+            if "libtiff" in path:
+                library = ctypes.CDLL(f"/{path}")
+                library.TIFFSetErrorHandler(None)
+                library.TIFFSetWarningHandler(None)
 
 
 def has_heif() -> bool:
@@ -132,7 +179,7 @@ def decode_region(
     if exif == "apply" and exif_orientation(data) != 1:
         image = decode_upright(data)
         return image, choose(*image.shape[1:])
-    height, width, channels = _jpeg_header(data) or (0, 0, 0)
+    height, width, channels = _decodable_jpeg(data)
     if turbojpeg is None or channels not in (1, 3) or not 0 < height * width <= MAX_PIXELS:
         image = decode_rgb(data)
         return image, choose(*image.shape[1:])
@@ -140,7 +187,7 @@ def decode_region(
     region = turbojpeg.decode(data, height, width, box)
     if region is not None:
         return region, box
-    image = decode_rgb(data)
+    image = _decode_with_pillow(data)
     if image.shape[1:] != (height, width):
         raise DataError("the size in its header is not the size of its pixels", "Replace the file.")
     return image, box
@@ -175,33 +222,53 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
             with open_image(data) as image:
                 return rgb_tensor(image)
         except Image.UnidentifiedImageError:
-            reason = "not an image of a known format" if data else "an empty file"
-            if data[8:12] in _HEIF_BRANDS and not has_heif():
-                reason = "a HEIF image, which needs pillow-heif: pip install pillow-heif"
+            reason = _unknown_format(data)
         except Image.DecompressionBombError:
             reason = f"more than the {MAX_PIXELS} pixels allowed"
         except (MemoryError, DataError):
             raise
         except Exception as error:  # Pillow's decoders raise any for damaged files
             reason = f"damaged or truncated ({first_line(error)})"
+            marker, precision, _ = _jpeg_frame(data)
+            if marker in _ALL_FRAMES - _START_OF_FRAME:
+                reason = "a lossless, hierarchical or arithmetic-coded JPEG, which is not read"
+            elif precision > 8:
+                reason = f"a JPEG of {precision} bits a sample, which is not read"
     raise DataError(reason, "Replace the file.")
 
 
-def _jpeg_header(data: bytes) -> tuple[int, int, int] | None:
-    """Height, width and channels of a JPEG that torchvision can decode; None for other files.
+def _unknown_format(data: bytes) -> str:
+    """Why Pillow does not know a file."""
+    if not data:
+        return "an empty file"
+    if data[8:12] in _HEIF_BRANDS and not has_heif():
+        return "a HEIF image, which needs pillow-heif: pip install pillow-heif"
+    for start, what in _OTHER_FORMATS.items():
+        if data.lstrip().lower().startswith(start) or data.startswith(start):
+            return what
+    return "not an image of a known format"
+
+
+def _decodable_jpeg(data: bytes) -> tuple[int, int, int]:
+    """Height, width and channels of a JPEG that torchvision can decode; zeros for other files."""
+    marker, precision, shape = _jpeg_frame(data)
+    return shape if marker in _START_OF_FRAME and precision == 8 else (0, 0, 0)
+
+
+def _jpeg_frame(data: bytes) -> tuple[int, int, tuple[int, int, int]]:
+    """Marker and bits a sample of a JPEG's frame, and height, width and channels; zeros for other
+    files.
 
     ITU T.81, annex B: segments are 0xFF, marker, length (2 bytes, included), payload. Fill bytes
     are left to Pillow.
     """
-    if data[:2] != b"\xff\xd8":
-        return None
-    position = 2
+    position = 2 if data[:2] == b"\xff\xd8" else len(data)
     while position < len(data) - 9:
         start, marker, length = struct.unpack_from(">BBH", data, position)
         if start != 0xFF or marker == 0xFF:
-            return None
-        if marker in _START_OF_FRAME:
-            height, width, channels = struct.unpack_from(">HHB", data, position + 5)
-            return height, width, channels
+            break
+        if marker in _ALL_FRAMES:
+            precision, *shape = struct.unpack_from(">BHHB", data, position + 4)
+            return marker, precision, tuple(shape)
         position += 2 + length
-    return None
+    return 0, 0, (0, 0, 0)

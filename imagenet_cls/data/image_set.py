@@ -66,8 +66,8 @@ class Images(Protocol):
         return [str(number).encode() for number in numbers.tolist()]
 
     def ids(self) -> Sequence[Hashable]:
-        """What identifies each image; equal for numbers of the same image."""
-        return range(len(self))
+        """What identifies each image; equal for numbers of the same image, also of another part."""
+        return [self.name(number) for number in range(len(self))]
 
     def sizes(self, numbers: np.ndarray) -> list[int] | None:
         """The sizes of files in bytes, -1 for a missing one; None if the images are not files."""
@@ -94,7 +94,8 @@ class ImageSet:
 
     targets: see `data.targets`; None if they are known only by reading the images. classes: the
     names of the targets. target_map: the target here for each target that `images` have; -1: none;
-    None: the same. left_out: the number of images that `data.exclude` has left out.
+    None: the same. left_out: the number of images that `data.exclude` has left out. note: for the
+    user, about what is not used.
     """
 
     images: Images
@@ -103,6 +104,7 @@ class ImageSet:
     classes: tuple[str, ...]
     target_map: np.ndarray | None = None
     left_out: int = 0
+    note: str | None = None
 
     def __len__(self) -> int:
         return len(self.numbers)

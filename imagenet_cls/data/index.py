@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from hashlib import sha256
@@ -26,6 +26,11 @@ IMAGE_SUFFIXES = HEIF_SUFFIXES | {
     *(b".jpg", b".jpeg", b".jfif", b".jpe", b".png", b".bmp", b".gif", b".webp"),
     *(b".ppm", b".pgm", b".tif", b".tiff", b".avif", b".jp2", b".j2k"),
 }
+# Of macOS in zips, Synology, Windows and Linux. They hold thumbnails, forks and deleted files.
+_SYSTEM_FOLDERS = frozenset(
+    {b"__MACOSX", b"@eaDir", b"#recycle", b"$RECYCLE.BIN", b"lost+found"}
+    | {b"System Volume Information"}
+)
 _MAX_SUFFIXES = 5  # in a message
 SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
 # a word for a part, as in seg_train, TestImages and val2017
@@ -75,14 +80,21 @@ class ImageIndex:
         return list(map(os.path.normpath, paths))
 
     def image_ids(self) -> Sequence[Hashable]:
-        """What identifies each image: its full path, with the links of its folder followed, or its
-        place in an archive, since shards reuse names.
+        """What identifies each image: its full path, with the links of its folder followed, or
+        archive and offset, since shards reuse names.
         """
-        if self.byte_ranges is None:
-            real_folder = cache(os.path.realpath)
-            paths = map(os.path.split, self.full_paths())
-            return [(real_folder(folder), name) for folder, name in paths]
-        return list(map(tuple, self.byte_ranges.places.tolist()))
+        if self.byte_ranges is not None:
+            archives = list(map(os.path.realpath, self.byte_ranges.archives))
+            places = self.byte_ranges.places[:, :2].tolist()
+            return [(archives[archive], offset) for archive, offset in places]
+        root = os.fsencode(self.root)
+
+        @cache
+        def real_folder(folder: bytes) -> bytes:
+            return os.path.realpath(os.path.join(root, folder))  # noqa: PTH118
+
+        parts = (name.rpartition(b"/") for name in self.names.tolist())
+        return [(real_folder(folder), name) for folder, _, name in parts]
 
     def describe(self, i: int) -> str:
         """Path and number of image `i`, and its archive, for a message."""
@@ -142,6 +154,7 @@ def index_folder(folder: Path | str) -> ImageIndex:
     counts = np.bincount(scan.label_index, minlength=len(scan.labels))
     empty = [scan.labels[label] for label in np.flatnonzero(counts == 0)]
     if empty:
+        check_level(root, [name for name in scan.labels if name not in empty], scan.names)
         others = f"; files not read: {describe_unread(scan.unread)}" if scan.unread else ""
         raise DataError(
             f"{root}: {len(empty)} of {len(scan.labels)} class folders hold no image: "
@@ -243,7 +256,7 @@ def list_folder(path: bytes) -> FolderContent:
     with os.scandir(path) as entries:
         for entry in entries:
             name = entry.name
-            if name.startswith(b"."):
+            if is_hidden(name):
                 continue
             try:
                 is_folder = entry.is_dir()
@@ -258,6 +271,11 @@ def list_folder(path: bytes) -> FolderContent:
                 others.append(name)
                 is_cacheable = is_cacheable and not entry.is_symlink()
     return FolderContent(status, sorted(images), folders, others, is_cacheable)
+
+
+def is_hidden(name: bytes) -> bool:
+    """Whether a file or folder is hidden, or is one that a system makes by itself."""
+    return name.startswith(b".") or name in _SYSTEM_FOLDERS
 
 
 def suffix_of(name: bytes) -> bytes:
@@ -299,6 +317,13 @@ def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
         raise DataError(f"{path}: {error.strerror}.", _layout_remedy(root)) from None
     classes = sorted(map(os.fsdecode, content.folders))
     if not classes:
+        compressed = [name for name in content.others if name.endswith((b".gz", b".tgz"))]
+        if compressed:
+            raise DataError(
+                f"{root}: holds compressed archives, which are not read: "
+                f"{join_names([os.fsdecode(name) for name in compressed])}.",
+                f"Unpack them to .tar: gunzip {root}/*gz",
+            )
         remedy = (
             "Put the images of each class into a folder of its name, or correct the path (in a "
             "config data.root, data.train and data.val)."
@@ -340,35 +365,66 @@ def may_be_parts(folders: Sequence[str]) -> bool:
     """Whether the names of all folders hold a word for a part, such as `seg_train` and `seg_test`,
     and not the same one.
     """
-    found = [_PART.search(_CAMEL_CASE.sub("_", name).lower()) for name in folders]
-    words = {match[1] for match in found if match}
-    return None not in found and len(words) > 1
+    words = {_part_word(name) for name in folders}
+    return None not in words and len(words) > 1
+
+
+def _part_word(folder: str) -> str | None:
+    """The word for a part in the name of a folder: `val` of Val2017."""
+    match = _PART.search(_CAMEL_CASE.sub("_", folder).lower())
+    return None if match is None else match[1]
 
 
 def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
-    """Raise DataError where the folders in `root`, taken for classes, are `train` and `val`, or a
-    single one, and hold the classes; also where their names hold words for parts, and they have
-    class folders in common. names: the names of the images.
+    """Raise DataError where the folders in `root`, taken for classes, are a single one or parts,
+    and hold the classes. Parts have different words for parts in their names, and class folders in
+    common, or all but the training part have none. names: the names of the images.
     """
-    are_splits = SPLIT_NAMES.issuperset(map(str.lower, classes))
-    if len(classes) > 1 and not are_splits and not may_be_parts(classes):
+    words = {name: word for name in classes if (word := _part_word(name))}
+    if len(classes) > 1 and len(set(words.values())) < 2:
         return
-    leaves: dict[bytes, set[bytes]] = {}  # of the folders that hold class folders
-    for path in (name.split(b"/") for name in names.tolist()):
-        if len(path) > 2:
-            leaves.setdefault(path[0], set()).add(path[-2])
-        elif len(classes) == 1:
-            return
-    # a folder without class folders may be a test part without labels
-    if not leaves or not (are_splits or set.intersection(*leaves.values())):
+    below: dict[str, set[bytes]] = {}  # the folders below each that hold images
+    for name in names.tolist():
+        top, _, rest = name.partition(b"/")
+        below.setdefault(os.fsdecode(top), set()).add(rest.rpartition(b"/")[0])
+    if len(classes) == 1:
+        if b"" not in below[classes[0]]:
+            folder = root / classes[0] / _folder_of_classes(below[classes[0]])
+            raise DataError(
+                f"{root}: its folder {classes[0]} holds folders and no images: the classes are a "
+                "level deeper.",
+                f"Give that folder: {command_line('train')} {folder}\n"
+                f"In a config: data.root={folder} data.train=. {HOLD_OUT_ADVICE}",
+            )
         return
-    train = next((name for name in classes if "train" in name.lower()), classes[0])
-    others = [name for name in classes if name != train]
+    train = next((name for name, word in words.items() if word.startswith("tr")), classes[0])
+    leaves = {name: {path.rpartition(b"/")[2] for path in paths} for name, paths in below.items()}
+    shared = leaves[train] - {b""}
+    others = [name for name in words if name != train and shared & leaves[name]]
+    # Views of an object may be in folders of their own, of all classes.
+    are_views = any(shared & leaves[name] for name in classes if name not in words)
+    # a test part may be without labels: images in one folder
+    is_alone = len(words) == len(classes) and len(shared) > 1
+    is_alone &= all(len(leaves[name]) == 1 for name in words if name != train)
+    if are_views or not (others or is_alone):
+        return
+    keys = f"data.train={train}/{_folder_of_classes(below[train])}"
     val_keys = HOLD_OUT_ADVICE
     if others:
-        val_keys = f"data.val={max(others, key=str.lower)} data.val_fraction=null"
+        val = max(others, key=str.lower)
+        val_keys = f"data.val={val}/{_folder_of_classes(below[val])} data.val_fraction=null"
+    parts = f"{keys} {val_keys}".replace("/. ", " ")
     raise DataError(
-        f"{root}: its folders ({join_names(classes)}) hold folders and no images: the classes are "
-        f"a level deeper.",
-        f"Set data.root={root} data.train={train} {val_keys}",
+        f"{root}: its folders ({join_names(classes)}) are parts, and the classes are a level "
+        "deeper.",
+        f"Name the parts: {command_line('train')} {root} {parts}\n"
+        f"In a config: data.root={root} {parts}",
     )
+
+
+def _folder_of_classes(folders: Collection[bytes]) -> str:
+    """The folder that holds class folders. folders: those that hold their images."""
+    common = os.path.commonpath(folders)
+    if len(folders) == 1:  # of a single class
+        common = common.rpartition(b"/")[0]
+    return os.fsdecode(common) or "."

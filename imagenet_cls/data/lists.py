@@ -9,7 +9,7 @@ import io
 import os
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +23,12 @@ from imagenet_cls.files import read_text
 from imagenet_cls.text import command_line, format_value, join_names
 
 # Names of columns in the header of a CSV file, in lower case.
-PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path", "name")
+PATH_COLUMNS = (
+    *("path", "file", "filename", "file_name", "image", "image_path", "name"),
+    *("filepath", "filepaths", "id", "image_id", "imageid", "id_code", "img"),
+)
 LABEL_COLUMNS = ("label", "class", "class_name", "target", "category", "labels", "classes", "tags")
+PART_COLUMNS = ("split", "subset", "partition", "phase", "usage", "data set", "dataset")
 BAD_IMAGES_FILE = "bad_images.txt"
 # `data.exclude` may always leave out 3 images, and 10 where they are at most a tenth of the part.
 _MIN_EXCLUDABLE = 3
@@ -78,6 +82,8 @@ def index_list(
     class_file = file.with_name("classes.txt")
     if columns and not class_file.is_file():
         classes = classes or columns  # in their order
+    if not class_file.is_file():
+        _check_labels(labels - {*(classes or ())}, file, multilabel)
     target_of, names = resolve_labels(labels, classes, file, class_file)
     for number, _, image_labels in [(1, "", columns), *rows]:
         unknown = [label for label in image_labels if label not in target_of]
@@ -90,19 +96,46 @@ def index_list(
                 "Correct the list, or list all classes, one per line, in a classes.txt next to the "
                 "training list.",
             )
-    number, path, _ = rows[0]  # to look for all images takes minutes on a network disk
-    if not os.path.isfile(folder / path):  # noqa: PTH113 (pathlib raises for names that no file can have)
-        raise DataError(
-            f"{file}:{number}: no image {folder / path}.",
-            f"Paths in a list are relative to data.root, {folder}: correct the paths or data.root.",
-        )
-    paths = np.array([os.fsencode(path) for _, path, _ in rows])
+    suffix = _missing_suffix(rows[0], file, folder)
+    paths = np.array([os.fsencode(path) + suffix for _, path, _ in rows])
     if multilabel:
         classes_of = [[target_of[label] for label in labels] for _, _, labels in rows]
         targets = multi_hot(classes_of, len(names))
     else:
         targets = np.array([target_of[label] for _, _, (label,) in rows], np.int64)
     return ImageIndex(folder, paths, targets, names)
+
+
+def _check_labels(labels: Collection[str], file: Path, multilabel: bool) -> None:
+    """Raise DataError for labels that are no names of classes: `nan`, and with multilabel several
+    in another form than with `;` between.
+    """
+    for label in sorted(labels):
+        if label.lower() == "nan":
+            raise DataError(
+                f"{file}: a label is {label}, as pandas writes a missing one.",
+                "Delete these rows, or list all classes, one per line, in a classes.txt beside.",
+            )
+        if multilabel and ("|" in label or label.startswith("[")):
+            raise DataError(
+                f"{file}: the label {format_value(label)} may be several.",
+                "Write them with `;` between: cat;dog",
+            )
+
+
+def _missing_suffix(row: _Row, file: Path, folder: Path) -> bytes:
+    """What is missing in the path of a row, as in the ids of Kaggle's lists: `000` for 000.jpg;
+    empty if it is whole. Raises DataError if there is no such image.
+    """
+    number, path, _ = row  # to look for all images takes minutes on a network disk
+    for suffix in (b"", *sorted(IMAGE_SUFFIXES)):
+        if os.path.isfile(os.fsencode(folder / path) + suffix):  # noqa: PTH113 (pathlib raises for names that no file can have)
+            return suffix
+    remedy = f"Paths in a list are relative to data.root, {folder}: correct the paths or data.root."
+    for below in sorted(folder.glob("*/")):
+        if any(os.path.isfile(os.fsencode(below / path) + end) for end in (b"", *IMAGE_SUFFIXES)):  # noqa: PTH113
+            remedy = f"It is in {below}: data.root={below} data.train={file.resolve()}"
+    raise DataError(f"{file}:{number}: no image {folder / path}.", remedy)
 
 
 def _read_rows(file: Path, folder: Path, multilabel: bool) -> tuple[list[_Row], tuple[str, ...]]:
@@ -206,6 +239,13 @@ def _find_columns(header: Sequence[str], multilabel: bool, where: str) -> _Colum
     ignored: pandas writes row numbers there. where: file and line, for messages.
     """
     names = [name.lower() for name in header]
+    parts = [header[i] for i, name in enumerate(names) if name in PART_COLUMNS]
+    if parts:
+        raise DataError(
+            f"{where}: the column {format_value(parts[0])} tells the part of each image.",
+            "Write a list for each part, without this column, and name them in data.train and "
+            "data.val; or delete the column.",
+        )
     path = next((names.index(name) for name in PATH_COLUMNS if name in names), 0)
     label_columns = [i for i, name in enumerate(names) if name in LABEL_COLUMNS]
     if len(label_columns) > 1:

@@ -319,7 +319,7 @@ class _BatchDataset(Dataset[Any]):
             layouts = self._pack(self.make_batch(keys))
         except UserError as error:
             return error
-        except Exception as error:
+        except BaseException as error:  # also sys.exit
             return worker_exception_error(error, worker.id)
         memory = self.memories[self.number]
         return _SentBatch(os.getpid(), self.number, None if memory is last else memory, layouts)
@@ -467,8 +467,14 @@ def _check_alive(workers: list[BaseProcess]) -> None:
         if worker.sentinel in ending:
             worker.join(_JOIN_SEC)  # the kernel closes the sentinel before the process has ended
         if not worker.is_alive():
+            code = worker.exitcode
+            if code is not None and code >= 0:
+                raise ResourceError(
+                    f"{_describe_worker(workers, number)} ended with exit code {code}.",
+                    "Look for os._exit in the dataset or in a library that it uses.",
+                )
             raise ResourceError(
-                f"{_describe_worker(workers, number)} was killed (exit code {worker.exitcode}).",
+                f"{_describe_worker(workers, number)} was killed (exit code {code}).",
                 f"Most often memory or /dev/shm ran out: {_USE_FEWER}.",
             )
 
@@ -499,7 +505,7 @@ def _kill_workers() -> None:
         workers.clear()
 
 
-def worker_exception_error(error: Exception, worker_id: int) -> ResourceError:
+def worker_exception_error(error: BaseException, worker_id: int) -> ResourceError:
     """The error for a worker whose dataset raised `error`. The traceback is a note, which survives
     pickling.
     """

@@ -1,6 +1,7 @@
 """Map-style datasets of (image, target): a user's own, and those of libraries."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -163,10 +164,12 @@ def classes_of_dataset(dataset: Any, name: str) -> tuple[str, ...]:
     classes = getattr(dataset, "classes", None)
     if classes is not None and len(classes):
         # torchvision's ImageNet and Imagenette give a tuple of synonyms for each class
-        return tuple(
+        names = [
             ", ".join(entry) if isinstance(entry, (tuple, list)) else str(entry)
             for entry in classes
-        )
+        ]
+        counts = Counter(names)  # ImageNet has two cranes
+        return tuple(f"{name} ({i})" if counts[name] > 1 else name for i, name in enumerate(names))
     by_name = getattr(dataset, "class_to_idx", None)
     if by_name:
         return tuple(map(str, sorted(by_name, key=by_name.__getitem__)))

@@ -13,9 +13,11 @@ from imagenet_cls.data.classes import chosen_classes
 from imagenet_cls.data.datasets import describe_part, leave_out
 from imagenet_cls.data.files import open_part
 from imagenet_cls.data.image_set import ImageSet
+from imagenet_cls.data.index import list_folder, may_be_parts
 from imagenet_cls.data.loader import open_file_warning
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.errors import DataError
+from imagenet_cls.text import join_names
 
 
 def locate_test_set(path: Path, config: DataConfig, list_root: str | None = None) -> DataConfig:
@@ -32,6 +34,12 @@ def locate_test_set(path: Path, config: DataConfig, list_root: str | None = None
         root = path
         parts = ("val", "val.tar", "val.zip")
         part = next((p for p in parts if (path / p).is_dir() or find_archives(path, p)), ".")
+        names = sorted(map(os.fsdecode, list_folder(os.fsencode(path)).folders))
+        if part == "." and may_be_parts(names):
+            commands = " or ".join(f"--data {path / name}" for name in names)
+            raise DataError(
+                f"{path}: holds the parts {join_names(names)}.", f"Name one: {commands}"
+            )
     elif archives:
         root = archives[0]
         part = str(path.relative_to(root))
@@ -63,7 +71,7 @@ def open_test_set(
     path = Path(config.root).expanduser() / config.val
     chosen = chosen_classes(config)
     opened = open_part(config, config.val, None if chosen else classes)
-    images, _ = leave_out(config, opened, "val")
+    images = leave_out(config, opened, "val")
     # The advice for a bad image would name keys of the training data, and not --data.
     images = replace(images, images=replace(images.files, exclude_advice=None))
     names = chosen or classes

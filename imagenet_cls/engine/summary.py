@@ -1,6 +1,5 @@
 """What a run prints at its start, after an evaluation, and at its end."""
 
-import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import torch
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import Progress, best_metric, best_weights
 from imagenet_cls.config.metrics import MIN_CLASSES_FOR_TOP5, main_metric
-from imagenet_cls.config.schema import DataConfig, EmaConfig, MixConfig
+from imagenet_cls.config.schema import EmaConfig, MixConfig
 from imagenet_cls.data.classes import HOLD_OUT_ADVICE
 from imagenet_cls.data.image_set import EncodedImages, FileImages, ImageSet
 from imagenet_cls.data.index import describe_unread
@@ -210,23 +209,26 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
             "frozen parameters have random values; set model.pretrained=true or model.checkpoint"
         )
     if parts.context.is_main:
-        same = same_images_warning(config.data, parts.data.train, parts.data.val)
+        same = same_images_warning(parts.data.train, parts.data.val)
         warnings += [same] if same else []
     return warnings
 
 
-def same_images_warning(data: DataConfig, train: ImageSet, val: ImageSet) -> str | None:
-    """A warning if training and validation part have the same path, or images with the same names,
+def same_images_warning(train: ImageSet, val: ImageSet) -> str | None:
+    """A warning if training and validation part have images in common, or all have the same names,
     classes and sizes.
     """
-    paths = [os.path.realpath(Path(data.root) / part) for part in (data.train, data.val) if part]
-    is_same_path = len(paths) == 2 and paths[0] == paths[1]
+    ids = val.ids()
+    shared = set(ids).intersection(train.ids())
     digests = [(source.digest, source.size_fingerprint()) for source in (train, val)]
-    if not is_same_path and digests[0] != digests[1]:
+    if digests[0] == digests[1]:  # of a copied folder
+        shared = set(ids)
+    if not shared:
         return None
+    first = next(i for i, image in enumerate(ids) if image in shared)
     return (
-        f"the validation part has the images of the training part ({len(val)} of {len(train)}); "
-        f"name another data.val, or hold out some: {HOLD_OUT_ADVICE}"
+        f"{len(shared)} of {len(val)} validation images are training images, such as "
+        f"{val.name(first)}; name another data.val, or hold out some: {HOLD_OUT_ADVICE}"
     )
 
 

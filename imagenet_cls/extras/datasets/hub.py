@@ -4,7 +4,7 @@ import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain
@@ -28,7 +28,7 @@ from imagenet_cls.errors import (
 )
 from imagenet_cls.files import read_regular
 from imagenet_cls.lookup import kwargs_problems
-from imagenet_cls.text import first_line, format_value, shorten
+from imagenet_cls.text import first_line, format_value, join_names, shorten
 
 HUB = "hf:"
 _MAX_CLASSES = 1_000_000  # a column of larger numbers holds ids, not classes
@@ -39,8 +39,8 @@ class HubImages(EncodedImages):
     """The rows of a part. The images stay in memory-mapped Arrow files.
 
     dataset_name: of the dataset and its part. contents, paths: of each image, the bytes and the
-    path, either of which may be null; `pyarrow.ChunkedArray`s with the same chunks. arguments: of
-    the call of `open_hub`.
+    path, either of which may be null; `pyarrow.ChunkedArray`s with the same chunks. parts: the
+    names of all parts of the dataset. arguments: of the call of `open_hub`.
     """
 
     dataset_name: str
@@ -48,6 +48,7 @@ class HubImages(EncodedImages):
     paths: Any
     targets: np.ndarray
     classes: tuple[str, ...]
+    parts: tuple[str, ...]
     decode: str
     exif: str
     arguments: tuple[Any, ...]
@@ -101,7 +102,9 @@ class HubImages(EncodedImages):
         keys = list(zip(self.paths.to_pylist(), self._sizes().tolist(), strict=True))
         counts = Counter(keys)
         return [
-            (key, crc32(self._row(row)[0].as_py() or b"")) if key[0] and counts[key] > 1 else row
+            (key, crc32(self._row(row)[0].as_py() or b""))
+            if key[0] and counts[key] > 1
+            else self.name(row)
             for row, key in enumerate(keys)
         ]
 
@@ -131,7 +134,12 @@ def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = Non
     """A part. classes: not used. Raises as `open_hub`."""
     given = (config.name, part, config.labels, config.decode, config.exif)
     images = open_hub(*given, **config.kwargs)
-    return all_images(images, images.targets, images.classes)
+    opened = all_images(images, images.targets, images.classes)
+    used = {config.train, "validation" if config.val == "val" else config.val, config.val}
+    others = [name for name in images.parts if name not in used]
+    if part != config.train or not others:
+        return opened
+    return replace(opened, note=f"parts of the dataset that are not used: {join_names(others)}")
 
 
 def problems(config: DataConfig) -> list[Problem]:
@@ -169,7 +177,7 @@ def open_hub(
                 f"data.kwargs: {format_value(value)} is not text.", "Write it in quotes."
             )
     place = f"{name}/{part}"
-    dataset = _open_part(name, part, subset, revision)
+    dataset, parts = _open_part(name, part, subset, revision)
     from datasets import ClassLabel, Image
     from pyarrow import compute
 
@@ -181,11 +189,15 @@ def open_hub(
         contents, paths = (compute.struct_field(table[image], key) for key in ("bytes", "path"))
     read = _label_targets if labels == "multi" else _targets
     targets, classes = read(table[label], dataset.features[label], f"{place}, column {label!r}")
-    return HubImages(place, contents, paths, targets, classes, decode, exif, arguments)
+    return HubImages(place, contents, paths, targets, classes, parts, decode, exif, arguments)
 
 
-def _open_part(name: str, part: str, subset: str | None, revision: str | None) -> Any:
-    """The `datasets.Dataset` of a part. `val` also means `validation`. Raises as `open_hub`."""
+def _open_part(
+    name: str, part: str, subset: str | None, revision: str | None
+) -> tuple[Any, tuple[str, ...]]:
+    """The `datasets.Dataset` of a part, and the names of all parts. `val` also means `validation`.
+    Raises as `open_hub`.
+    """
     try:
         from datasets import (
             DatasetDict,
@@ -214,8 +226,7 @@ def _open_part(name: str, part: str, subset: str | None, revision: str | None) -
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
             saved = load_from_disk(location)
             parts = saved if isinstance(saved, DatasetDict) else {str(saved.split or part): saved}
-            part = _find_part(name, part, parts)
-            return parts[part]
+            return parts[_find_part(name, part, parts)], tuple(parts)
         builder = load_dataset_builder(location, subset, revision=revision)
         # Without a network, `datasets` takes the newest revision in its cache.
         if isinstance(builder, Cache) and revision not in (None, builder.hash):
@@ -225,7 +236,8 @@ def _open_part(name: str, part: str, subset: str | None, revision: str | None) -
                 f"Start with a network, or with data.kwargs.revision={builder.hash}",
             )
         builder.download_and_prepare()
-        return builder.as_dataset(_find_part(name, part, builder.info.splits))
+        parts = builder.info.splits
+        return builder.as_dataset(_find_part(name, part, parts)), tuple(parts)
     except UserError:
         raise
     except Exception as error:  # of pyarrow, httpx, huggingface_hub and others

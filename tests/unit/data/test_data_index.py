@@ -127,8 +127,8 @@ def test_class_folders_repeated_in_parts_are_an_error(
     ("names", "folder", "expected"),
     [
         (["ILSVRC2012_val_00000001.JPEG", "2.JPEG"], "", "prepare_imagenet"),
-        (["train/n1/1.jpg", "train/n2/1.jpg"], "", r"data\.train=train data\.val=null"),
-        (["images/n1/1.jpg", "images/n2/1.jpg"], "", r"data\.train=images data\.val=null"),
+        (["train/n1/1.jpg", "train/n2/1.jpg"], "", r"/train data\.train=\. data\.val=null"),
+        (["images/n1/1.jpg", "images/n2/1.jpg"], "", r"/images data\.train=\. data\.val=null"),
         (["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"], "", r"train data\.val=Val"),
         (["train/a/1.jpg", "train/b/1.jpg", "test/1.jpg"], "", r"data\.train=train "),
         (["a/1.jpg", "b/note.txt", "c/2/note.txt"], "", "b, c"),

@@ -59,7 +59,7 @@ LONG = "9" * 5000
         ("10 2", "0 1 10 2", "0 1 10 2", [2, 3]),  # names that are numbers
         ("0 2", "10 9 cat", "10 9 cat", [0, 2]),  # positions beside other numbers
         ("x1 2", None, "2 x1", [1, 0]),
-        ("1 0 1.0 0e0 00", None, "0 1", [1, 0, 1, 0, 0]),
+        ("1 0 1.0 0e0", None, "0 1", [1, 0, 1, 0]),
         ("1.0 0.0", "cat dog", "cat dog", [1, 0]),
         ("1.0 2.0", "1.0 10.0 2.0", "1.0 10.0 2.0", [0, 2]),  # names
         ("2.0 x", None, "2.0 x", [0, 1]),
@@ -84,7 +84,7 @@ def test_index_list_labels_are_names_or_positions_of_classes(
     [
         ("t.txt", "images/b.jpg cat\nimages/c.jpg\n", None, "t.txt:2:"),
         ("t.csv", "images/b.jpg,cat\nimages/c.jpg,\n", None, "t.csv:2:"),
-        ("t.csv", "label,img\ncat,images/b.jpg\n", None, "t.csv:1:"),
+        ("t.csv", "label,x\ncat,images/b.jpg\n", None, "t.csv:1:"),
         ("t.csv", "id,file,breed\n1,images/b.jpg,cat\n", None, "t.csv:1:"),
         ("t.csv", "path,class_name,x,Label\nimages/b.jpg,cat,2,0\n", None, "t.csv:1:"),
         ("t.csv", "path,label\nimages/0002,cat\nimages/b.jpg,dog\n", None, "t.csv:2:"),
