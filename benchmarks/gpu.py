@@ -416,7 +416,6 @@ def files(name: str, case: Case, tables: Path, rounds: int, tiny: bool) -> Itera
             "data.kwargs={}",
             f"data.root={folder}/images",
             f"data.num_workers={workers}",
-            "data.prefetch_batches=2",
             f"model.num_classes={case.classes}",
             "train.epochs=10000",
         ]

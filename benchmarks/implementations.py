@@ -100,6 +100,7 @@ def ours(
     from imagenet_cls.config.load import load_config
     from imagenet_cls.data.datasets import open_datasets
     from imagenet_cls.data.device import Normalize
+    from imagenet_cls.data.loader import PREFETCH_BATCHES
     from imagenet_cls.engine.loaders import build_train_loader, build_val_batches
     from imagenet_cls.engine.plan import plan_run
     from imagenet_cls.parallel.environment import RankInfo
@@ -122,7 +123,7 @@ def ours(
     context, data = RankContext(RankInfo(), torch.device("cpu")), open_datasets(config.data)
     assert data.train is not None and data.val is not None
     # one batch for each worker is in transfer
-    ready = workers * (config.data.prefetch_batches + 1)
+    ready = workers * (PREFETCH_BATCHES + 1)
     preprocess = (
         Normalize(MEAN, STD, context.device, channels_last=True)
         if floats

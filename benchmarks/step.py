@@ -45,7 +45,6 @@ from imagenet_cls.engine.build import TrainingParts, build
 from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.plan import Due
 from imagenet_cls.engine.precision import autocast
-from imagenet_cls.engine.profiler import StepProfiler
 from imagenet_cls.engine.run import Run
 from imagenet_cls.engine.run_folder import RunFolder
 from imagenet_cls.engine.state import open_saver
@@ -170,7 +169,6 @@ class TrainingLoop:
             saver,
             self.stop_signals,
             HangLog(folder / "stacks.log", after_sec=3600),
-            StepProfiler(None, folder, context.device.type),
         )
 
     def __call__(self, steps: int) -> None:

@@ -15,7 +15,7 @@ from imagenet_cls.config.keys import ALIASES, is_text, sections, split_optional,
 from imagenet_cls.config.layers import CONFIGS, shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.reader import dump_inline, parse, value_of
-from imagenet_cls.data.archives import find_archives, is_archive, part_folders
+from imagenet_cls.data.archives import is_archive, part_folders
 from imagenet_cls.data.index import list_folder
 from imagenet_cls.errors import ConfigError, UsageError
 from imagenet_cls.lookup import nearest
@@ -238,7 +238,7 @@ def describe_data(source: str, loaded: LoadedConfig, data: "DataSets") -> str:
     form = "class folders"
     if config.name == "list":
         form = "a list of images"
-    elif find_archives(Path(config.root), config.train):
+    elif data.train.files.index.byte_ranges is not None:
         form = "an archive"
     if config.val is not None:
         held_out = f"evaluated on {config.val}"

@@ -93,6 +93,9 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "checkpoint.on_error": ("stop", "a failed save ends the run, and --resume continues it"),
     "eval.real_labels": (None, "use examples/real_labels.py"),
     "parallel.uneven": ("allow", "any number of ranks is allowed"),
+    "parallel.output_device": (None, "the first of parallel.device_ids has the outputs"),
+    "data.prefetch_batches": (2, "each worker prepares two batches ahead"),
+    "train.profile": (None, "profile the process: py-spy, nsys, or torch.profiler in a script"),
 }
 
 

@@ -189,7 +189,6 @@ STOPS_EARLY = Condition(
     "train.early_stop.patience_evals", lambda c: c.train.early_stop.patience_evals is not None
 )
 MULTILABEL = Condition("data.labels multi", lambda c: c.data.labels == "multi")
-DATA_PARALLEL = Condition("parallel.mode dp", lambda c: c.parallel.mode == "dp")
 RESIZES_BY_SHARE = Condition("eval.resize_px null", lambda c: c.eval.resize_px is None)
 
 
@@ -280,8 +279,6 @@ class DataConfig:
     num_workers: int | Literal["auto"] | None = key(
         "auto", Range(0, 256), recipe=False, per_machine=True
     )
-    # Batches that each worker prepares ahead.
-    prefetch_batches: int = key(2, COUNT, recipe=False, per_machine=True)
     # How JPEG files are decoded. auto: only the region that a sample needs, if libjpeg-turbo 3 is
     # found; the pixels are the same (docs/data.md). whole: the whole image, which also detects
     # damage outside of the region.
@@ -647,10 +644,6 @@ class TrainConfig:
     # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or
     # gradient. Such steps don't change the weights.
     max_nonfinite_steps: int = key(10, COUNT, recipe=False)
-    # Profile these steps, `[first, last]`, counted from 1, by torch.profiler, on rank 0: `profile/`
-    # in the run folder then has a trace, of some megabytes per step, and a table of operators.
-    # null: none.
-    profile: list[int] | None = key(None, COUNT, count=2, ascending=True, recipe=False)
 
 
 @dataclass(frozen=True)
@@ -718,9 +711,6 @@ class ParallelConfig:
     # the parameters; in mode ddp each rank uses the one at the index of its local rank, and one
     # process alone the first. null: all visible GPUs, in order.
     device_ids: list[int] | None = key(None, NOT_NEGATIVE, recipe=False)
-    # For mode dp: the GPU where the logits are gathered and the loss is computed. null: the first
-    # of device_ids.
-    output_device: int | None = key(None, NOT_NEGATIVE, recipe=False, needs=DATA_PARALLEL)
     # Synchronize BatchNorm over all ranks in training (SyncBatchNorm). No effect on one rank.
     sync_bn: bool = False
     # For a model in which some steps leave parameters without a gradient, such as layers that are

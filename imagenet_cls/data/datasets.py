@@ -108,7 +108,8 @@ def leave_out(config: DataConfig, images: ImageSet, part: str) -> ImageSet:
     if config.exclude is not None:  # `config.rules` says that the images are files
         root, path = (Path(name).expanduser() for name in (config.root, config.exclude))
         name = "training" if part == "train" else "validation"
-        rows = bad_rows(images.files.full_paths(images.numbers), root, path, name)
+        index = images.files.index.select(images.numbers)
+        rows = bad_rows(index.full_paths(), root, path, name)
         if rows:
             names = join_names([images.name(row) for row in rows])
             note = f"{len(rows)} of {len(images)} {name} images left out by data.exclude: {names}"

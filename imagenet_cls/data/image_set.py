@@ -399,10 +399,6 @@ class FileImages(EncodedImages):
         assert chosen.targets is not None
         return replace(index, targets=chosen.targets, classes=chosen.classes).digest
 
-    def full_paths(self, numbers: np.ndarray) -> list[str]:
-        """See `ImageIndex.full_paths`."""
-        return self.index.select(numbers).full_paths()
-
     def check_heif(self, numbers: np.ndarray) -> None:
         """Raise DataError at the start, not in an epoch, for HEIF images that can't be decoded."""
         if has_heif():

@@ -32,7 +32,6 @@ _SYSTEM_FOLDERS = frozenset(
     | {b"System Volume Information"}
 )
 _MAX_SUFFIXES = 5  # in a message
-SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
 # a word for a part, as in seg_train, TestImages and val2017
 _PART = re.compile(
     r"(?<![a-z])(train|trn|trainval|val|test|tst|dev|eval|holdout)(?:ing|id|idation|idate|uation)?"

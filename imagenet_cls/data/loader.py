@@ -45,9 +45,10 @@ START_METHOD = "fork" if sys.platform == "linux" else None
 
 SHARED_MEMORY = Path("/dev/shm")
 
+PREFETCH_BATCHES = 2  # that each worker prepares ahead
 _MAX_TEMP_DIR_BYTES = 107 - len("/listener-12345678")  # of an AF_UNIX socket's path
 _JOIN_SEC = 2.0
-_USE_FEWER = "use fewer data.num_workers or data.prefetch_batches"
+_USE_FEWER = "use fewer data.num_workers"
 # Iterators of DataLoaders whose workers were killed. torch's clean-up, which runs when an iterator
 # is deleted, could wait forever for a lock that a killed worker held.
 _failed_iterators: list[Any] = []
@@ -120,13 +121,12 @@ class WorkerOptions:
     """Options of a loader's worker processes, which don't change its batches.
 
     num_workers: if 0, samples are made in this process; the states of its default generators are
-    restored afterwards. prefetch_batches: batches that each worker prepares ahead. pin_memory: copy
+    restored afterwards. pin_memory: copy
     batches into page-locked memory, for asynchronous transfers to a GPU. timeout_sec: the longest
     wait for a batch.
     """
 
     num_workers: int = 0
-    prefetch_batches: int = 2
     pin_memory: bool = False
     timeout_sec: float = 300.0
 
@@ -357,7 +357,7 @@ def _data_loader(
 ) -> DataLoader[Any]:
     has_workers = options.num_workers > 0
     return DataLoader(
-        _BatchDataset(make_batch, options.prefetch_batches + 1),
+        _BatchDataset(make_batch, PREFETCH_BATCHES + 1),
         batch_size=None,  # an item of the dataset is a batch
         sampler=batches,
         num_workers=options.num_workers,
@@ -366,7 +366,7 @@ def _data_loader(
         multiprocessing_context=START_METHOD if has_workers else None,
         # otherwise each epoch draws a number from torch's default generator
         generator=torch.Generator(),
-        prefetch_factor=options.prefetch_batches if has_workers else None,
+        prefetch_factor=PREFETCH_BATCHES if has_workers else None,
     )
 
 

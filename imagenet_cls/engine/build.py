@@ -109,10 +109,7 @@ def data_parallel_devices(config: Config) -> Devices:
     """The devices of a DataParallel run; the first holds the parameters. Raises UsageError for
     missing GPUs.
     """
-    parallel = config.parallel
-    return choose_devices(
-        config.device, parallel.device_ids, parallel.output_device, torch.cuda.device_count()
-    )
+    return choose_devices(config.device, config.parallel.device_ids, torch.cuda.device_count())
 
 
 def devices_per_rank(config: Config) -> int:
@@ -124,7 +121,7 @@ def rank_devices(config: Config, context: RankContext) -> Devices:
     """The devices of this rank."""
     if config.parallel.mode == "dp":
         return data_parallel_devices(config)
-    return Devices((context.device,), context.device)
+    return Devices((context.device,))
 
 
 def build(
@@ -263,7 +260,7 @@ def build_model_parts(
     )
     mean_std = choose_mean_std(config.data, model)
     teacher = build_distillation_teacher(config, num_classes, data.classes, context, mean_std)
-    criterion = build_run_criterion(config, data.train, num_classes, teacher, devices.output)
+    criterion = build_run_criterion(config, data.train, num_classes, teacher, context.device)
     metric = task_of(config).step_metric
     model_with_loss = ModelWithLoss(wrap_data_parallel(model, devices), criterion, metric)
     wrapped = wrap_ddp(model_with_loss, context, parallel.mode, parallel.find_unused_parameters)

@@ -1,15 +1,13 @@
-"""This rank's loaders for training and evaluation, and a warning if the loop waits for them."""
+"""This rank's loaders for training and evaluation."""
 
 from collections.abc import Generator, Sequence
 from math import prod
-from statistics import fmean
-from typing import Any
 
 from torch import Tensor
 
 from imagenet_cls.config.schema import Config, DataConfig, height_width
 from imagenet_cls.data.image_set import ImageSet
-from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
+from imagenet_cls.data.loader import PREFETCH_BATCHES, TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.synthetic import BatchLoader, SyntheticLoader, synthetic_eval_batches
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
@@ -23,10 +21,6 @@ EvalBatch = tuple[Tensor, Tensor, Tensor]
 _MAX_WORKERS = 16  # for each device of a rank
 # with at least this many CPUs, a rank reserves one for the process that trains
 _MIN_CPUS_TO_RESERVE = 4
-# The run warns if it waits for more than this share of the time in this many consecutive logging
-# intervals.
-_MAX_WAIT_PCT = 20.0
-_WARNING_INTERVALS = 5
 
 
 def build_train_loader(
@@ -100,13 +94,13 @@ def shared_memory_use(
     batch = plan.device_micro_batch * plan.devices_per_rank * config.augment.splits
     batches_of_run = plan.epochs * plan.steps_per_epoch * plan.accumulation
     # each worker has one batch more than it prepares ahead
-    train_batches = options.num_workers * (options.prefetch_batches + 1)
+    train_batches = options.num_workers * (PREFETCH_BATCHES + 1)
     train_images = min(train_batches, batches_of_run) * batch
     val_shard = ceil_div(num_val_images, context.world_size)
     val_batch = config.eval.batch_size * plan.devices_per_rank
     num_batches = ceil_div(val_shard, val_batch)
     val_options = worker_options(config.data, context, num_batches, plan.devices_per_rank)
-    val_batches = val_options.num_workers * (val_options.prefetch_batches + 1)
+    val_batches = val_options.num_workers * (PREFETCH_BATCHES + 1)
     # They read ahead into the next evaluation.
     val_images = val_batches * min(val_batch, val_shard)
     train_bytes = config.data.channels * prod(height_width(config.augment.size_px))
@@ -127,7 +121,7 @@ def worker_options(
     if not isinstance(num_workers, int):
         num_workers = auto_workers(cpus_per_rank(context.rank_info), num_batches, devices_per_rank)
     pin_memory = context.device.type == "cuda"
-    return WorkerOptions(num_workers, data.prefetch_batches, pin_memory, data.timeout_sec)
+    return WorkerOptions(num_workers, pin_memory, data.timeout_sec)
 
 
 def auto_workers(cpus: float, num_batches: int, devices: int = 1) -> int:
@@ -149,56 +143,3 @@ def describe_workers(data: DataConfig, plan: Plan, context: RankContext) -> str:
     if isinstance(data.num_workers, int):
         return workers
     return f"{workers} (data.num_workers=auto: {cpus_per_rank(context.rank_info):g} CPUs per rank)"
-
-
-class DataWaitCheck:
-    """Warns once if the loop of this rank keeps waiting for data.
-
-    The first logging interval of each epoch does not count, so there is no warning where an epoch
-    has only one.
-    """
-
-    def __init__(self, data: DataConfig, plan: Plan, context: RankContext):
-        self.num_workers = train_worker_options(data, plan, context).num_workers
-        self.cpus = cpus_per_rank(context.rank_info)
-        self.is_done = data.name == "synthetic"  # whose batches are made on the device
-        self.epoch: int | None = None
-        self.waits_pct: list[float] = []  # of the last intervals, all above the limit
-
-    def add_interval(self, records: Sequence[dict[str, Any]]) -> str | None:
-        """Add an interval; return the warning, or None. records: the records of one logging
-        interval, from `Meter.flush`.
-        """
-        if self.is_done or not records:
-            return None
-        last = records[-1]
-        # The first interval of an epoch does not count: the workers start, or have no batch ready.
-        is_first = last["epoch"] != self.epoch
-        self.epoch = last["epoch"]
-        if is_first:
-            return None
-        if last["data_wait_pct"] <= _MAX_WAIT_PCT:
-            self.waits_pct.clear()
-            return None
-        self.waits_pct.append(last["data_wait_pct"])
-        if len(self.waits_pct) < _WARNING_INTERVALS:
-            return None
-        self.is_done = True
-        return (
-            f"warning: the loop waited for data {fmean(self.waits_pct):.0f} % of the time in "
-            f"{_WARNING_INTERVALS} consecutive logging intervals; {self._remedy()} "
-            "(docs/scaling.md)"
-        )
-
-    def _remedy(self) -> str:
-        if self.num_workers == 0:
-            return "set data.num_workers=auto, so that workers read ahead"
-        if self.num_workers < int(self.cpus) - 1:
-            return (
-                f"increase data.num_workers: {self.num_workers} workers of a rank that may use "
-                f"{self.cpus:g} CPUs"
-            )
-        return (
-            f"the rank may use {self.cpus:g} CPUs for {self.num_workers} workers, so give it "
-            "more CPUs, store smaller images, or store them on a faster disk"
-        )

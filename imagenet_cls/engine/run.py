@@ -19,10 +19,9 @@ from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.metrics import BY_FIELD, BY_NAME, main_metric
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.build import TrainingParts
-from imagenet_cls.engine.loaders import DataWaitCheck, EvalBatch
+from imagenet_cls.engine.loaders import EvalBatch
 from imagenet_cls.engine.meter import Meter, StepResult
 from imagenet_cls.engine.plan import Due, ceil_div, due_after
-from imagenet_cls.engine.profiler import StepProfiler
 from imagenet_cls.engine.summary import epoch_lines
 from imagenet_cls.errors import Stopped
 from imagenet_cls.guards.hang import HangLog
@@ -45,7 +44,6 @@ class Run:
         saver: CheckpointSaver,
         stop_signals: StopSignalHandler,
         hang_log: HangLog,
-        profiler: StepProfiler,
     ):
         self.parts = parts
         self.progress = progress
@@ -53,7 +51,6 @@ class Run:
         self.saver = saver
         self.stop_signals = stop_signals
         self.hang_log = hang_log
-        self.profiler = profiler
         # recomputed: `train.early_stop` may have changed since the checkpoint
         progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
         self.meter = Meter(
@@ -65,7 +62,6 @@ class Run:
             fp16=parts.scaler.is_enabled(),
             samples_of=self.sample_names,
         )
-        self.data_wait_check = DataWaitCheck(parts.config.data, parts.plan, parts.context)
         self.replica_check = ReplicaCheck(
             parts.context,
             parts.config.parallel.check_every_steps,
@@ -93,8 +89,6 @@ class Run:
                 "--overwrite.",
                 request.signal_number,
             ) from None
-        finally:
-            self.update_profiler(force_end=True)
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         """This rank's micro-batches of an epoch, from its step `first_step` on, already copied to a
@@ -144,7 +138,6 @@ class Run:
             if self.nonfinite_guard.last_step_finite:
                 self.save()
             self.meter.restart_clock()
-        self.update_profiler()
 
     def after_epoch(self) -> None:
         """Log the epoch's last steps, and evaluate if that is due."""
@@ -167,13 +160,6 @@ class Run:
         progress, parts = self.progress, self.parts
         return due_after(progress.step, parts.plan, parts.config, progress.stopped_early)
 
-    def update_profiler(self, force_end: bool = False) -> None:
-        """Start or end the profile of `train.profile` if that is due. force_end: end it in any
-        case.
-        """
-        if message := self.profiler.update(self.progress.step, force_end):
-            self.reporter.event(self.progress.step, message)
-
     def log_steps(self) -> None:
         """Report the steps since the last call. A collective.
 
@@ -184,11 +170,9 @@ class Run:
             return
         self.stop_signals.set_interval(*self.meter.last_interval)
         self.reporter.report_steps(records)
-        wait_warning = self.data_wait_check.add_interval(records)
         nonfinite_message = self.nonfinite_guard.count_and_describe(records)
-        for message in (wait_warning, nonfinite_message):
-            if message is not None:
-                self.reporter.event(self.progress.step, message)
+        if nonfinite_message is not None:
+            self.reporter.event(self.progress.step, nonfinite_message)
         self.nonfinite_guard.check(records, self.meter.own_losses)
 
     def save(self) -> None:

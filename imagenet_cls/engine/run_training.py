@@ -13,7 +13,6 @@ from imagenet_cls.config.load import LoadedConfig, dump_yaml
 from imagenet_cls.config.schema import Config
 from imagenet_cls.engine.build import TrainingParts, build, devices_per_rank
 from imagenet_cls.engine.plan import describe_batch_sizes
-from imagenet_cls.engine.profiler import StepProfiler
 from imagenet_cls.engine.run import Run
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.engine.state import (
@@ -81,16 +80,13 @@ def train_in_folder(
             folder.write_metadata(launchers, dump_yaml(config), library_versions())
         for message in messages:
             reporter.event(progress.step, message)
-        profiled = config.train.profile if context.is_main else None
-        profiler = StepProfiler(profiled, work_dir / "profile", context.device.type)
         # The stacks are logged before the collectives of the other ranks time out.
         with HangLog(log_path, 0.9 * config.parallel.timeout_sec) as hang_log:
-            run = Run(parts, progress, reporter, saver, stop_signals, hang_log, profiler)
+            run = Run(parts, progress, reporter, saver, stop_signals, hang_log)
             with run.save_when_stopped():
                 # The run may have stopped between the last step of an epoch and its evaluation. A
                 # new run makes no evaluation here, since step 0 counts as evaluated.
                 run.evaluate_if_due()
-                run.update_profiler()
                 train(run)
         run_on_main(context, saver.wait)
         run.nonfinite_guard.check_any_applied(progress.step)
@@ -212,7 +208,7 @@ def open_reporter(
             *loaded.notes,
             *config_warnings,
             *parts.messages,
-            *start_warnings(parts, progress),
+            *([] if progress.step else start_warnings(parts)),
         ]:
             reporter.message(message)
         yield reporter

@@ -154,21 +154,10 @@ def describe_decoder(source: ImageSet) -> str:
     return "whole images"
 
 
-def start_warnings(parts: TrainingParts, progress: Progress) -> list[str]:
-    """Warnings about a run whose config is valid but perhaps not what its user wants."""
-    warnings = [] if progress.step else new_run_warnings(parts)
-    profile = parts.config.train.profile
-    total = parts.plan.total_steps
-    if profile is not None and profile[1] > total:
-        profiled = "no step is" if profile[0] > total else f"only the steps up to {total} are"
-        warnings.append(
-            f"train.profile={profile} is after the last step, {total}: {profiled} profiled"
-        )
-    return [f"warning: {text}" for text in warnings]
-
-
-def new_run_warnings(parts: TrainingParts) -> list[str]:
-    """The `start_warnings` of a run that begins at step 0, without the prefix `warning: `."""
+def start_warnings(parts: TrainingParts) -> list[str]:
+    """Warnings about a run that begins, whose config is valid but perhaps not what its user
+    wants.
+    """
     plan, config = parts.plan, parts.config
     warnings = []
     samples = samples_per_epoch(len(parts.data.train), config.data.repeats_multiple)
@@ -211,7 +200,7 @@ def new_run_warnings(parts: TrainingParts) -> list[str]:
     if parts.context.is_main:
         same = same_images_warning(parts.data.train, parts.data.val)
         warnings += [same] if same else []
-    return warnings
+    return [f"warning: {text}" for text in warnings]
 
 
 def same_images_warning(train: ImageSet, val: ImageSet) -> str | None:

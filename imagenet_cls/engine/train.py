@@ -116,7 +116,6 @@ def forward_backward(
                 # Calls the model, the criterion and the metric: see `ModelWithLoss`.
                 loss, micro_loss_and_metric = parts.wrapped(images, targets, divisor)
             parts.scaler.scale(loss).backward()
-        # With DataParallel, the loss may be on another device (`parallel.output_device`).
         loss_and_metric += micro_loss_and_metric.to(context.device, non_blocking=True)
     check_gradients_reduced(parts.wrapped)
     return loss_and_metric

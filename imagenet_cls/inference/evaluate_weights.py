@@ -251,12 +251,12 @@ def check_not_trained_on(
     if images.digest == trained.data_digest:
         return ["warning: these images have the names and classes of the run's training images"]
     if test_set is None and data.val is None and data.name != "synthetic":
-        return check_split(data, trained)
+        return check_split(data, trained, images)
     return []
 
 
-def check_split(data: DataConfig, trained: TrainedModels) -> list[str]:
-    """A warning if the images that `data` holds out are not the images that the run held out.
+def check_split(data: DataConfig, trained: TrainedModels, images: ImageSet) -> list[str]:
+    """A warning if the images, which `data` holds out, are not the images that the run held out.
 
     Raises DataError if they would be held out of other images than the run's.
     """
@@ -268,32 +268,15 @@ def check_split(data: DataConfig, trained: TrainedModels) -> list[str]:
         return part.val_fraction, part.fold, part.stratify, part.group
 
     run_data = trained.config.data
-    is_same = has_training_images(trained, data)
-    if is_same and split(data) == split(run_data):
+    if images.digest == trained.val_digest:
         return []
-    if is_same or place(data) == place(run_data):
+    if place(data) == place(run_data) or split(data) != split(run_data):
         return ["warning: the run held out other images, and may have been trained on these"]
     raise DataError(
         f"{Path(data.root) / data.train}: these are not the images that the run was trained on, "
         "and only a part of them would be evaluated.",
         f"To evaluate all of them: --data {data.root}. To evaluate a folder in it: data.val=FOLDER",
     )
-
-
-def has_training_images(trained: TrainedModels, location: DataConfig) -> bool:
-    """Whether the training part at a location, divided as in the run, has the run's digest."""
-    data = replace(
-        trained.config.data,
-        name=location.name,
-        root=location.root,
-        train=location.train,
-        exclude=location.exclude,
-    )
-    try:
-        train = open_datasets(data, ("train",)).train
-    except DataError:
-        return False
-    return train.digest == trained.data_digest
 
 
 class OutputRecorder:

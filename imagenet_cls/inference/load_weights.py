@@ -97,9 +97,9 @@ class TrainedModels:
     models: by the name of their weights, `raw` or `ema`. classes: None if unknown. origin: where
     the weights are from, for messages. path: the checkpoint, or the file of an `OnnxPredictor`.
     warnings: about damaged checkpoints that were skipped, and a run without an evaluation. best:
-    the weights that evaluated best in their run, if known. data_digest: the digest of the training
-    images of their run, if known. best_thresholds: by weights, `best_threshold` of the evaluation
-    of this step, if there was one and images have several labels.
+    the weights that evaluated best in their run, if known. data_digest, val_digest: the digests of
+    the images of their run, if known. best_thresholds: by weights, `best_threshold` of the
+    evaluation of this step, if there was one and images have several labels.
     """
 
     models: dict[str, nn.Module]
@@ -113,6 +113,7 @@ class TrainedModels:
     warnings: Sequence[str] = ()
     best: str | None = None
     data_digest: str | None = None
+    val_digest: str | None = None
     best_thresholds: Mapping[str, float] = field(default_factory=dict)
 
     def select(self, kind: str | None = None) -> str:
@@ -241,6 +242,7 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
         warnings=damage,
         best=best,
         data_digest=snapshot.state.get("data_digest"),
+        val_digest=snapshot.state.get("val_digest"),
         best_thresholds=best_thresholds,
     )
 

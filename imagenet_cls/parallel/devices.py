@@ -102,35 +102,26 @@ def explain_start_errors(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a process. all: the first has the parameters. output: of logits and loss.
-    note: for the user.
+    """The devices of a process. all: the first has the parameters, the logits and the loss. note:
+    for the user.
     """
 
     all: tuple[torch.device, ...]
-    output: torch.device
     note: str = ""
 
 
-def choose_devices(
-    device: str, ids: Sequence[int] | None, output_id: int | None, visible: int
-) -> Devices:
-    """The devices of a DataParallel run: the GPUs `ids` of the `visible` ones, by default all.
-    Raises UsageError.
-
-    output_id: None for the first. With fewer than two visible GPUs the model runs on one device.
+def choose_devices(device: str, ids: Sequence[int] | None, visible: int) -> Devices:
+    """The devices of a DataParallel run: the GPUs `ids` of the `visible` ones, by default all. With
+    fewer than two visible GPUs the model runs on one device. Raises UsageError.
     """
     if device == "cpu" or visible == 0:
-        cpu = torch.device("cpu")
-        return Devices(
-            (cpu,), cpu, "parallel.mode=dp: no GPU is used, so the model runs on the CPU"
-        )
+        note = "parallel.mode=dp: no GPU is used, so the model runs on the CPU"
+        return Devices((torch.device("cpu"),), note)
     chosen = list(range(visible)) if ids is None else list(ids)
-    output = chosen[0] if output_id is None else output_id
-    if absent := sorted({index for index in (*chosen, output) if index >= visible}):
-        key = "device_ids" if set(absent) & set(chosen) else "output_device"
+    if absent := sorted(index for index in chosen if index >= visible):
         raise UsageError(
-            f"parallel.{key} names GPU {', '.join(map(str, absent))}, but the number of visible "
-            f"GPUs is {visible}.",
+            f"parallel.device_ids names GPU {', '.join(map(str, absent))}, but the number of "
+            f"visible GPUs is {visible}.",
             "Number GPUs from 0 in the order of CUDA_VISIBLE_DEVICES.",
         )
     if len(chosen) == 1:
@@ -141,6 +132,4 @@ def choose_devices(
             "DistributedDataParallel is faster: leave parallel.mode at auto and start with "
             f"`{command_line('train')} CONFIG --gpus {len(chosen)}`"
         )
-    return Devices(
-        tuple(torch.device("cuda", index) for index in chosen), torch.device("cuda", output), note
-    )
+    return Devices(tuple(torch.device("cuda", index) for index in chosen), note)

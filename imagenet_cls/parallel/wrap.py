@@ -124,7 +124,7 @@ def wrap_data_parallel(model: nn.Module, devices: Devices) -> nn.Module:
     """
     if len(devices.all) < 2:
         return model
-    wrapped = AutocastDataParallel(model, list(devices.all), devices.output)
+    wrapped = AutocastDataParallel(model, list(devices.all))
     wrapped.training = model.training  # a new module is in training mode
     return wrapped
 

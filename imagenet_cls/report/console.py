@@ -25,6 +25,7 @@ from imagenet_cls.text import printable
 WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
 # 0: print no lines about steps, which another process shows.
 STEP_LINES_VARIABLE = "IMAGENET_CLS_STEP_LINES"
+_SHOWN_WAIT_PCT = 20  # a smaller share of waiting for data is not shown
 _EVAL_LINE_SEC = 10.0  # between two plain lines about one evaluation
 
 
@@ -96,6 +97,8 @@ class Console:
         numbers = [describe_step(record)]
         if "images_per_sec" in record:
             numbers.append(f"{record['images_per_sec']:.0f} img/s")
+        if record.get("data_wait_pct", 0.0) > _SHOWN_WAIT_PCT:
+            numbers.append(f"waits for data {record['data_wait_pct']:.0f} %")
         if self._has_bars:
             self._draw("train", epoch, step, total_steps, "  ".join(numbers))
         elif os.environ.get(STEP_LINES_VARIABLE) != "0":

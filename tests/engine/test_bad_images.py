@@ -201,9 +201,9 @@ def test_too_little_shared_memory_exits_with_5_before_the_first_step(
 ) -> None:
     bad_image(folder).unlink()
     # the eight batches of two epochs, 16 images of 65,536 px; 1 MiB for those of evaluations
-    sizes = {"augment__size_px": 65_536, "data__num_workers": 2, "data__prefetch_batches": 50}
+    sizes = {"augment__size_px": 65_536, "data__num_workers": 34}
     error = fails(5, train_command, *of_folder(folder, tmp_path / "run", **sizes))
-    assert "need 1,572,865 MiB" in error and "data.prefetch_batches" in error
+    assert "need 1,572,865 MiB" in error and "data.num_workers" in error
     assert not list((tmp_path / "run").rglob("metrics.jsonl"))
 
 

@@ -19,7 +19,7 @@ from imagenet_cls.seeding import seed_generators
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
-TWICE = Devices((GPU, GPU), GPU)
+TWICE = Devices((GPU, GPU))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

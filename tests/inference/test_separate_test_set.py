@@ -157,11 +157,12 @@ def test_split_stays_if_the_data_were_moved_and_is_an_error_for_others(
     # The split of the run was changed, or images were added in the same place.
     out = succeeds(evaluate_command, run_folder, *ALLOW, "data.val_fraction=0.5")
     assert out.startswith("100 images") and "warning: " in out
-    shutil.copy("testset/a/" + next(Path("testset/a").iterdir()).name, "photos/b")
+    added = [shutil.copy(file, data / "photos" / "b") for file in Path("testset/a").iterdir()]
     try:
         assert "warning: " in succeeds(evaluate_command, run_folder, *ALLOW)
     finally:
-        (data / "photos" / "b" / next(Path("testset/a").iterdir()).name).unlink()
+        for file in added:
+            Path(file).unlink()
 
 
 def test_mistakes_in_the_place_are_errors_that_name_the_option(

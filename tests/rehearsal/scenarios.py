@@ -143,7 +143,6 @@ def run_dp(folder: Path) -> None:
     """DataParallel on two GPUs, with the outputs on the second one, fp16, and distillation."""
     words = [*SYNTHETIC, "parallel.mode=dp"]
     second = [
-        "parallel.output_device=1",
         "mix.mixup_alpha=0.2",
         "ema.decay=0.9",
         "eval.batch_size=3",

@@ -40,7 +40,6 @@ TEACHER = "distill.teacher.name=a distill.teacher.checkpoint=b"
         ("mix.prob", "", "mix.cutmix_alpha=1"),
         ("mix.mode", "", "mix.mixup_alpha=0.2"),
         ("mix.switch_prob", "mix.mixup_alpha=0.2", "mix.mixup_alpha=0.2 mix.cutmix_alpha=1"),
-        ("parallel.output_device", "", "parallel.mode=dp"),
         ("distill.alpha", "", f"distill.kind=hard {TEACHER}"),
         (
             "distill.temperature",

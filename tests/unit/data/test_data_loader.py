@@ -32,12 +32,10 @@ AUGMENT = AugmentConfig(size_px=24, color_jitter=ColorJitterConfig(brightness=0.
 EVAL = EvalConfig(crop_px=24)
 
 
-def train_loader(
-    folder: Path, num_workers: int, prefetch_batches: int = 2, num_epochs: int = 0
-) -> TrainLoader:
+def train_loader(folder: Path, num_workers: int, num_epochs: int = 0) -> TrainLoader:
     source = indexed_images(index_folder(folder / "train"))
     sampler = EpochSampler(len(source), 8, 0, 1, seed=5, accumulation=2)
-    options = WorkerOptions(num_workers, prefetch_batches)
+    options = WorkerOptions(num_workers)
     return TrainLoader(source, TrainTransform(AUGMENT), sampler, 5, options, num_epochs)
 
 
@@ -105,7 +103,7 @@ def test_loader_leaves_the_default_generators_alone(image_folder: Path, num_work
 
 
 def test_workers_ignore_signals_of_the_process_group_and_end_at_close(image_folder: Path) -> None:
-    loader = train_loader(image_folder, 2, prefetch_batches=1)
+    loader = train_loader(image_folder, 2)
     epoch = loader.epoch(0)
     next(epoch)
     next(epoch)  # the second worker's first batch: both have started
