@@ -32,7 +32,7 @@ COMMANDS = {
     "print-config": ("commands.print_config:print_config_command", "print a resolved config"),
     "sweep": (
         "extras.sweep.command:sweep_command",
-        "train a grid of settings, seeds or folds, or search settings",
+        "train a grid of settings, seeds or folds",
     ),
     "plot-schedule": (
         "extras.before_training.plot_schedule:plot_schedule_command",

@@ -1,4 +1,4 @@
-"""sweep.py with its runs: two at once, failed, killed, stopped, searched, as jobs of SLURM."""
+"""sweep.py with its runs: two at once, failed, killed, stopped, as jobs of SLURM."""
 
 import csv
 import errno
@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from helpers import (
     environment,
     evaluations,
     fails,
-    newest,
     run,
     steps_done,
     succeeds,
@@ -88,7 +86,7 @@ def test_runs_that_another_sweep_has_just_added_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    other = SweepRun("trial-000", {"optimizer.lr": 0.1}, ["demo"], search=["demo"])
+    other = SweepRun("optimizer.lr=0.1", {"optimizer.lr": "0.1"}, ["demo"])
 
     def lock_later(folder: Path, remedy: str) -> IO[str]:
         write_runs(folder, [other])
@@ -98,7 +96,7 @@ def test_runs_that_another_sweep_has_just_added_are_kept(
     monkeypatch.setattr(sweep.Runner, "run", lambda *_: [])
     succeeds(sweep_command, "demo", "seed=0", "--out", out)
     runs = read_runs(out)
-    assert len(runs) == 2 and runs["trial-000"] == other
+    assert len(runs) == 2 and runs[other.name] == other
 
 
 def test_runs_are_stopped_when_the_sweep_fails(
@@ -187,33 +185,14 @@ def test_sweep_grows_and_a_changed_config_is_the_error_of_the_run(
 
 
 @pytest.mark.nightly
-def test_search_prunes_and_continues(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs with a tiny learning rate are pruned: they save, and are not started again. A run that
-    is not finished resumes with its values.
-    """
-    pytest.importorskip("optuna", reason="needs the extra search")
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
-    changes = SLOW | {"train__max_steps": 30, "train__epochs": 3, "seed": 0}
-    out = tmp_path / "out"
-    argv = words(digits, out, **changes, eval__every_epochs=1, optimizer__lr="log:1e-4..0.1")
-    printed = succeeds(sweep_command, *argv, "--search", 8, "--parallel", 2)
-    pruned = re.findall(r"^(\S+): pruned$", printed, re.M)
-    finished = re.findall(r"^(\S+): finished$", printed, re.M)
-    assert pruned and len(pruned) + len(finished) == 8
-    assert all("saved in" in (out / f"{name}.log").read_text() for name in pruned)
-    logs = {path: path.read_text() for path in out.glob("*.log")}
-    # The best run, since another one may be pruned when it resumes.
-    best = max(finished, key=lambda name: best_top1(out / name))
-    shutil.rmtree(newest(out / best))
-    printed = succeeds(sweep_command, *argv, "--search", 9)
-    assert re.findall(r"^(\S+): started", printed, re.M) == [best, "trial-008"]
-    assert [path.stem for path in logs if logs[path] != path.read_text()] == [best]
-    assert "resumed from" in (out / f"{best}.log").read_text()
-    rows = table(out)
-    results = [float(row["mean top1_pct"]) for row in rows if row["finished"] == "1"]
-    assert len(rows) == 9 and results == sorted(results, reverse=True)
+def test_search_of_the_example_continues(digits: Path, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    config, *overrides = arguments(digits, tmp_path / "run", train__max_steps=2)[:-2]
+    for trials in (2, 1):
+        command = [sys.executable, REPOSITORY / "examples" / "search.py", config, tmp_path, trials]
+        done = run([*map(str, command), *overrides])
+        assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("trial-*/config.yaml"))) == 3
 
 
 @pytest.mark.nightly

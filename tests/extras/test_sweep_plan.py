@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,7 @@ def test_data_set_in_place_of_a_config_has_stratified_folds(digits: Path, tmp_pa
     commands = dry_run(digits, "model=resnet10t", "--folds", 2, "--out", tmp_path / "out")
     one, other = (opened(command) for command in commands)
     assert len(one.val) + len(other.val) == len(one.train) + len(one.val)
-    counts = np.array([np.bincount(fold.val.known_targets()) for fold in (one, other)])
+    counts = np.array([np.bincount(fold.val.required_targets("")) for fold in (one, other)])
     assert (np.ptp(counts, axis=0) <= 1).all()
 
 
@@ -149,39 +148,14 @@ def test_all_mistakes_are_reported_at_once_and_nothing_starts(tmp_path: Path) ->
         "optimizer.lr=log:1..10",
         "train.epochs=3..1",
         "train.epochs=0..1000000000",
-        "--search 2 optimizer.lr=log:0.1..50000000000000000000",  # the upper end is out of range
-        "--search 2 optimizer.lr=0.1..1 model.name=a,b seed=0..2",
-        "--search 2 optimizer.lr=1..0.1",
-        "--search 2 optimizer.lr=0.1",
-        "--search 2 optimizer.lr=0.1..1 --folds 2",
-        "--search 2 optimizer.lr=0.1..1 checkpoint.best=top1,loss",
     ],
 )
 def test_arguments_without_sense_are_errors_and_nothing_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    if "--search" in words:
-        pytest.importorskip("optuna", reason="needs the extra search")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     fails(2, sweep_command, "demo", *words.split(), "--out", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_search_takes_a_short_key_as_the_key_that_it_stands_for(
-    digits: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("optuna", reason="needs the extra search")
-    argv = [digits, "model=resnet10t", "lr=0..1", "--search", 3, "--out", tmp_path / "out"]
-    rates = {next(word for word in words if "lr=" in word) for words in dry_run(*argv)}
-    assert not rates & {"lr=0", "lr=1"}
-
-
-def test_search_without_optuna_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    words = ["demo", "optimizer.lr=0.1..1", "--search", 2, "--out", tmp_path / "out"]
-    assert "pip install optuna" in fails(2, sweep_command, *words)
 
 
 def test_gpus_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +173,7 @@ _RUN = {"name": "seed=0", "values": {"seed": "0"}, "fixed": ["demo"]}
     [
         {"name": 1},
         [{}],
-        *([_RUN | {key: [None]}] for key in ("name", "values", "fixed", "of_folds", "search")),
+        *([_RUN | {key: [None]}] for key in ("name", "values", "fixed", "of_folds")),
         [_RUN | {"values": {"seed": [1]}}],
         [_RUN | {"values": {"data.fold": 0}}],
     ],

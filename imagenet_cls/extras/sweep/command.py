@@ -1,4 +1,4 @@
-"""`tools/sweep.py`: train a grid of settings, seeds or folds, or search settings, and compare them.
+"""`tools/sweep.py`: train a grid of settings, seeds or folds, and compare them.
 
 Each run is a process of `train` with its own run folder, in the folder of the sweep.
 """
@@ -16,7 +16,6 @@ from imagenet_cls.checkpoint.folders import list_checkpoints
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.child import Child
 from imagenet_cls.commands.distributed import check_is_no_rank
-from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.errors import Stopped, UsageError, UserError
 from imagenet_cls.extras.sweep.plan import (
     SweepRun,
@@ -25,13 +24,12 @@ from imagenet_cls.extras.sweep.plan import (
     write_runs,
 )
 from imagenet_cls.extras.sweep.results import check_comparable, is_finished, show_results
-from imagenet_cls.extras.sweep.search import Search
 from imagenet_cls.files import check_replaced, explain_write_errors, is_locked, take_lock
 from imagenet_cls.parallel.cpus import cpu_threads
 from imagenet_cls.parallel.signals import handle_stop_signals
 from imagenet_cls.text import command_line, join_names
 
-# Between two polls of the runs. A search reads the metrics of a run at each poll.
+# Between two polls of the runs.
 _POLL_SEC = 1.0
 
 
@@ -60,8 +58,7 @@ def sweep_parser() -> argparse.ArgumentParser:
     parser = cli.build_parser(
         "sweep",
         "Train every combination of the values of some keys, each with several seeds or on all "
-        "folds, or search values; then compare the settings. The same command continues a sweep "
-        "that was stopped.",
+        "folds; then compare the settings. The same command continues a sweep that was stopped.",
         "[CONFIG | DATA] [key=value,value ...] [seed=0..2] --out DIR [options]",
     )
     cli.add_config_arguments(parser)
@@ -72,12 +69,6 @@ def sweep_parser() -> argparse.ArgumentParser:
         type=cli.positive,
         metavar="K",
         help="train K runs for each combination, each of which holds out another fold",
-    )
-    add(
-        "--search",
-        type=cli.positive,
-        metavar="N",
-        help="N trials, with values from ranges such as optimizer.lr=log:0.01..1",
     )
     add(
         "--parallel",
@@ -106,32 +97,19 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     check_is_no_rank()
     out = arguments.out
     overrides, source = cli.split_overrides(arguments, ["one config or dataset"])
-    is_search = arguments.search is not None
-    if is_search and arguments.folds is not None:
-        raise UsageError("--search does not take --folds.", "Leave one of them out.")
     if arguments.folds == 1:
         raise UsageError("--folds 1 leaves no training images.", "Give two folds or more.")
-    search = None
-    grid: list[tuple[SweepRun, LoadedConfig]] = []
-    if is_search:
-        search = Search(out, source, overrides)
-        configs = search.configs
-    else:
-        runs, configs = load_grid(out, source, overrides, arguments.folds)
-        grid = list(zip(runs, configs, strict=True))
-    started = {run.name for run, _ in grid}
+    runs, configs = load_grid(out, source, overrides, arguments.folds)
+    grid = list(zip(runs, configs, strict=True))
+    started = {run.name for run in runs}
     others = [run for run in read_runs(out).values() if run.name not in started]
     check_comparable(out, others, [loaded.config for loaded in configs])
     for warning in dict.fromkeys(line for loaded in configs for line in loaded.warnings):
         print(f"warning: {warning}")
 
-    def unfinished(known: dict[str, SweepRun]) -> Iterator[SweepRun]:
-        if search is not None:
-            return search.runs(known.values(), arguments.search)
-        return (run for run, loaded in grid if not is_finished(out / run.name, loaded.config))
-
+    unfinished = (run for run, loaded in grid if not is_finished(out / run.name, loaded.config))
     if arguments.dry_run:
-        for run in unfinished(read_runs(out)):
+        for run in unfinished:
             print(command_line("train"), shlex.join(run_arguments(run, arguments)))
         return []
     gpus = visible_gpus(arguments, {loaded.config.device for loaded in configs})
@@ -157,7 +135,7 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
                     f"{out / name} is in use, perhaps by a run of a killed sweep that is saving.",
                     "Wait for that process; then the same command continues.",
                 )
-        return Runner(arguments, known, search, gpus).run(unfinished(known))
+        return Runner(arguments, known, gpus).run(unfinished)
 
 
 def run_arguments(run: SweepRun, arguments: argparse.Namespace) -> list[str]:
@@ -192,20 +170,18 @@ def visible_gpus(arguments: argparse.Namespace, devices: set[str]) -> list[str]:
 class Runner:
     """Starts the runs of a sweep, at most `--parallel` at a time, and waits for them.
 
-    known: all runs of the folder; new ones are added. gpus: to be divided among the runs.
+    known: all runs of the folder. gpus: to be divided among the runs.
     """
 
     def __init__(
         self,
         arguments: argparse.Namespace,
         known: dict[str, SweepRun],
-        search: Search | None,
         gpus: Sequence[str],
     ):
         self.arguments = arguments
         self.out: Path = arguments.out
         self.known = known
-        self.search = search
         self.gpus = gpus
         self.running: dict[int, tuple[SweepRun, subprocess.Popen[bytes]]] = {}  # by slot
         self.failed: list[str] = []
@@ -248,8 +224,6 @@ class Runner:
             run = next(runs, None)
             if run is None:
                 return
-            if run.name not in self.known:
-                self.record(run)
             self.running[slot] = run, self.start(run, slot)
             print(f"{run.name}: started", flush=True)
 
@@ -273,31 +247,21 @@ class Runner:
             return Child("train", arguments, env=env, cpus=cpus, stdout=log, stderr=log)
 
     def poll(self, slot: int) -> None:
-        """Record the end of a run, or stop one that the search gives up."""
+        """Record the end of a run."""
         run, process = self.running[slot]
         code = process.poll()
         if code is None:
-            if self.search is not None and not run.pruned and self.search.should_prune(run):
-                run.pruned = True
-                self.record(run)  # first, so that it is not resumed after a kill
-                process.terminate()
             return
         del self.running[slot]
         if code == 0:
             self.record(run)
             outcome = "finished"
-        elif run.pruned:
-            outcome = "pruned"
         elif self.stop_signals:
             outcome = "stopped"
         else:
             self.failed.append(run.name)
             outcome = f"failed with exit code {128 - code if code < 0 else code}: {self.log(run)}"
         print(f"{run.name}: {outcome}", flush=True)
-        if self.search is not None:
-            first = next(iter(self.known.values()))
-            check_comparable(self.out, [first, run])  # the next values depend on its result
-            self.search.tell(run)
 
     def record(self, run: SweepRun) -> None:
         self.known[run.name] = run

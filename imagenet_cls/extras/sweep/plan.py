@@ -23,8 +23,8 @@ from imagenet_cls.files import explain_write_errors, write_file
 # Keys whose values repeat a setting: the table has their mean.
 REPEATS = ("seed", "data.fold")
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-RANGE = re.compile(rf"(log:)?({_NUMBER})\.\.({_NUMBER})")
-WHOLE_NUMBER = re.compile(r"[-+]?\d+")
+_RANGE = re.compile(rf"(?:log:)?{_NUMBER}\.\.{_NUMBER}")
+_WHOLE_RANGE = re.compile(r"([-+]?\d+)\.\.([-+]?\d+)")
 # Larger ranges and grids are most likely typing errors.
 _MAX_VALUES = 1000
 _MAX_RUNS = 10_000
@@ -35,17 +35,13 @@ class SweepRun:
     """A run of a sweep.
 
     name: the name of its folder. values: the values of the swept keys. fixed: the other arguments
-    of `train`, without those of the run folder. of_folds: the arguments that --folds adds. search:
-    the arguments of the search that drew the values; empty in a grid. pruned: whether the search
-    stopped the run.
+    of `train`, without those of the run folder. of_folds: the arguments that --folds adds.
     """
 
     name: str
     values: dict[str, Any]
     fixed: list[str]
     of_folds: list[str] = field(default_factory=list)
-    search: list[str] = field(default_factory=list)
-    pruned: bool = False
 
     @property
     def setting(self) -> dict[str, Any]:
@@ -81,10 +77,15 @@ def read_runs(folder: Path) -> dict[str, SweepRun]:
     if not file.exists():
         return {}
     with explain_content_errors(CheckpointError, file):
-        runs = [SweepRun(**run) for run in json.loads(file.read_bytes())]
+        runs = []
+        for row in json.loads(file.read_bytes()):
+            # Earlier versions could search. The values of these runs are numbers.
+            if row.pop("search", []):
+                row["values"] = {key: str(value) for key, value in row["values"].items()}
+            row.pop("pruned", None)
+            runs.append(SweepRun(**row))
         for run in runs:  # a TypeError for other types
-            texts = [] if run.search else run.values.values()
-            "".join([run.name, *run.values, *run.conditions, *run.search, *texts])
+            "".join([run.name, *run.values, *run.conditions, *run.values.values()])
             hash(tuple(run.values.items()))
     return {run.name: run for run in runs}
 
@@ -114,15 +115,13 @@ def split_values(text: str) -> list[str]:
 
 def expand_range(key: str, text: str) -> list[str]:
     """The whole numbers of `0..2`; any other value as it is. Raises UsageError."""
-    match = RANGE.fullmatch(text)
-    if match is None:
+    if _RANGE.fullmatch(text) is None:
         return [text]
-    numbers = range(0)
-    if not match[1] and all(WHOLE_NUMBER.fullmatch(end) for end in match.groups()[1:]):
-        numbers = range(int(match[2]), int(match[3]) + 1)
+    match = _WHOLE_RANGE.fullmatch(text)
+    numbers = range(int(match[1]), int(match[2]) + 1) if match else range(0)
     if not 0 < len(numbers) <= _MAX_VALUES:
         raise UsageError(
-            f"{key}={text}: without --search, a range has 1 to {_MAX_VALUES} whole numbers.",
+            f"{key}={text}: a range has 1 to {_MAX_VALUES} whole numbers.",
             "Give one such as 0..2, or list the values: 0.1,0.2.",
         )
     return [str(number) for number in numbers]

@@ -176,8 +176,7 @@ def show_results(folder: Path) -> None:
     keys = list(dict.fromkeys(key for row in rows for key in row.setting))
     digits = ".4f" if metric == BY_NAME["loss"] else ".2f"
     header = [*keys, f"mean {metric.field}" if metric else "mean", "std", "finished", "runs"]
-    of_values = ".6g" if any(row.runs[0].search for row in rows) else ""  # else texts
-    formats = [*[of_values] * len(keys), digits, digits, "d", "d"]
+    formats = [*[""] * len(keys), digits, digits, "d", "d"]
     cells = []
     for row in rows:
         values = [row.setting.get(key) for key in keys]
