@@ -222,31 +222,31 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
             with open_image(data) as image:
                 return rgb_tensor(image)
         except Image.UnidentifiedImageError:
-            reason = _unknown_format(data)
+            reason = _unread_format(data) or "not an image of a known format"
         except Image.DecompressionBombError:
             reason = f"more than the {MAX_PIXELS} pixels allowed"
         except (MemoryError, DataError):
             raise
         except Exception as error:  # Pillow's decoders raise any for damaged files
-            reason = f"damaged or truncated ({first_line(error)})"
-            marker, precision, _ = _jpeg_frame(data)
-            if marker in _ALL_FRAMES - _START_OF_FRAME:
-                reason = "a lossless, hierarchical or arithmetic-coded JPEG, which is not read"
-            elif precision > 8:
-                reason = f"a JPEG of {precision} bits a sample, which is not read"
+            reason = _unread_format(data) or f"damaged or truncated ({first_line(error)})"
     raise DataError(reason, "Replace the file.")
 
 
-def _unknown_format(data: bytes) -> str:
-    """Why Pillow does not know a file."""
+def _unread_format(data: bytes) -> str | None:
+    """What a file is that Pillow does not read; None if that is unknown."""
     if not data:
         return "an empty file"
+    marker, precision, _ = _jpeg_frame(data)
+    if marker in _ALL_FRAMES - _START_OF_FRAME:
+        return "a lossless, hierarchical or arithmetic-coded JPEG, which is not read"
+    if precision > 8:
+        return f"a JPEG of {precision} bits a sample, which is not read"
     if data[8:12] in _HEIF_BRANDS and not has_heif():
         return "a HEIF image, which needs pillow-heif: pip install pillow-heif"
     for start, what in _OTHER_FORMATS.items():
         if data.lstrip().lower().startswith(start) or data.startswith(start):
             return what
-    return "not an image of a known format"
+    return None
 
 
 def _decodable_jpeg(data: bytes) -> tuple[int, int, int]:

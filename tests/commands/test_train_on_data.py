@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import REPOSITORY, environment, fails, succeeds
+from helpers import REPOSITORY, environment, fails, succeeds, write_files
 from PIL import Image
 
 import imagenet_cls
@@ -126,6 +126,12 @@ def test_folders_train_and_val_are_the_splits(photos: Path) -> None:
     write_photos(Path("sets/valid"))
     data = load_with_data("sets", []).config.data
     assert (data.train, data.val) == ("training", "valid")
+
+
+def test_test_part_without_labels_is_not_evaluated(photos: Path) -> None:
+    write_photos(Path("sets/train"))
+    write_files(Path("sets/test"), {"1.jpg": ""})
+    assert load_with_data("sets", []).config.data.val_fraction == 0.2
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,12 @@ def test_a_number_for_each_class_is_an_error(tmp_path: Path) -> None:
         opened(with_labels(save(tmp_path, [[1, 0, 0], [0, 1, 0]], List(Value("int64")))))
 
 
+def test_parts_that_are_not_used_are_noted(folder: Path) -> None:
+    data = DataConfig(name=f"hf:{folder / 'saved'}", val=None, val_fraction=0.2)
+    assert "validation" in (open_datasets(data).note or "")
+    assert open_datasets(replace(data, val="val", val_fraction=None)).note is None
+
+
 def test_rows_of_one_image_are_on_one_side(tmp_path: Path) -> None:
     files = [{"bytes": encoded(), "path": f"{i // 3}.png"} for i in range(30)]
     files[3]["bytes"] = encoded("bmp")  # another image of the same name

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from archive_writers import Files, write_tar, write_zip
-from helpers import datasets_in
+from helpers import datasets_in, write_files
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data import archives
@@ -147,7 +147,7 @@ def shards(
 
 
 # A float, a text beside another key, and a file that is longer than a block.
-JSON = ['{"cls": 1.0}', '{"label": "2", "cls": 7}', '{"label": "x"}' + " " * 600]
+JSON = ['{"cls": [1.0]}', '{"label": "2", "cls": 7}', '{"label": "x"}' + " " * 600]
 CONTAINERS: dict[str, Make] = {
     "tar, pax": one_file(".tar", write_tar),
     "tar, GNU": one_file(".tar", write_tar, ".//top//", tarfile.GNU_FORMAT),
@@ -478,3 +478,25 @@ def test_damaged_directory_of_a_zip_loses_no_member_silently(tmp_path: Path) -> 
         path.write_bytes(whole[:length])
         with pytest.raises(DataError):
             members(path)
+
+
+def test_zip_of_windows_and_macos_has_the_names_of_its_folder(tmp_path: Path) -> None:
+    files = [("val\\a\\1.jpg", b"x"), ("val\\b\\1.jpg", b"y"), ("__MACOSX/val/a/._1.jpg", b"z")]
+    path = write_zip(tmp_path / "all.zip", files)
+    data = path.read_bytes().replace(b"PK\1\2\x14\3", b"PK\1\2\x14\0")  # made by MS-DOS
+    path.write_bytes(data)
+    source = open_datasets(DataConfig(root=str(path), train="val", val="val")).val
+    assert [source.name(i) for i in range(2)] == ["a/1.jpg", "b/1.jpg"]
+
+
+def test_names_in_an_unknown_encoding_are_an_error(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "all.zip", [("train/XX/1.jpg", b"x")])
+    path.write_bytes(path.read_bytes().replace(b"XX", "狗".encode("gbk")))
+    with pytest.raises(DataError, match="unzip -O"):
+        open_datasets(DataConfig(root=str(path)), ("train",))
+
+
+def test_compressed_shards_are_an_error_that_says_so(tmp_path: Path) -> None:
+    write_files(tmp_path, {"train/s-000.tar.gz": ""})
+    with pytest.raises(DataError, match="gunzip"):
+        datasets_in(tmp_path, val="train")

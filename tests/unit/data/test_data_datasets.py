@@ -20,7 +20,7 @@ from imagenet_cls.data.builtin import write_digits
 from imagenet_cls.data.datasets import data_problems, open_datasets
 from imagenet_cls.data.files import has_training_part
 from imagenet_cls.data.image_set import ImageSet
-from imagenet_cls.data.map_style import targets_of_dataset
+from imagenet_cls.data.map_style import classes_of_dataset, targets_of_dataset
 from imagenet_cls.errors import DataError, UserError
 
 # ---- a user's own datasets
@@ -275,3 +275,8 @@ def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
     write_files(tmp_path, {"train/a/1.JPEG": "", "train/a/2.Heic": ""})
     with pytest.raises(DataError, match=r"2\.Heic"):
         datasets_in(tmp_path, val="train")
+
+
+def test_classes_of_one_name_get_two() -> None:
+    names = classes_of_dataset(Own((None, 0), classes=["crane", ("a", "b"), "crane"]), "own")
+    assert names == ("crane (0)", "a, b", "crane (2)")

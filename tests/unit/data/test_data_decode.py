@@ -237,3 +237,51 @@ def test_heif_image_is_upright_in_both_cases(photographs: list[Image.Image]) -> 
     assert np.abs(pixels.permute(1, 2, 0).numpy() - turned).mean() < 10
     with pytest.raises(DataError):
         decode_rgb(data[:-1000])
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    """A chunk of a PNG."""
+    checksum = zlib.crc32(kind + content)
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [(b"iCCP", b"x\0\0"), (b"iCCP", b"x\0\7"), (b"zTXt", b"x\0\0"), (b"iTXt", b"x\0\1\0\0\0")],
+)
+def test_png_with_large_or_unknown_text_and_profile_is_read(kind: bytes, start: bytes) -> None:
+    image = Image.fromarray(load_sample_images().images[0]).resize((16, 16))
+    plain = encode(image, "PNG")
+    place = plain.index(b"IDAT") - 4
+    added = chunk(kind, start + zlib.compress(bytes(2_000_000)))
+    data = plain[:place] + added + plain[place:]
+    assert torch.equal(decode_rgb(data), decode_rgb(plain))
+
+
+def test_what_no_decoder_reads_is_named(files: dict[str, bytes]) -> None:
+    jpeg = files["gray"]
+    frame = jpeg.index(b"\xff\xc0")
+    lossless = jpeg[: frame + 1] + b"\xc3" + jpeg[frame + 2 :]
+    deep = jpeg[: frame + 4] + b"\x0c" + jpeg[frame + 5 :]
+    for data, named in (
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"\n<!DOCTYPE html><html>", "HTML"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
+        (lossless, "lossless"),
+        (deep, "12 bits"),
+    ):
+        with pytest.raises(DataError, match=named):
+            decode_rgb(data)
+
+
+def test_damaged_images_that_decode_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200), np.uint8))
+    fax = bytearray(encode(noise.convert("1"), "TIFF", compression="group3"))
+    for place in range(200, len(fax) - 400, 97):
+        fax[place] ^= 0x55
+    jpeg = bytearray(encode(noise))
+    jpeg[len(jpeg) // 2] ^= 255
+    for data in (fax, jpeg):
+        with contextlib.suppress(DataError):
+            decode_rgb(bytes(data))
+    assert capfd.readouterr().err == ""

@@ -187,3 +187,32 @@ def test_link_to_a_folder_that_holds_it_is_an_error(tmp_path: Path) -> None:
     (train / "cat" / "all").symlink_to(train)
     with pytest.raises(DataError, match="cat/all"):
         index_folder(train)
+
+
+def test_folders_that_systems_make_are_no_classes(tmp_path: Path) -> None:
+    names = ["cat/1.jpg", "dog/1.jpg", "__MACOSX/cat/2.jpg", "cat/@eaDir/1.jpg", "lost+found/1.jpg"]
+    assert index_folder(touch(tmp_path, *names)).names.tolist() == [b"cat/1.jpg", b"dog/1.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("names", "command"),
+    [
+        ("images/a/1.jpg images/b/1.jpg meta/train.txt", r"train.py \S+/images$"),  # Food-101
+        ("data/images/a/1.jpg data/images/b/1.jpg", r"train.py \S+/data/images$"),
+        (
+            "seg_train/seg_train/a/1.jpg seg_train/seg_train/b/1.jpg seg_test/seg_test/a/1.jpg "
+            "seg_test/seg_test/b/1.jpg seg_pred/seg_pred/1.jpg",
+            r"data\.train=seg_train/seg_train data\.val=seg_test/seg_test ",
+        ),
+        (
+            "x_train/x/a/1.jpg x_train/x/b/1.jpg x_test/1.jpg",
+            r"data\.train=x_train/x data\.val=null ",
+        ),
+    ],
+)
+def test_deeper_class_folders_are_an_error_with_the_command_that_works(
+    tmp_path: Path, names: str, command: str
+) -> None:
+    with pytest.raises(DataError) as error:
+        index_folder(touch(tmp_path, *names.split()))
+    assert re.search(command, str(error.value), re.MULTILINE)

@@ -141,3 +141,29 @@ def test_list_with_its_own_classes_is_matched_by_name(folder: Path, labels: list
     assert index.targets.tolist() == [3, 0, 2] and index.classes == ("ant", "bee", "cat", "dog")
     with pytest.raises(DataError, match="dog"):
         index_list(file, folder, ["ant", "bee", "cat"])
+
+
+def test_ids_without_suffix_are_found(folder: Path) -> None:
+    index = index_list(write(folder, "t.csv", "id,breed\nimages/b,cat\nimages/c,dog\n"), folder)
+    assert index.names.tolist() == [b"images/b.jpg", b"images/c.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("text", "multilabel", "named"),
+    [
+        ("path,label,Split\nimages/b.jpg,cat,train\n", False, "Split"),
+        ("path,label\nimages/b.jpg,cat\nimages/c.jpg,nan\n", False, "nan"),
+        ("path,labels\nimages/b.jpg,cat|dog\n", True, "cat|dog"),
+        ("path,labels\nimages/b.jpg,\"['cat', 'dog']\"\n", True, "['cat', 'dog']"),
+        ("path,label\nimages/b.jpg,01\nimages/c.jpg,1\n", False, "01"),
+        ("path,label\nimages/b.jpg,1\nimages/c.jpg,2\n", False, "seq 1 2 > "),
+        ("path,label\nimages/b.jpg,1\nimages/c.jpg,2\n", False, "seq 0 2 > "),
+        ("path,label\nb.jpg,cat\n", False, "data.root={folder}/images "),
+    ],
+)
+def test_what_a_list_does_not_state_is_an_error_with_the_ways_out(
+    folder: Path, text: str, multilabel: bool, named: str
+) -> None:
+    with pytest.raises(DataError) as error:
+        index_list(write(folder, "t.csv", text), folder, None, multilabel)
+    assert named.format(folder=folder) in str(error.value)

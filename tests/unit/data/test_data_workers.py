@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,3 +331,26 @@ def test_epoch_with_steps_longer_than_the_timeout_returns_all_batches() -> None:
     time.sleep(12.0)
     assert len(list(epoch)) == 3
     loader.close()
+
+
+class Ending(Numbers):
+    """Image 9 ends the process."""
+
+    def __init__(self, end: Callable[[int], object]):
+        super().__init__()
+        self.end = end
+
+    def load(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 9:
+            self.end(3)
+        return super().load(index)
+
+
+@pytest.mark.parametrize(("end", "named"), [(sys.exit, "SystemExit: 3"), (os._exit, "exit code 3")])
+def test_worker_that_a_dataset_ends_is_no_lack_of_memory(
+    end: Callable[[int], object], named: str
+) -> None:
+    loader = build_loader(all_images(Ending(end), None, "ab"), timeout_sec=60.0)
+    with pytest.raises(ResourceError, match=named) as error:
+        list(loader.epoch(0))
+    assert "emory" not in error.value.remedy
