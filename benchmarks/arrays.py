@@ -112,7 +112,7 @@ def training_rows(
         ours = TrainingLoop(overrides, context, Path(folder), config)
         parts = ours.parts
         plain = ReferenceLoop(parts)
-        dataset = parts.data.train.dataset
+        dataset = parts.data.train.images.dataset
         plain.batches = plain_batches(dataset.data, dataset.targets, crop, batch_size)
         loops: dict[str, Callable[[int], None]] = {
             "train()": ours,
@@ -165,7 +165,6 @@ def fetch_rows(root: Path, batch_size: int, batches: int, rounds: int) -> list[R
             str(ROOT / "configs" / "fashion_mnist" / "fast.yaml"), overrides
         ).config
         source = open_datasets(config.data, ("train",)).train
-        assert source is not None
         plan = plan_run(config.train, len(source), 1, 1)
         with closing(build_train_loader(config, source, plan, context, [MEAN / 255])) as loader:
             endless = chain.from_iterable(map(loader.epoch, count()))

@@ -121,7 +121,6 @@ def ours(
         SIZE_PX,
     )
     context, data = RankContext(RankInfo(), torch.device("cpu")), open_datasets(config.data)
-    assert data.train is not None and data.val is not None
     # one batch for each worker is in transfer
     ready = workers * (PREFETCH_BATCHES + 1)
     preprocess = (

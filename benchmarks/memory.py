@@ -64,7 +64,6 @@ def our_batches(root: str) -> Iterable[Any]:
     ]
     config = load_config("resnet50", [*options, "augment.size_px=32", "eval.crop_px=32"]).config
     source = open_datasets(config.data, ("train",)).train
-    assert source is not None
     context, plan = (
         RankContext(RankInfo(), torch.device("cpu")),
         plan_run(config.train, len(source), 1),

@@ -80,24 +80,25 @@ class DataOpener(NamedTuple):
     module: has `open_part(config, part, classes)`, which returns the `data.image_set.ImageSet` of a
     part of the section `data`, and `problems(config)`, which returns the problems of its arguments.
     has_paths: whether parts are paths below `data.root`. is_encoded: whether images are stored as
-    files, so that `data.exif` has an effect. is_multi: whether `data.labels` may be multi.
+    files, so that `data.exif` has an effect. supports_multilabel: whether `data.labels` may be
+    multi.
     """
 
     module: str
     has_paths: bool = False
     is_encoded: bool = False
-    is_multi: bool = False
+    supports_multilabel: bool = False
 
 
 # By the form of `data.name`.
 DATA_OPENERS = {
-    "folder": DataOpener("data.files", has_paths=True, is_encoded=True, is_multi=True),
-    "list": DataOpener("data.files", has_paths=True, is_encoded=True, is_multi=True),
+    "folder": DataOpener("data.files", has_paths=True, is_encoded=True, supports_multilabel=True),
+    "list": DataOpener("data.files", has_paths=True, is_encoded=True, supports_multilabel=True),
     "digits": DataOpener("data.builtin", has_paths=True, is_encoded=True),
     "synthetic": DataOpener("data.synthetic"),
     "torchvision:NAME": DataOpener("data.torchvision_sets"),
-    "hf:USER/NAME": DataOpener("extras.datasets.hub", is_encoded=True, is_multi=True),
-    "my_module:my_factory": DataOpener("data.map_style", is_multi=True),
+    "hf:USER/NAME": DataOpener("extras.datasets.hub", is_encoded=True, supports_multilabel=True),
+    "my_module:my_factory": DataOpener("data.map_style", supports_multilabel=True),
 }
 
 # What a part of the core calls for an option, a method or a value.

@@ -9,8 +9,8 @@ MIN_CLASSES_FOR_TOP5 = 10  # of fewer classes nearly every image has its class a
 
 @dataclass(frozen=True)
 class Metric:
-    """field: in records; in percent if it ends in `_pct`. title: in messages and figures. is_shown:
-    whether a message about a result, with this number of classes, names it.
+    """field: its name in records; that of a percentage ends in `_pct`. title: its name in messages
+    and figures. is_shown: whether a message about a result, with this number of classes, names it.
     """
 
     field: str
@@ -18,13 +18,17 @@ class Metric:
     higher_is_better: bool = True
     is_shown: Callable[[Mapping[str, Any], int], bool] = lambda result, num_classes: True
 
+    @property
+    def is_percent(self) -> bool:
+        return self.field.endswith("_pct")
+
     def score(self, value: float) -> float:
         """A number that is higher for better values."""
         return value if self.higher_is_better else -value
 
     def format(self, value: float, digits: int = 2) -> str:
         """`81.23 %`. digits: after the decimal point of percentages."""
-        return f"{value:.{digits}f} %" if self.field.endswith("_pct") else f"{value:.4f}"
+        return f"{value:.{digits}f} %" if self.is_percent else f"{value:.4f}"
 
 
 def _differs_from_top1(result: Mapping[str, Any], num_classes: int) -> bool:

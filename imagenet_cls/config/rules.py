@@ -82,9 +82,9 @@ def _schema_rules(c: Config, key: str) -> Iterator[Problem]:
 
 def _data_rules(c: Config) -> Iterator[Problem]:
     data = c.data
-    is_synthetic = data.name == "synthetic"
-    has_files = not is_synthetic and ":" not in data.name
-    if has_files and data.val is None and data.val_fraction is None and data.fold is None:
+    opener = data_opener(data.name)
+    has_paths = opener is not None and opener.has_paths
+    if has_paths and data.val is None and data.val_fraction is None and data.fold is None:
         remedy = "name a folder, or set data.val_fraction: 0.1"
         yield Problem("data.val", f"is null like data.val_fraction and data.fold; {remedy}")
     for key, part, folder in (("data.train", data.train, "train"), ("data.val", data.val, "val")):
@@ -105,11 +105,12 @@ def _data_rules(c: Config) -> Iterator[Problem]:
             shown = format_value(data.group)
             yield Problem("data.group", f"{shown} is not a regular expression: {error}")
     for key in ("data.group", "data.exclude"):
-        if not has_files and _is_set(c, key):
+        if not has_paths and _is_set(c, key):
             yield Problem(
                 key,
                 f"works only for datasets of files, and data.name is {data.name!r}; set it to null",
             )
+    is_synthetic = data.name == "synthetic"
     if is_synthetic and data.classes is not None:
         yield Problem(
             "data.classes", "has no meaning for data.name synthetic; use data.kwargs.num_classes"
@@ -150,8 +151,9 @@ def _label_rules(c: Config) -> Iterator[Problem]:
             yield Problem("loss.name", "'asymmetric' needs data.labels multi; use bce or focal")
         return
     opener = data_opener(c.data.name)
-    if opener is not None and not opener.is_multi:
-        allowed = ", ".join(form for form, other in DATA_OPENERS.items() if other.is_multi)
+    if opener is not None and not opener.supports_multilabel:
+        forms = [form for form, other in DATA_OPENERS.items() if other.supports_multilabel]
+        allowed = ", ".join(forms)
         yield Problem("data.labels", f"'multi' is for data.name {allowed}, not {c.data.name!r}")
     if loss in ("cross_entropy", "focal", "jsd"):
         yield Problem("loss.name", f"{loss!r} is for one label; use bce or asymmetric")

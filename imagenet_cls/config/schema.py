@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from imagenet_cls.config.metrics import BY_NAME
-from imagenet_cls.entry_points import data_opener
+from imagenet_cls.entry_points import DATA_OPENERS, data_opener
 
 Kwargs = dict[str, Any]
 Size = int | list[int]  # of an image in pixels: the side of a square, or [height, width]
@@ -144,7 +144,7 @@ FACTORIES = (
 
 # When keys have an effect.
 READS_FILES = Condition(
-    "data.name folder, list, digits or hf:USER/NAME",
+    "data.name " + ", ".join(form for form, opener in DATA_OPENERS.items() if opener.is_encoded),
     lambda c: (opener := data_opener(c.data.name)) is not None and opener.is_encoded,
 )
 REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)

@@ -80,7 +80,7 @@ def _open_parts(
     opener = load_opener(config.name)
     if config.val is None:
         whole = opener.open_part(config, config.train)
-        rows, held_out = split_by_config(config, whole.names(), _strata(whole), whole.ids())
+        rows, held_out = split_by_config(config, whole.split_keys(), whole.strata(), whole.ids())
         return {"train": whole.select(rows), "val": whole.select(held_out)}, whole.classes
     found: dict[str, ImageSet] = {}
     classes: Sequence[str] | None = None
@@ -92,13 +92,6 @@ def _open_parts(
     if "val" in parts:
         found["val"] = opener.open_part(config, config.val, classes)
     return found, classes
-
-
-def _strata(images: ImageSet) -> np.ndarray:
-    """The targets, or zeros where they are known only by reading all images: then a split is not by
-    class.
-    """
-    return np.zeros(len(images), np.int64) if images.targets is None else images.targets
 
 
 def leave_out(config: DataConfig, images: ImageSet, part: str) -> ImageSet:
@@ -116,7 +109,7 @@ def leave_out(config: DataConfig, images: ImageSet, part: str) -> ImageSet:
             kept = images.select(np.delete(np.arange(len(images)), rows))
             images = replace(kept, left_out=len(rows), note=note)
     if part == "train" and config.fraction < 1:
-        images = images.select(fraction_rows(images.names(), _strata(images), config.fraction))
+        images = images.select(fraction_rows(images.split_keys(), images.strata(), config.fraction))
     if isinstance(images.images, FileImages):
         images.files.check_heif(images.numbers)
     return images

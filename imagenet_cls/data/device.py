@@ -126,11 +126,11 @@ def _box_mask(boxes: Tensor, images: Tensor) -> Tensor:
     return (rows[:, :, :height, None] & columns[:, :, None, :width]).any(1, keepdim=True)
 
 
-def build_mixing(config: MixConfig, num_classes: int, has_rows: bool = False) -> Mixup | None:
+def build_mixing(config: MixConfig, num_classes: int, is_multilabel: bool = False) -> Mixup | None:
     """timm's mixup and cutmix, which pairs image i with image B - 1 - i; None where neither is on.
 
     It takes images, float (B, C, H, W) with an even B, which are **changed in place**, and targets,
-    int64 (B,), or with several labels (has_rows) float (B, num_classes); it returns images and
+    int64 (B,), or with several labels (is_multilabel) float (B, num_classes); it returns images and
     float32 targets (B, num_classes). It draws from numpy's default generator, on the host. With
     mode `batch` nothing waits for a GPU. Label smoothing is left to the loss (`optim.losses`), with
     the same result.
@@ -139,7 +139,7 @@ def build_mixing(config: MixConfig, num_classes: int, has_rows: bool = False) ->
         return None
     options = asdict(config)
     del options["off_epoch"]
-    return Mixup(**options, label_smoothing=0.0, num_classes=num_classes, multi_label=has_rows)
+    return Mixup(**options, label_smoothing=0.0, num_classes=num_classes, multi_label=is_multilabel)
 
 
 def mix_batch(mixing: Mixup, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

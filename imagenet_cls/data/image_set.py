@@ -3,13 +3,14 @@
 import os
 import shlex
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -38,11 +39,13 @@ T = TypeVar("T")
 Target = int | torch.Tensor
 
 
-class Images(Protocol):
+class Images(ABC):
     """Images that are read by their numbers."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def load(self, number: int) -> tuple[torch.Tensor, Target | None]:
         """An image as uint8 (3, H, W) on the CPU, and its target, None if the `ImageSet` has it.
         Raises DataError if it cannot be read.
@@ -58,11 +61,12 @@ class Images(Protocol):
         with named_errors(self.name(number)):
             return image, choose(*image.shape[1:]), target
 
+    @abstractmethod
     def name(self, number: int) -> str:
         """The name of an image in messages and predictions: of a file, its path below the root."""
 
-    def names(self, numbers: np.ndarray) -> Sequence[bytes] | np.ndarray:
-        """What decides whether an image is held out."""
+    def split_keys(self, numbers: np.ndarray) -> Sequence[bytes] | np.ndarray:
+        """For each image the bytes whose hash decides whether it is held out."""
         return [str(number).encode() for number in numbers.tolist()]
 
     def ids(self) -> Sequence[Hashable]:
@@ -73,18 +77,19 @@ class Images(Protocol):
         """The sizes of files in bytes, -1 for a missing one; None if the images are not files."""
         return None
 
+    @abstractmethod
     def digest(self) -> str:
         """A hex digest of the names, targets and classes of all images; not of pixels."""
 
-    def chosen_digest(self, chosen: "ImageSet") -> str:
-        """The same for a set of these images."""
-        is_all = np.array_equal(chosen.numbers, np.arange(len(self)))
-        if is_all and chosen.target_map is None:
+    def subset_digest(self, subset: "ImageSet") -> str:
+        """A hex digest of names, targets and classes of a set of these images."""
+        is_all = np.array_equal(subset.numbers, np.arange(len(self)))
+        if is_all and subset.target_map is None:
             return self.digest()
-        digest = sha256(self.digest().encode() + chosen.numbers.astype("<i8").tobytes())
-        if chosen.target_map is not None:
-            classes = os.fsencode("\0".join(chosen.classes))
-            digest.update(classes + chosen.target_map.astype("<i8").tobytes())
+        digest = sha256(self.digest().encode() + subset.numbers.astype("<i8").tobytes())
+        if subset.target_map is not None:
+            classes = os.fsencode("\0".join(subset.classes))
+            digest.update(classes + subset.target_map.astype("<i8").tobytes())
         return digest.hexdigest()
 
 
@@ -146,8 +151,16 @@ class ImageSet:
     def name(self, i: int) -> str:
         return self.images.name(int(self.numbers[i]))
 
-    def names(self) -> Sequence[bytes] | np.ndarray:
-        return self.images.names(self.numbers)
+    def split_keys(self) -> Sequence[bytes] | np.ndarray:
+        return self.images.split_keys(self.numbers)
+
+    def strata(self) -> np.ndarray:
+        """The class by which each image is held out, int64 (N,): 0 for all images with several
+        labels, and where the targets are known only by reading the images.
+        """
+        if self.targets is not None and self.targets.ndim == 1:
+            return self.targets
+        return np.zeros(len(self), np.int64)
 
     def ids(self) -> Sequence[Hashable]:
         ids = self.images.ids()
@@ -156,7 +169,7 @@ class ImageSet:
     @cached_property
     def digest(self) -> str:
         """A hex digest of names, targets and classes; not of pixels."""
-        return self.images.chosen_digest(self)
+        return self.images.subset_digest(self)
 
     def size_fingerprint(self) -> str | None:
         """The sizes of at most 1,000 evenly spaced files, as number, sum and digest; None if the
@@ -220,8 +233,7 @@ class ImageSet:
             raise DataError(
                 f"{key}: needs the class of each image, which is not known without reading the "
                 f"images ({self.name(0)}).",
-                "Give the dataset an attribute `targets` (a list of integers), or don't set "
-                f"{key}.",
+                f"Give the dataset an attribute `targets` (docs/extending.md), or don't set {key}.",
             )
         if len(targets) == 0 or targets.ndim == 2:
             return targets
@@ -297,17 +309,17 @@ class EncodedImages(Images):
     def __post_init__(self) -> None:
         self.turbojpeg = find_turbojpeg() if self.decode == "auto" else None
 
+    @abstractmethod
     def read(self, number: int) -> bytes:
         """The content of the file of an image. Raises OSError or DataError (`reason_of`)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self, number: int) -> str:
         """Where an image is, for a message."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remedy(self, number: int) -> str:
         """What to do about an image that can't be read, in at most two lines."""
-        raise NotImplementedError
 
     def file_name(self, number: int) -> str:
         """The path of an image in shards, perhaps without a suffix."""
@@ -377,7 +389,7 @@ class FileImages(EncodedImages):
     def name(self, number: int) -> str:
         return self.index.name(number)
 
-    def names(self, numbers: np.ndarray) -> np.ndarray:
+    def split_keys(self, numbers: np.ndarray) -> np.ndarray:
         names: np.ndarray = self.index.names[numbers]
         return names
 
@@ -394,16 +406,16 @@ class FileImages(EncodedImages):
     def digest(self) -> str:
         return self.index.digest
 
-    def chosen_digest(self, chosen: ImageSet) -> str:
-        index = self.index.select(chosen.numbers)
-        assert chosen.targets is not None
-        return replace(index, targets=chosen.targets, classes=chosen.classes).digest
+    def subset_digest(self, subset: ImageSet) -> str:
+        index = self.index.select(subset.numbers)
+        assert subset.targets is not None
+        return replace(index, targets=subset.targets, classes=subset.classes).digest
 
     def check_heif(self, numbers: np.ndarray) -> None:
         """Raise DataError at the start, not in an epoch, for HEIF images that can't be decoded."""
         if has_heif():
             return
-        names = np.char.lower(self.names(numbers))
+        names = np.char.lower(self.split_keys(numbers))
         is_heif = np.zeros(len(names), bool)
         for suffix in HEIF_SUFFIXES:
             is_heif |= np.char.endswith(names, suffix)

@@ -40,7 +40,7 @@ class MapImages(Images):
     dataset_name: str
     classes: tuple[str, ...]
     targets: np.ndarray | None
-    labels: str = "single"  # data.labels
+    labels: str  # data.labels
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -64,19 +64,26 @@ class MapImages(Images):
                 f"{self.name(number)}: its image is {_describe(image)}.",
                 "Return a Pillow image or a uint8 tensor (3, H, W), without a transform to floats.",
             )
-        return image.expand(3, -1, -1), self._check_target(number, target)
+        target = self._check_target(number, target)
+        if self.targets is not None and not np.array_equal(target, self.targets[number]):
+            raise DataError(
+                f"{self.name(number)}: its target is {target}, and the dataset's list of targets "
+                f"has {self.targets[number]}.",
+                "Give the dataset an attribute `targets` with the targets of its items.",
+            )
+        return image.expand(3, -1, -1), target
 
     def _check_target(self, number: int, target: Any) -> Target:
         count = len(self.classes)
         remedy = f"Return an integer from 0 to {count - 1}."
         if self.labels == "multi":
             remedy = f"Return a tensor of {count} numbers from 0 to 1, one for each class."
-            with suppress(TypeError, ValueError, RuntimeError):
+            with suppress(TypeError, ValueError, RuntimeError, OverflowError):
                 row = torch.as_tensor(target).float()
                 if row.shape == (count,) and ((row >= 0) & (row <= 1)).all():
                     return row
         else:
-            with suppress(TypeError, ValueError, RuntimeError):
+            with suppress(TypeError, ValueError, RuntimeError, OverflowError):
                 if 0 <= (index := int(target)) < count and index == target:
                     return index
         raise DataError(
@@ -132,7 +139,7 @@ def image_set_of(
             "Return a map-style dataset: len(dataset), and dataset[i] -> (image, target).",
         )
     name = f"{config.name}/{part}"
-    classes = classes_of_dataset(dataset, name)
+    classes = classes_of_dataset(dataset, name, config.labels)
     targets = targets_of_dataset(dataset, config.labels)
     if targets is not None and targets.ndim == 2 and targets.shape[1] != len(classes):
         targets = None  # `MapImages.load` raises an error that explains it
@@ -157,7 +164,7 @@ def problems(config: DataConfig) -> list[Problem]:
     return kwargs_problems("data.kwargs", factory, config.kwargs, passed=("root", "part"))
 
 
-def classes_of_dataset(dataset: Any, name: str) -> tuple[str, ...]:
+def classes_of_dataset(dataset: Any, name: str, labels: str) -> tuple[str, ...]:
     """Class names of a map-style dataset, from `classes`, `class_to_idx`, `num_classes` or targets,
     else DataError.
     """
@@ -175,18 +182,18 @@ def classes_of_dataset(dataset: Any, name: str) -> tuple[str, ...]:
         return tuple(map(str, sorted(by_name, key=by_name.__getitem__)))
     count = getattr(dataset, "num_classes", None)
     if count is None:
-        targets = targets_of_dataset(dataset)
+        targets = targets_of_dataset(dataset, labels)
         if targets is None or not len(targets):
             raise DataError(
                 f"{name}: the number of classes is unknown.",
                 "Give the dataset an attribute `classes` (a list of names), `num_classes` or "
                 "`targets`.",
             )
-        count = int(targets.max()) + 1
+        count = targets.shape[1] if targets.ndim == 2 else targets.max() + 1
     return tuple(map(str, range(int(count))))
 
 
-def targets_of_dataset(dataset: Any, labels: str = "single") -> np.ndarray | None:
+def targets_of_dataset(dataset: Any, labels: str) -> np.ndarray | None:
     """All targets of a map-style dataset (`data.targets`) without reading images; None where it
     doesn't list them, and with several labels where they are other than 0 and 1. labels:
     `data.labels`.

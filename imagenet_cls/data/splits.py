@@ -12,7 +12,6 @@ from hashlib import blake2b
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.targets import strata
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import format_value
 
@@ -21,27 +20,27 @@ Names = Sequence[bytes] | np.ndarray
 
 
 def split_by_config(
-    config: DataConfig, names: Names, targets: np.ndarray, images: Iterable[Hashable]
+    config: DataConfig, names: Names, classes: np.ndarray, images: Iterable[Hashable]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows of the training part that are trained on, and those that are held out: int64,
     ascending.
 
-    images: equal where rows are of the same image. Such rows stay together: the name and the class
-    of the first one count. Raises DataError if the config holds out none, and for a name that
-    `data.group` does not match.
+    names, classes: `split_keys` and `strata` of an `ImageSet`. images: equal where rows are of the
+    same image. Such rows stay together: the name and the class of the first one count. Raises
+    DataError if the config holds out none, and for a name that `data.group` does not match.
     """
     first_row: dict[Hashable, int] = {}
     rows = [first_row.setdefault(image, row) for row, image in enumerate(images)]
     firsts, image_of_row = np.unique(rows, return_inverse=True)
     names = np.array(names)[firsts]
-    targets = strata(targets)[firsts]
+    classes = classes[firsts]
     groups = None if config.group is None else group_names(names, config.group)
     if config.fold is not None and config.stratify and groups is None:
-        mask = stratified_fold_mask(names, targets, config.fold)
+        mask = stratified_fold_mask(names, classes, config.fold)
     elif config.fold is not None:
         mask = fold_mask(names if groups is None else groups, config.fold)
     elif config.val_fraction is not None:
-        mask = held_out_mask(names, targets, config.val_fraction, groups)
+        mask = held_out_mask(names, classes, config.val_fraction, groups)
     else:
         raise DataError(
             "No validation images: data.val and data.val_fraction are null.",
@@ -124,12 +123,12 @@ def _smallest_hashes(
     return mask
 
 
-def fraction_rows(names: Names, targets: np.ndarray, fraction: float) -> np.ndarray:
+def fraction_rows(names: Names, classes: np.ndarray, fraction: float) -> np.ndarray:
     """The share of each class to train on, at least one image: int64 rows, ascending.
 
     It has the images with the smallest hashes, so that a smaller share is part of a larger one.
     """
-    by_class = _by_class(name_hashes(names), strata(targets))
+    by_class = _by_class(name_hashes(names), classes)
     return np.sort(
         np.concatenate([rows[: max(round(len(rows) * fraction), 1)] for rows in by_class])
     )

@@ -48,13 +48,6 @@ def class_sizes(targets: np.ndarray, num_classes: int) -> np.ndarray:
     return np.bincount(targets[targets >= 0], minlength=num_classes)[:num_classes]
 
 
-def strata(targets: np.ndarray) -> np.ndarray:
-    """The class by which an image is held out: int64 (N,). All images with several labels are of
-    one.
-    """
-    return targets if targets.ndim == 1 else np.zeros(len(targets), np.int64)
-
-
 def target_bytes(targets: np.ndarray) -> bytes:
     """The targets as bytes, for a digest."""
     return (targets.astype("<i8") if targets.ndim == 1 else targets).tobytes()

@@ -72,8 +72,6 @@ def open_test_set(
     chosen = chosen_classes(config)
     opened = open_part(config, config.val, None if chosen else classes)
     images = leave_out(config, opened, "val")
-    # The advice for a bad image would name keys of the training data, and not --data.
-    images = replace(images, images=replace(images.files, exclude_advice=None))
     names = chosen or classes
     if names is None:
         return images

@@ -23,7 +23,7 @@ from imagenet_cls.data.loader import check_shared_memory, open_file_warning
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.synthetic import BatchLoader
 from imagenet_cls.data.targets import class_sizes
-from imagenet_cls.engine.evaluate import Evaluation, evaluation_labels
+from imagenet_cls.engine.evaluate import Evaluation
 from imagenet_cls.engine.loaders import build_train_loader, shared_memory_use
 from imagenet_cls.engine.model_with_loss import ModelWithLoss
 from imagenet_cls.engine.plan import Plan, part_sizes, plan_run
@@ -156,7 +156,8 @@ def build(
 
     micro_batch = train_loader.sampler.micro_batch_sizes[0]
     task = task_of(config)
-    targets = task.zero_targets(micro_batch, num_classes, device)
+    zeros = torch.zeros(micro_batch, dtype=torch.int64, device=device)
+    targets = task.targets_of_classes(zeros, num_classes)
     if config.mix.is_on:
         targets = torch.zeros(micro_batch, num_classes, device=device)
     # These passes clear the gradients, which `Updater` may then allocate.
@@ -182,7 +183,7 @@ def build(
         preprocess=TrainPreprocess(
             normalize,
             config.augment.erasing,
-            build_mixing(config.mix, num_classes, task.has_rows),
+            build_mixing(config.mix, num_classes, task.is_multilabel),
             config.seed,
             context.rank,
             config.mix.off_epoch,
@@ -204,7 +205,6 @@ def build(
             devices,
             mean,
             std,
-            evaluation_labels(config, data.val),
             is_compiled=bool(train.compile),
             keep_workers=True,
         ),

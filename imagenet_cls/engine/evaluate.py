@@ -5,7 +5,6 @@ Shards are not padded, and models run without their DDP wrapper.
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -26,45 +25,18 @@ from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.wrap import wrap_data_parallel
 from imagenet_cls.tasks import Task, task_of
 from imagenet_cls.tasks.outputs import EvalOutputs
-from imagenet_cls.tasks.single_label import SingleLabel
-
-
-@dataclass(frozen=True)
-class EvaluationLabels:
-    """Which classes count.
-
-    present: int64 (P,), the classes that the validation images have; None: all. left_out: the
-    number of images that `data.exclude` has left out.
-    """
-
-    task: Task = field(default_factory=SingleLabel)
-    present: Tensor | None = None
-    left_out: int = 0
-
-    def mask(self, logits: Tensor) -> Tensor:
-        """Logits (B, outputs) with -inf for the classes that are not present."""
-        if self.present is None:
-            return logits
-        absent = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
-        absent[self.present.to(logits.device)] = False
-        return logits.masked_fill(absent, -torch.inf)
-
-
-def evaluation_labels(config: Config, source: ImageSet) -> EvaluationLabels:
-    """The labels of an evaluation of `source`. Raises DataError."""
-    present = None
-    if config.eval.classes == "present":
-        present = torch.from_numpy(np.unique(source.required_targets("eval.classes")))
-    return EvaluationLabels(task_of(config), present, source.left_out)
 
 
 class Evaluation:
     """What an evaluation of the images of `source` needs besides the models.
 
-    devices: the devices of this rank. mean, std: the normalization, per channel. labels: what the
-    results count. is_compiled: whether a model is compiled. Then all batches have one size, so that
-    it is compiled once. keep_workers: whether data workers live until `close`, for more evaluations
-    of the same images. Else they end with the batches.
+    devices: the devices of this rank. mean, std: the normalization, per channel. is_compiled:
+    whether a model is compiled. Then all batches have one size, so that it is compiled once.
+    keep_workers: whether data workers live until `close`, for more evaluations of the same images.
+    Else they end with the batches.
+
+    present: with `eval.classes` present the classes that the images have, int64 (P,) on the CPU; of
+    the other classes the outputs are -inf. None: all. Raises DataError if they are not known.
     """
 
     def __init__(
@@ -75,7 +47,6 @@ class Evaluation:
         devices: Devices,
         mean: list[float],
         std: list[float],
-        labels: EvaluationLabels,
         is_compiled: bool = False,
         keep_workers: bool = False,
     ):
@@ -83,7 +54,10 @@ class Evaluation:
         self.source = source
         self.context = context
         self.mean = mean
-        self.labels = labels
+        self.task = task_of(config)
+        self.present = None
+        if config.eval.classes == "present":
+            self.present = torch.from_numpy(np.unique(source.required_targets("eval.classes")))
         self.normalize = Normalize(mean, std, context.device, config.train.channels_last)
         self.autocast_dtype = choose_precision(config.train, context.device)
         self.devices = devices
@@ -114,8 +88,8 @@ class Evaluation:
     def outputs(
         self, models: Mapping[str, nn.Module], batches: Iterable[EvalBatch] | None = None
     ) -> Iterator[EvalOutputs]:
-        """`model_outputs` of models on the device; the outputs of classes that are not present are
-        -inf. batches: by default the batches of this rank's shard.
+        """`model_outputs` of models on the device. batches: by default the batches of this rank's
+        shard.
         """
         wrapped = {name: wrap_data_parallel(model, self.devices) for name, model in models.items()}
         for logits, targets, indices in model_outputs(
@@ -127,8 +101,9 @@ class Evaluation:
             self.config.eval.flip_tta,
             self.pad_to,
         ):
-            masked = {name: self.labels.mask(values) for name, values in logits.items()}
-            yield masked, targets, indices
+            if self.present is not None:
+                logits = {name: only_classes(x, self.present) for name, x in logits.items()}
+            yield logits, targets, indices
 
     def results(
         self,
@@ -137,8 +112,25 @@ class Evaluation:
         num_classes: int,
         metrics: Mapping[str, UserMetrics] | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """The results of the models `names` from their outputs: see `compute_results`."""
-        return compute_results(outputs, names, self.context, num_classes, self.labels, metrics)
+        """The `compute_results` of each model. Also:
+
+        * classes, a text such as `200 of 1000`, if `eval.classes` is `present`;
+        * left_out, the number of images that `data.exclude` has left out, if any.
+        """
+        results = compute_results(outputs, names, self.context, num_classes, self.task, metrics)
+        for result in results.values():
+            if self.present is not None:
+                result["classes"] = f"{len(self.present)} of {num_classes}"
+            if self.source.left_out:
+                result["left_out"] = self.source.left_out
+        return results
+
+
+def only_classes(logits: Tensor, classes: Tensor) -> Tensor:
+    """Logits (B, outputs) with -inf for all but these classes."""
+    is_other = torch.ones(logits.shape[1], dtype=torch.bool, device=logits.device)
+    is_other[classes.to(logits.device)] = False
+    return logits.masked_fill(is_other, -torch.inf)
 
 
 @torch.no_grad()
@@ -189,7 +181,7 @@ def compute_results(
     names: Sequence[str],
     context: RankContext,
     num_classes: int,
-    labels: EvaluationLabels,
+    task: Task,
     metrics: Mapping[str, UserMetrics] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The results of each model over the shards of all ranks. A collective: a rank with an empty
@@ -201,21 +193,16 @@ def compute_results(
     Returns a dictionary for each model:
     * the results of `Task.results`;
     * seconds, for all models together;
-    * the values of user-defined metrics;
-    * classes, a text such as `200 of 1000`, if `eval.classes` is `present`;
-    * left_out, the number of images that `data.exclude` has left out, if any.
+    * the values of user-defined metrics.
     """
     started = time.perf_counter()
     metrics = metrics or {name: {} for name in names}
-    no_targets = labels.task.zero_targets(0, num_classes, context.device)
+    no_classes = torch.zeros(0, dtype=torch.int64, device=context.device)
+    no_targets = task.targets_of_classes(no_classes, num_classes)
     watched = update_metrics(outputs, metrics, num_classes, no_targets)
-    results = labels.task.results(watched, names, num_classes, context)
+    results = task.results(watched, names, num_classes, context)
     seconds = time.perf_counter() - started  # the device has done its work
     for name, result in results.items():
         result["seconds"] = seconds
         result |= compute_metrics(metrics[name], context)
-        if labels.present is not None:
-            result["classes"] = f"{len(labels.present)} of {num_classes}"
-        if labels.left_out:
-            result["left_out"] = labels.left_out
     return results

@@ -54,7 +54,7 @@ class Run:
         # recomputed: `train.early_stop` may have changed since the checkpoint
         progress.stopped_early = stops_early(progress.history, parts.config.train.early_stop)
         self.meter = Meter(
-            parts.context, parts.plan.global_batch, parts.evaluation.labels.task.train_metric
+            parts.context, parts.plan.global_batch, parts.evaluation.task.train_metric
         )
         self.nonfinite_guard = NonFiniteGuard(
             parts.context,

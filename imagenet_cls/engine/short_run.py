@@ -72,7 +72,7 @@ class _ShortRun:
             return self.parts.prefetch(batches)
         batch = next(batches)
         if self.parts.config.data.name == "synthetic":  # whose images have one class each
-            task = self.parts.evaluation.labels.task
+            task = self.parts.evaluation.task
             targets = task.targets_of_classes(batch.targets, self.parts.num_classes)
             batch = batch._replace(targets=targets)
         return repeat(batch)

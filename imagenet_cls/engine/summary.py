@@ -40,8 +40,8 @@ def startup_table(
     config = parts.config
     parameters = sum(parameter.numel() for parameter in parts.model.parameters()) / 1e6
     classes = parts.num_classes
-    present = parts.evaluation.labels.present
-    task = parts.evaluation.labels.task
+    present = parts.evaluation.present
+    task = parts.evaluation.task
     shown_results = f"val {next(iter(task.metrics.values())).title}"
     if "top5" in task.metrics and classes >= MIN_CLASSES_FOR_TOP5:
         shown_results += "/top-5"
@@ -178,7 +178,7 @@ def start_warnings(parts: TrainingParts) -> list[str]:
             f"the model has {parts.num_classes} outputs (model.num_classes), the data "
             f"{num_classes} classes"
         )
-    has_one_label = not parts.evaluation.labels.task.has_rows
+    has_one_label = not parts.evaluation.task.is_multilabel
     if has_one_label and sum(";" in name for name in parts.data.classes) > num_classes / 2:
         warnings.append(
             "most classes have `;` in their names; if it separates labels, set data.labels=multi "

@@ -21,7 +21,7 @@ from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.engine.build import rank_devices
-from imagenet_cls.engine.evaluate import Evaluation, evaluation_labels
+from imagenet_cls.engine.evaluate import Evaluation
 from imagenet_cls.engine.stored_weights import stated_classes
 from imagenet_cls.engine.user_metrics import build_metrics
 from imagenet_cls.errors import CheckpointError, DataError
@@ -60,7 +60,7 @@ class WeightsEvaluation:
     task: Task
     # On rank 0 a record of `Task.rows` for each image in their order, if they were recorded.
     rows: np.ndarray | None
-    present: torch.Tensor | None  # see `EvaluationLabels`
+    present: torch.Tensor | None  # see `Evaluation`
     settings: dict[str, str]  # values of `EVALUATION_KEYS` as text
 
 
@@ -95,11 +95,10 @@ def evaluate_weights(
     kind = trained.select()
     kinds = list(trained.models)
     record |= trained.num_classes <= _MAX_CLASSES_IN_TABLE
-    labels = evaluation_labels(config, images)
     evaluation = Evaluation(
-        config, images, context, rank_devices(config, context), trained.mean, trained.std, labels
+        config, images, context, rank_devices(config, context), trained.mean, trained.std
     )
-    recorder = OutputRecorder(labels.task, kinds, context.device, kind if record else None)
+    recorder = OutputRecorder(evaluation.task, kinds, context.device, kind if record else None)
     outputs = recorder.watch(evaluation.outputs(trained.models))
     user_metrics = build_metrics(config.eval.metrics, trained.num_classes, kinds, context)
     results = evaluation.results(outputs, kinds, trained.num_classes, user_metrics)
@@ -127,8 +126,8 @@ def evaluate_weights(
         kind=kind,
         images=images,
         rows=rows,
-        present=labels.present,
-        task=labels.task,
+        present=evaluation.present,
+        task=evaluation.task,
         settings={key: dump_inline(attrgetter(key)(config)) for key in EVALUATION_KEYS},
     )
 
@@ -209,6 +208,8 @@ def open_images(
     subset = config.eval.classes == "present"
     if test_set is not None:
         images = open_test_set(test_set, known, allow_missing=subset)
+        # The advice for a bad image would name keys of the training data, and not --data.
+        images = replace(images, images=replace(images.files, exclude_advice=None))
         if known is not None and not subset:
             check_all_classes(images, task_of(config))
         return images
@@ -221,7 +222,7 @@ def check_all_classes(images: ImageSet, task: Task) -> None:
     """Raise DataError if a class has no image. A list need not name all classes. Mean average
     precision of images with several labels leaves out such classes.
     """
-    if task.has_rows or images.targets is None:
+    if task.is_multilabel or images.targets is None:
         return
     sizes = class_sizes(images.targets, len(images.classes))
     missing = [images.classes[k] for k in np.flatnonzero(sizes == 0)]

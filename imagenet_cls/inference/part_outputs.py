@@ -1,7 +1,7 @@
 """The outputs of models for all images of both parts of a dataset, such as their features."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from imagenet_cls.data.files import has_training_part
 from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.test_set import describe_images
 from imagenet_cls.engine.build import rank_devices
-from imagenet_cls.engine.evaluate import Evaluation, EvaluationLabels
+from imagenet_cls.engine.evaluate import Evaluation
 from imagenet_cls.errors import DataError
 from imagenet_cls.inference.evaluate_weights import check_not_trained_on, open_images
 from imagenet_cls.inference.load_weights import (
@@ -94,6 +94,8 @@ def _all_outputs(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The outputs of each model, and the targets, in the order of `source`."""
     shard: dict[str, list[Tensor]] = {name: [] for name in (*models, "targets", "indices")}
+    # features are not outputs of classes, of which some could be absent
+    config = replace(config, eval=replace(config.eval, classes="all"))
     evaluation = Evaluation(
         config,
         source,
@@ -101,7 +103,6 @@ def _all_outputs(
         rank_devices(config, context),
         trained.mean,
         trained.std,
-        EvaluationLabels(),
     )
     for outputs, targets, indices in evaluation.outputs(models):
         for name, rows in {**outputs, "targets": targets, "indices": indices}.items():

@@ -125,7 +125,7 @@ class Predictor:
         if threshold is not None and threshold not in SHARE:
             raise UsageError(f"threshold {threshold:g} is out of range.", f"Give {SHARE}.")
         self.task = task_of(self.config)
-        if threshold is None and self.task.has_rows:
+        if threshold is None and self.task.is_multilabel:
             threshold = trained.best_thresholds.get(weights)
         if threshold is not None:
             self.task = self.task.with_threshold(threshold)

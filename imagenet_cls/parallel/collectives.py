@@ -42,7 +42,7 @@ def gather_to_main(rows: list, context: RankContext) -> list:
 
 
 def gather_shards(shard: Tensor, num_rows: int, context: RankContext) -> Tensor:
-    """Gather rows that were dealt out round-robin (row i to rank i % world_size). Rank 0 returns
+    """Gather rows of which row i is on rank i % world_size. Rank 0 returns
     all rows in order, (num_rows, ...) on the CPU, other ranks their own.
 
     Rank 0 holds the result and one shard at a time.

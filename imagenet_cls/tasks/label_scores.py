@@ -93,8 +93,8 @@ class LabelOutputs:
         self.targets.append((targets >= 0.5).to(torch.uint8).cpu())
 
     def results(self, threshold: float, context: RankContext) -> dict[str, float]:
-        """The results over the shards of all ranks, which are dealt out as by `shard_for_eval`; the
-        same on every rank. A collective.
+        """The metrics of `MultiLabel` and the threshold with the highest micro F1, over the shards
+        of all ranks (`shard_for_eval`); the same on every rank. A collective.
 
         threshold: `eval.threshold`.
         """

@@ -21,13 +21,10 @@ class MultiLabel:
 
     metrics = METRICS["multi"]
     train_metric = TRAIN_METRICS["multi"]
-    has_rows = True
+    is_multilabel = True
 
     def __init__(self, threshold: float):
         self.threshold = threshold
-
-    def zero_targets(self, count: int, num_classes: int, device: torch.device) -> Tensor:
-        return torch.zeros(count, num_classes, device=device)
 
     def targets_of_classes(self, classes: Tensor, num_classes: int) -> Tensor:
         return functional.one_hot(classes, num_classes).float()

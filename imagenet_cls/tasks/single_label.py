@@ -22,18 +22,14 @@ class SingleLabel:
     same attributes.
 
     metrics: of an evaluation, by their names in configs. train_metric: of each step. threshold: the
-    minimum probability of a predicted class, None here. has_rows: whether a target is a row of 0
-    and 1.
+    minimum probability of a predicted class, None here. is_multilabel: whether a target is a row of
+    zeros and ones.
     """
 
     metrics = METRICS["single"]
     train_metric = TRAIN_METRICS["single"]
     threshold = None
-    has_rows = False
-
-    def zero_targets(self, count: int, num_classes: int, device: torch.device) -> Tensor:
-        """Targets of the shape and dtype that a batch has."""
-        return torch.zeros(count, dtype=torch.int64, device=device)
+    is_multilabel = False
 
     def targets_of_classes(self, classes: Tensor, num_classes: int) -> Tensor:
         """The targets of images with one class each: int64 (B,)."""

@@ -25,7 +25,7 @@ from imagenet_cls.data.loader import WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import shard_for_eval
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.build import TrainingParts
-from imagenet_cls.engine.evaluate import EvaluationLabels, compute_results, model_outputs
+from imagenet_cls.engine.evaluate import compute_results, model_outputs
 from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.short_run import run_steps
 from imagenet_cls.engine.user_metrics import build_metrics, compute_metrics
@@ -36,6 +36,7 @@ from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import BatchNormStatistics, wrap_ddp
 from imagenet_cls.tasks.multi_label import MultiLabel
+from imagenet_cls.tasks.single_label import SingleLabel
 
 WORLD_SIZES = (1, 2, 3, 4)
 TEST_IMAGES = (2, 359, 361)  # with two, some ranks have no image
@@ -93,7 +94,7 @@ def results(context: RankContext, num_images: int) -> dict[str, Any]:
     )
     outputs = model_outputs({"single": model}, batches, lambda images: images, context.device, None)
     own = build_metrics(OWN_METRICS, 7, ["single"], context)
-    found = compute_results(outputs, ["single"], context, 7, EvaluationLabels(), own)
+    found = compute_results(outputs, ["single"], context, 7, SingleLabel(), own)
 
     logits = torch.randn(num_images, 7, generator=draws).round(decimals=1)
     targets = (torch.rand(num_images, 7, generator=draws) < 0.3).float()
@@ -102,7 +103,7 @@ def results(context: RankContext, num_images: int) -> dict[str, Any]:
         for part in torch.tensor(list(rows)).long().split(50)
         if len(part)
     ]
-    kinds, labels = ["raw", "ema"], EvaluationLabels(MultiLabel(0.5))
+    kinds, labels = ["raw", "ema"], MultiLabel(0.5)
     own = build_metrics(["helpers:label_precision"], 7, kinds, context)
     found |= compute_results(label_outputs, kinds, context, 7, labels, own)
     for result in found.values():
@@ -168,7 +169,7 @@ def counts_of_each_rank_alone_end_the_run(context: RankContext) -> None:
         )
     ]
     with pytest.raises(ConfigError, match=r"eval\.metrics: 'hit_images' differs between ranks"):
-        compute_results(batches, ["raw"], context, 7, EvaluationLabels(), own)
+        compute_results(batches, ["raw"], context, 7, SingleLabel(), own)
 
 
 def starting_weights(context: RankContext) -> None:

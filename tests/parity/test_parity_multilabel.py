@@ -121,7 +121,7 @@ def test_rows_are_mixed_as_classes_are(options: dict[str, float], size: int, mod
     assert torch.equal(class_images, row_images)
     close(mixed_rows, mixed_classes)
     several = torch.from_numpy(multi_hot([[0, 1], [2], [], [0], [3, 4], [1]], 5)).float()
-    mixing = build_mixing(MixConfig(mixup_alpha=0.8), 5, has_rows=True)
+    mixing = build_mixing(MixConfig(mixup_alpha=0.8), 5, is_multilabel=True)
     assert mixing is not None
     seed_generators(1)
     _, mixed = mix_batch(mixing, images[:6].clone(), several)

@@ -25,9 +25,10 @@ from torchvision.transforms.v2 import functional as reference
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.engine.evaluate import EvaluationLabels, compute_results, model_outputs
+from imagenet_cls.engine.evaluate import compute_results, model_outputs
 from imagenet_cls.models.adapt import resize_model
 from imagenet_cls.models.weights import load_weights
+from imagenet_cls.tasks.single_label import SingleLabel
 
 CPU = torch.device("cpu")
 # A model, what makes it small, and what it is built with at another size.
@@ -159,7 +160,7 @@ def test_flip_tta_is_the_mean_of_two_passes() -> None:
         list(models),
         single_rank(),
         next(iter(flipped))[0]["raw"].shape[1],
-        EvaluationLabels(),
+        SingleLabel(),
     )
     assert [result["images"] for result in results.values()] == [10, 10]
 

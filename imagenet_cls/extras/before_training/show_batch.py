@@ -58,7 +58,7 @@ def show_batch_command(argv: Sequence[str]) -> None:
     pixels = (images[: arguments.images] * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
     # The splits of a batch (augment.splits) follow each other.
     classes = [utf8_text(name) for name in parts.data.classes]
-    has_several = parts.evaluation.labels.task.has_rows
+    has_several = parts.evaluation.task.is_multilabel
     labels = [
         describe_target(targets[i % len(targets)], classes, has_several) for i in range(len(pixels))
     ]

@@ -177,7 +177,7 @@ def open_hub(
                 f"data.kwargs: {format_value(value)} is not text.", "Write it in quotes."
             )
     place = f"{name}/{part}"
-    dataset, parts = _open_part(name, part, subset, revision)
+    dataset, parts = _load_dataset(name, part, subset, revision)
     from datasets import ClassLabel, Image
     from pyarrow import compute
 
@@ -192,7 +192,7 @@ def open_hub(
     return HubImages(place, contents, paths, targets, classes, parts, decode, exif, arguments)
 
 
-def _open_part(
+def _load_dataset(
     name: str, part: str, subset: str | None, revision: str | None
 ) -> tuple[Any, tuple[str, ...]]:
     """The `datasets.Dataset` of a part, and the names of all parts. `val` also means `validation`.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from imagenet_cls.config.metrics import MIN_CLASSES_FOR_TOP5
+from imagenet_cls.config.metrics import MIN_CLASSES_FOR_TOP5, metrics_of
 from imagenet_cls.extras.pages.figures import Figure, confusion_figure
 from imagenet_cls.extras.pages.render import render, utf8_text
 from imagenet_cls.report.jsonl import user_metrics
@@ -29,10 +29,7 @@ _DETAILS = (
     ("expected calibration error (0 to 1)", "ece", ".4f"),
     ("mean confidence", "mean_confidence", ".4f"),
 )
-_LABEL_COLUMNS = (
-    ("mAP %", "map_pct", ".3f"),
-    ("micro F1 %", "micro_f1_pct", ".3f"),
-    ("macro F1 %", "macro_f1_pct", ".3f"),
+_THRESHOLD_COLUMNS = (
     ("best micro F1 %", "best_micro_f1_pct", ".3f"),
     ("at threshold", "best_threshold", _PERCENT),
 )
@@ -181,7 +178,7 @@ def evaluation_page(
             "(eval.classes=present)."
         )
     has_top5 = len(classes) >= MIN_CLASSES_FOR_TOP5
-    columns = _result_columns(results, has_top5)
+    columns = _result_columns(results, len(classes))
     figures: list[Figure] = []
     details: Sequence[tuple[str, str, str]] = ()
     if confusion is not None:
@@ -211,17 +208,17 @@ def evaluation_page(
 
 
 def _result_columns(
-    results: Mapping[str, Mapping[str, Any]], has_top5: bool
+    results: Mapping[str, Mapping[str, Any]], num_classes: int
 ) -> list[tuple[str, str, str]]:
     """The columns of the results of weights: title, key, format."""
-    columns = [("top-1 %", "top1_pct", ".3f")]
-    if any("map_pct" in row for row in results.values()):
-        columns = list(_LABEL_COLUMNS)
-    elif has_top5:
-        columns.append(("top-5 %", "top5_pct", ".3f"))
-    columns += [
-        ("loss", "loss", ".4f"),
-        ("images", "images", _COUNT),
-    ]
+    first = next(iter(results.values()))
+    columns = []
+    for metric in metrics_of(first):
+        if metric.is_shown(first, num_classes):
+            unit, style = (" %", ".3f") if metric.is_percent else ("", ".4f")
+            columns.append((metric.title + unit, metric.field, style))
+    if "best_threshold" in first:
+        columns += _THRESHOLD_COLUMNS
+    columns.append(("images", "images", _COUNT))
     own = dict.fromkeys(name for row in results.values() for name in user_metrics(row))
     return [*columns, *((name, name, ".4f") for name in own)]

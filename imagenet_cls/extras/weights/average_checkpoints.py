@@ -180,7 +180,7 @@ def read_weights(
             raise CheckpointError(stored.warnings[0], "Give the checkpoints to average one by one.")
         if stored.state is not None:
             first = first or replace(stored, tensors={})
-            mine, others = task_of(stored), task_of(first)
+            mine, others = required_settings(stored), required_settings(first)
             if different := [key for key in mine if mine[key] != others[key]]:
                 text = f"{stored.path} and {first.path} differ in {', '.join(different)}"
                 raise CheckpointError(
@@ -189,7 +189,7 @@ def read_weights(
         yield path, stored
 
 
-def task_of(stored: "StoredWeights") -> dict[str, Any]:
+def required_settings(stored: "StoredWeights") -> dict[str, Any]:
     """What must be the same in checkpoints that are averaged: model without dropout, kind of
     labels, classes and preprocessing.
     """

@@ -68,7 +68,9 @@ def open_both(name: str) -> tuple[ImageSet, ImageSet]:
     source = open_datasets(DataConfig(name=f"torchvision:{name}")).train
     images = source.images
     assert isinstance(images, ArrayImages)
-    by_items = MapImages(images.dataset, images.dataset_name, images.classes, images.targets)
+    by_items = MapImages(
+        images.dataset, images.dataset_name, images.classes, images.targets, "single"
+    )
     return source, replace(source, images=by_items)
 
 

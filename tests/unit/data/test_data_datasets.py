@@ -62,6 +62,8 @@ WRONG = {
     "fraction": Own((RGB, 0.7), num_classes=2),
     "several_targets": Own((RGB, torch.ones(2)), num_classes=2),
     "out_of_range": Own((RGB, 2), num_classes=2),
+    "infinite": Own((RGB, math.inf), num_classes=2),
+    "other_target_in_its_list": Own((RGB, 1), num_classes=2, labels=[0] * 4),
     "without_classes": Own((RGB, 2)),
 }
 
@@ -90,10 +92,12 @@ def test_open_factory_with_a_wrong_data_set_raises(kind: str) -> None:
 
 
 def test_known_targets_of_a_dataset_are_whole_numbers() -> None:
-    found = targets_of_dataset(Own((None, 0), targets=[1.0, 0.0, 2.0, 1.0]))
+    found = targets_of_dataset(Own((None, 0), targets=[1.0, 0.0, 2.0, 1.0]), "single")
     assert found.dtype == np.int64 and found.tolist() == [1, 0, 2, 1]
     for other in (0.7, math.nan, "1"):
-        assert targets_of_dataset(Own((None, 0), targets=[other] * 4)) is None
+        assert targets_of_dataset(Own((None, 0), targets=[other] * 4), "single") is None
+    rows = Own((None, 0), targets=np.eye(4, 3))
+    assert classes_of_dataset(rows, "own", "multi") == ("0", "1", "2")
 
 
 # ---- files
@@ -278,5 +282,7 @@ def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
 
 
 def test_classes_of_one_name_get_two() -> None:
-    names = classes_of_dataset(Own((None, 0), classes=["crane", ("a", "b"), "crane"]), "own")
+    names = classes_of_dataset(
+        Own((None, 0), classes=["crane", ("a", "b"), "crane"]), "own", "single"
+    )
     assert names == ("crane (0)", "a, b", "crane (2)")

@@ -101,7 +101,7 @@ def test_gray_image_without_a_stated_range_raises(values: type, tmp_path: Path) 
     with pytest.raises(DataError):
         decode_rgb(file.read_bytes())
     assert image_problem(one_file(file).files, 0, EvalConfig()) is not None
-    images = MapImages([(image, 0)], "own", ("a",), None)
+    images = MapImages([(image, 0)], "own", ("a",), None, "single")
     with pytest.raises(DataError, match="own"):
         images.load(0)
     with pytest.raises(DataError):
@@ -113,7 +113,7 @@ def test_image_too_thin_to_be_resized_is_named(size: tuple[int, int], tmp_path: 
     image, file = Image.new("RGB", size), tmp_path / "thin.jpg"
     image.save(file)
     transform = EvalTransform(EvalConfig())
-    own = MapImages([(image, 0)], "own/thin", ("a",), None)
+    own = MapImages([(image, 0)], "own/thin", ("a",), None, "single")
     for images in (one_file(file), all_images(own, None, "a")):
         with pytest.raises(DataError, match="thin"):
             images.load_region(0, transform.needed_region)

@@ -91,7 +91,10 @@ def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) 
     (tmp_path / names[-1]).unlink()
     assert len({before, after, source.size_fingerprint()}) == 3
     assert (
-        all_images(MapImages(range(3), "numbers", (), None), None, "abc").size_fingerprint() is None
+        all_images(
+            MapImages(range(3), "numbers", (), None, "single"), None, "abc"
+        ).size_fingerprint()
+        is None
     )
 
 

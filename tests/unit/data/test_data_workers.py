@@ -134,7 +134,7 @@ def first_batch(
 
 def test_dataset_that_holds_an_open_file_is_warned_about(tmp_path: Path) -> None:
     def warning(num_workers: int = 2, **attributes: Any) -> str | None:
-        images = MapImages(SimpleNamespace(**attributes), "own", ("a",), None)
+        images = MapImages(SimpleNamespace(**attributes), "own", ("a",), None, "single")
         config = DataConfig("my_data:Own", num_workers=num_workers)
         return open_file_warning(config, ImageSet(images, np.arange(1), None, ("a",)))
 

@@ -8,7 +8,8 @@ from helpers import single_rank
 from sklearn.metrics import balanced_accuracy_score
 from torch import nn
 
-from imagenet_cls.engine.evaluate import EvalBatch, EvaluationLabels, compute_results, model_outputs
+from imagenet_cls.engine.evaluate import EvalBatch, compute_results, model_outputs
+from imagenet_cls.tasks.single_label import SingleLabel
 
 CPU = torch.device("cpu")
 ALONE = single_rank()
@@ -37,7 +38,7 @@ def test_counts_equal_those_of_a_plain_loop(num_classes: int, batch_size: int) -
     model, other = network(num_classes), network(num_classes, seed=1)
     models, batches = {"other": other, "one": model}, batches_of(images, targets, batch_size)
     outputs = model_outputs(models, batches, lambda x: x.float() / 256, CPU, None)
-    results = compute_results(outputs, list(models), ALONE, num_classes, EvaluationLabels())
+    results = compute_results(outputs, list(models), ALONE, num_classes, SingleLabel())
     result = results["one"]
     assert list(results) == ["other", "one"] and results["other"]["loss"] != result["loss"]
 

@@ -13,11 +13,12 @@ from helpers import arguments, fails, single_rank, succeeds, train_here
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, EvalConfig, ExpectConfig, LossConfig
-from imagenet_cls.engine.evaluate import EvaluationLabels, compute_results
+from imagenet_cls.engine.evaluate import compute_results
 from imagenet_cls.engine.user_metrics import values_by_field
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.guards.agreement import user_modules
 from imagenet_cls.lookup import import_from_cwd
+from imagenet_cls.tasks.single_label import SingleLabel
 
 ALONE = single_rank()
 MODULE = """
@@ -161,5 +162,5 @@ def test_metric_that_changes_its_arguments_changes_no_result(own_module: str) ->
     batch = torch.eye(3), torch.arange(3), torch.arange(3)
     outputs = [({"raw": batch[0], "ema": batch[0]}, *batch[1:])]
     metrics = {name: {"Erasing": Erasing(3)} for name in ("raw", "ema")}
-    results = compute_results(outputs, ["raw", "ema"], ALONE, 3, EvaluationLabels(), metrics)
+    results = compute_results(outputs, ["raw", "ema"], ALONE, 3, SingleLabel(), metrics)
     assert [result["top1_pct"] for result in results.values()] == [100, 100]
