@@ -186,6 +186,7 @@ def data_overrides(path: Path) -> list[str]:
     if path.is_dir():
         content = list_folder(os.fsencode(path))
         names = [os.fsdecode(name) for name in [*content.folders, *content.others]]
+        names = [name for name in names if is_archive(name) or not (path / name).is_file()]
     elif is_archive(path.name):
         names = part_folders(path)
     else:
@@ -200,6 +201,8 @@ def data_overrides(path: Path) -> list[str]:
 
 
 def _has_folders(path: Path) -> bool:
+    if not path.is_dir():
+        return True  # a link to a folder that is missing: an error when it is opened
     content = list_folder(os.fsencode(path))
     return bool(content.folders) or not content.images
 

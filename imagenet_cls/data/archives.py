@@ -434,7 +434,10 @@ def _labels(
         else:
             further.append((key, name))
         labels.append(label)
-    if all(label is None for label in labels) and all(b"/" in name for name in names):
+    has_labels = any(label is not None for label in labels) or any(
+        _read_label(file, key, label_files) is not None for key, _ in further
+    )
+    if not has_labels and all(b"/" in name for name in names):
         return None
     repeated = [key for key, count in Counter(keys).items() if count > 1]
     if repeated:

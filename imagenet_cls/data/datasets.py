@@ -69,6 +69,8 @@ def open_datasets(
         if len(images) == 0:
             raise _empty_error(config, part, place)
         opened[part] = images
+    if config.exclude is not None and not any(images.left_out for images in opened.values()):
+        notes.append(f"data.exclude: none of the images is in {config.exclude}")
     names = next(iter(opened.values())).classes
     return DataSets(opened, names, "; ".join(notes) or None)
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import io
+import logging
 import struct
 import warnings
 from collections.abc import Callable
@@ -60,6 +61,11 @@ _OTHER_FORMATS = {
     b"\xff\x0a": "a JPEG XL image, which is not read",
     b"\0\0\0\x0cjxl ": "a JPEG XL image, which is not read",
 }
+# Tags of TIFF, and values of them: gray images whose 0 is white; signed numbers.
+_PHOTOMETRIC_INTERPRETATION = 262
+_SAMPLE_FORMAT = 339
+# Pillow logs what it can't read, without the name of the file.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
 # Of the text and the color profile of a PNG, which are not used. Pillow's limit is 1 MiB.
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**26
 
@@ -203,9 +209,14 @@ def rgb_tensor(image: Image.Image) -> torch.Tensor:
         warnings.simplefilter("ignore")  # palettes with transparency
         # Of RGB images of 16 bits Pillow keeps the high bytes. It would clip gray ones, which have
         # the mode I if they are from a PGM file.
+        tags = getattr(image, "tag_v2", {})  # of a TIFF
+        is_signed = 2 in tags.get(_SAMPLE_FORMAT, ())
         if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-            image = Image.fromarray((np.array(image) >> 8).astype(np.uint8))
-        elif image.mode in ("I", "F"):  # Pillow would clip them at 0 and 255
+            values = (np.array(image) >> 8).astype(np.uint8)
+            # Pillow inverts only those of 8 bits.
+            is_inverted = tags.get(_PHOTOMETRIC_INTERPRETATION) == 0
+            image = Image.fromarray(255 - values if is_inverted else values)
+        elif image.mode in ("I", "F") or is_signed:  # Pillow would clip them at 0 and 255
             raise DataError(
                 f"gray values of an unknown range (Pillow's mode {image.mode}: signed, or of 32 "
                 "bits)",
@@ -222,13 +233,15 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
             with open_image(data) as image:
                 return rgb_tensor(image)
         except Image.UnidentifiedImageError:
-            reason = _unread_format(data) or "not an image of a known format"
+            reason = _unread_format(data) or "its format is unknown, or its start is damaged"
         except Image.DecompressionBombError:
             reason = f"more than the {MAX_PIXELS} pixels allowed"
         except (MemoryError, DataError):
             raise
         except Exception as error:  # Pillow's decoders raise any for damaged files
-            reason = _unread_format(data) or f"damaged or truncated ({first_line(error)})"
+            reason = (
+                _unread_format(data) or f"damaged, truncated or not supported ({first_line(error)})"
+            )
     raise DataError(reason, "Replace the file.")
 
 

@@ -266,6 +266,8 @@ def list_folder(path: bytes) -> FolderContent:
                 folders.append(name)
             elif suffix_of(name) in IMAGE_SUFFIXES:
                 images.append(name)
+            elif entry.is_symlink() and not suffix_of(name) and not os.path.exists(entry.path):  # noqa: PTH110
+                folders.append(name)  # perhaps a class, and an error when it is listed
             else:
                 others.append(name)
                 is_cacheable = is_cacheable and not entry.is_symlink()

@@ -24,11 +24,15 @@ from imagenet_cls.text import command_line, format_value, join_names
 
 # Names of columns in the header of a CSV file, in lower case.
 PATH_COLUMNS = (
-    *("path", "file", "filename", "file_name", "image", "image_path", "name"),
-    *("filepath", "filepaths", "id", "image_id", "imageid", "id_code", "img"),
+    *("path", "file", "filename", "file_name", "image", "image_path", "image_name", "name"),
+    *("filepath", "filepaths", "file_path", "img_path", "img"),
+    *("id", "image_id", "imageid", "id_code"),  # perhaps row numbers
 )
 LABEL_COLUMNS = ("label", "class", "class_name", "target", "category", "labels", "classes", "tags")
-PART_COLUMNS = ("split", "subset", "partition", "phase", "usage", "data set", "dataset")
+PART_COLUMNS = (
+    *("split", "subset", "partition", "phase", "usage", "data set", "dataset", "set"),
+    *("is_valid", "is_val", "is_train", "is_test"),
+)
 BAD_IMAGES_FILE = "bad_images.txt"
 # `data.exclude` may always leave out 3 images, and 10 where they are at most a tenth of the part.
 _MIN_EXCLUDABLE = 3
@@ -147,9 +151,10 @@ def _read_rows(file: Path, folder: Path, multilabel: bool) -> tuple[list[_Row], 
     if "\0" in text:
         raise DataError(
             f"{file}: not a text file.",
-            "Give a list of images, a folder of classes, or a .tar or .zip archive.",
+            "Give a list of images in UTF-8, a folder of classes, or a .tar or .zip archive (of a "
+            ".tar.gz: gunzip FILE).",
         )
-    if file.suffix.lower() == ".csv":
+    if file.suffix.lower() in (".csv", ".tsv"):
         return _csv_rows(file, text, folder, multilabel)
     rows: list[_Row] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -177,7 +182,8 @@ def _csv_rows(
     is_binary: dict[int, bool] = {}  # of the columns so far: only 0, 1, true and false
     width = 2  # of a row, at most; ignored with one label
     is_first = True
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         for line in reader:
             cells = [cell.strip() for cell in line]

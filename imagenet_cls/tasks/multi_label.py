@@ -40,7 +40,7 @@ class MultiLabel:
         and T those of the target; 1 where both are empty. As scikit-learn's f1_score with average
         `samples` and zero_division 1. A mixed target has the labels whose share is at least 0.5.
         """
-        predicted = logits.sigmoid() >= self.threshold
+        predicted = logits.float().sigmoid() >= self.threshold
         present = targets >= 0.5
         hits = (predicted & present).sum(1)
         both = predicted.sum(1) + present.sum(1)

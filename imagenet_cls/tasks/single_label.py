@@ -215,8 +215,8 @@ def add_batch(sums: Sums, logits: Tensor, targets: Tensor) -> None:
     is_hit = is_target[:, 0]
     sums.top1 += is_hit.sum()
     sums.top5 += is_target.sum()
-    sums.loss += functional.cross_entropy(logits, targets, reduction="sum")
+    dtype = sums.loss.dtype
+    sums.loss += functional.cross_entropy(logits, targets, reduction="none").sum(dtype=dtype)
     sums.images += len(targets)
-    dtype = sums.class_hits.dtype
     sums.class_hits.index_add_(0, targets, is_hit.to(dtype))
     sums.class_images.index_add_(0, targets, torch.ones_like(targets, dtype=dtype))

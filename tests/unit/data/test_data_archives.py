@@ -261,7 +261,10 @@ def test_listed_image_in_a_container_is_left_out(name: str, folders: Path, tmp_p
     listed = tmp_path / "bad_images.txt"
     listed.write_text(f"{data.train}/b/sub.jpg\tan empty file\n")
     (folders / "train" / "b" / "sub.jpg").unlink()
-    assert_holds(replace(data, exclude=str(listed)), name, folders)
+    data = replace(data, exclude=str(listed))
+    assert_holds(data, name, folders)
+    listed.write_text("b/sub.jpg\n")  # not relative to the root
+    assert "data.exclude" in (open_datasets(data).note or "")
 
 
 # ---- bad input
@@ -309,6 +312,7 @@ BAD: dict[str, tuple[Write, str]] = {
     "label is a link": (tar(("a.jpg", b""), ("a.cls", b""), links=["a.cls"]), "a.cls"),
     "two images of a sample": (tar(*SAMPLE, ("a.png", b"")), "a.tar"),
     "label of a surrogate": (tar(("a.jpg", b""), ("a.json", b'{"label": "\\ud800"}')), "a.tar"),
+    "keys with dots in folders": (tar(("0/b.v2.jpg", b""), ("0/b.cls", b"0")), "0/b.v2.jpg"),
     "key with a dot": (tar(*SAMPLE, ("b.v2.jpg", b""), ("b.v2.cls", b"0")), "b.v2.jpg"),
     "some without labels": (both(tar(*SAMPLE), tar(("b/1.jpg", b""), name="b.tar")), "train"),
     "texts in place of labels": (both(tar(*TEXTS), tar(*TEXTS, name="b.tar")), "a.tar"),

@@ -93,6 +93,16 @@ def test_decode_rgb_divides_gray_images_of_16_bits_by_256(kind: str) -> None:
     assert torch.equal(rgb_tensor(Image.open(io.BytesIO(data))), expected)
 
 
+def test_tags_of_a_tiff_say_what_its_numbers_mean() -> None:
+    values = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    inverted = torch.from_numpy((255 - values // 256).astype(np.uint8))
+    white_is_zero = encode(Image.fromarray(values), "TIFF", tiffinfo={262: 0})
+    assert torch.equal(decode_rgb(white_is_zero)[0], inverted)
+    signed = encode(Image.fromarray(values.astype(np.uint8)), "TIFF", tiffinfo={339: 2})
+    with pytest.raises(DataError, match="signed"):
+        decode_rgb(signed)
+
+
 @pytest.mark.parametrize("values", [np.float32, np.int32])
 def test_gray_image_without_a_stated_range_raises(values: type, tmp_path: Path) -> None:
     image = Image.fromarray(np.linspace(0, 1000, 64).reshape(8, 8).astype(values))
@@ -184,7 +194,7 @@ def test_postscript_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", None)  # a call is an error
     data = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
     assert Image.open(io.BytesIO(data)).format == "EPS"
-    with pytest.raises(DataError, match="known format"):
+    with pytest.raises(DataError, match="its format is unknown"):
         decode_rgb(data)
 
 

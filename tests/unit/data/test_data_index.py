@@ -190,6 +190,10 @@ def test_link_to_a_folder_that_holds_it_is_an_error(tmp_path: Path) -> None:
     (train / "cat" / "all").symlink_to(train)
     with pytest.raises(DataError, match="cat/all"):
         index_folder(train)
+    (train / "cat" / "all").unlink()
+    (train / "eel").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(DataError, match="eel"):
+        index_folder(train)
 
 
 def test_folders_that_systems_make_are_no_classes(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_changed_folders_are_listed_again(
 
 @pytest.mark.parametrize("place", [".", "a"])
 def test_link_that_may_become_a_folder_is_not_cached(cache: Path, root: Path, place: str) -> None:
-    (root / place / "link").symlink_to(root.parent / "not mounted yet")
+    (root / place / "link.d").symlink_to(root.parent / "not mounted yet")
     index_folder(root)
     assert not cache.exists()
     touch(root.parent / "not mounted yet" / "9.jpg")

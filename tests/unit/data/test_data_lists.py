@@ -28,6 +28,7 @@ def write(folder: Path, name: str, text: str) -> Path:
         ("t.csv", "images/a 1.jpg,dog\nimages/b.jpg,cat\n"),
         ("t.csv", 'id,label,filename\n7,dog,"images/a 1.jpg"\n8,cat,images/b.jpg\n'),
         ("t.csv", "\ufeffimage,class\r\nimages/a 1.jpg,dog\r\nimages/b.jpg,cat\r\n"),
+        ("t.tsv", "id\timage_name\tlabel\n7\timages/a 1.jpg\tdog\n8\timages/b.jpg\tcat\n"),
         # row numbers of pandas
         ("t.csv", ",filename,breed\n0,images/a 1.jpg,dog\n1,images/b.jpg,cat\n"),
         ("t.csv", "photo,breed\nimages/a 1.jpg,dog\nimages/b.jpg,cat\n"),
@@ -85,6 +86,7 @@ def test_index_list_labels_are_names_or_positions_of_classes(
         ("t.txt", "images/b.jpg cat\nimages/c.jpg\n", None, "t.txt:2:"),
         ("t.csv", "images/b.jpg,cat\nimages/c.jpg,\n", None, "t.csv:2:"),
         ("t.csv", "label,x\ncat,images/b.jpg\n", None, "t.csv:1:"),
+        ("t.csv", "image,label,is_valid\nimages/b.jpg,cat,True\n", None, "'is_valid'"),
         ("t.csv", "id,file,breed\n1,images/b.jpg,cat\n", None, "t.csv:1:"),
         ("t.csv", "path,class_name,x,Label\nimages/b.jpg,cat,2,0\n", None, "t.csv:1:"),
         ("t.csv", "path,label\nimages/0002,cat\nimages/b.jpg,dog\n", None, "t.csv:2:"),
@@ -106,7 +108,7 @@ def test_index_list_labels_are_names_or_positions_of_classes(
         ("t.txt", "images/" + "n" * 300 + ".jpg dog\n", None, "t.txt:1:"),
         ("t.txt", "\n", None, "t.txt"),
     ],
-    ids=range(21),
+    ids=range(22),
 )
 def test_index_list_malformed_list_raises(
     folder: Path, name: str, text: str, classes: str | None, named: str
