@@ -72,11 +72,6 @@ def has_training_part(config: DataConfig) -> bool:
     """False if `data.val` is given, and the folder, archive or list of `data.train` is missing."""
     if config.name not in ("folder", "list") or config.val is None:
         return True
-    return has_files_of_part(config, config.train)
-
-
-def has_files_of_part(config: DataConfig, part: str) -> bool:
-    """Whether the folder, archive or list of a part is there."""
     root = Path(config.root).expanduser()
-    exists = os.path.exists(root / part)  # noqa: PTH110 (pathlib raises for names that no file can have)
-    return exists or bool(find_archives(root, part))
+    exists = os.path.exists(root / config.train)  # noqa: PTH110 (pathlib raises for names that no file can have)
+    return exists or bool(find_archives(root, config.train))

@@ -12,7 +12,7 @@ import torchvision.datasets
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.classes import HOLD_OUT_ADVICE
 from imagenet_cls.data.image_set import ImageSet
-from imagenet_cls.data.map_style import ArrayImages, MapImages, image_set_of
+from imagenet_cls.data.map_style import ArrayImages, image_set_of
 from imagenet_cls.errors import DataError, Problem
 from imagenet_cls.lookup import did_you_mean, keyword_names, kwargs_problems
 from imagenet_cls.text import first_line
@@ -64,7 +64,7 @@ def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = Non
     name = config.name.removeprefix(PREFIX)
     dataset = _open(name, Path(config.root).expanduser(), part, config.kwargs)
     if type(dataset).__getitem__ not in READ_FROM_ARRAY:
-        return image_set_of(dataset, config, part, MapImages)
+        return image_set_of(dataset, config, part)
     images = image_set_of(dataset, config, part, ArrayImages)
     images.required_targets("data.name")
     return images

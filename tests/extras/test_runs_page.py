@@ -80,8 +80,7 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path) ->
     (other / "metrics.jsonl").write_text("".join(content.splitlines(True)[:9])[:-20])
     page = page_of(tmp_path / "new" / "page.html", run, other)
     titles = [figure["title"] for figure in figures(page)]
-    top1 = "Top-1 on validation images, %"
-    assert titles == ["Loss", top1, "Learning rate", "Images per second"]
+    assert titles == ["Loss", "Validation top-1, %", "Learning rate", "Images per second"]
     assert f"{tmp_path}/other" not in page  # a name is the path below the common folder
     assert "<b>first" not in page and "a &lt;b&gt;first" in page and "other\\udcff" in page
     assert ">optimizer.lr</button>" in page

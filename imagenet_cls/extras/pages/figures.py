@@ -33,7 +33,7 @@ def curve_figures(runs: Sequence[Sequence[Record]]) -> list[Figure]:
     shown = {
         "loss": ("Loss", ".5f"),
         **{
-            metric.field: (f"{metric.title} on validation images, %", ".3f")
+            metric.field: (f"Validation {metric.title}, %", ".3f")
             for metric in sorted(main_metrics(chain(*runs)), key=list(BY_FIELD.values()).index)
         },
         "lr": ("Learning rate", ".6g"),

@@ -48,7 +48,7 @@ def draw_run(metrics: Sequence[Record]) -> "Figure":
     figure = RunFigure((15, 4), layout="constrained")
     (metric, *_) = main_metrics(metrics)
     titles = {"loss": "loss", "lr": "learning rate"}
-    titles[metric.field] = f"{metric.title} on validation images (%)"
+    titles[metric.field] = f"Validation {metric.title} (%)"
     for axes, (key, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
         _draw_curve(axes, key, metrics)
         _finish(axes, "step", title)
