@@ -17,52 +17,43 @@ from imagenet_cls.data.samplers import (
 from imagenet_cls.errors import DataError
 from imagenet_cls.seeding import generator
 
+TARGETS = np.repeat([2, 0, 3, 1], [60, 30, 7, 6])  # 103 images; not in the order of the classes
+
+
+def epoch_of(
+    epoch: int,
+    rank: int = 0,
+    world_size: int = 1,
+    start: int = 0,
+    seed: int = 7,
+    repeats: int = 1,
+    balance: float = 0.0,
+) -> list[tuple[int, int, int]]:
+    """The samples of a rank, with 8 global batches of 12."""
+    options = {"repeats": repeats, "balance": balance, "targets": TARGETS}
+    sampler = EpochSampler(103, 12, rank, world_size, seed, **options)
+    assert isinstance(sampler, DistributedSampler) and sampler.steps_per_epoch == 8
+    sampler.set_epoch(epoch, start)
+    samples = list(sampler)
+    assert len(sampler) == len(samples)
+    return samples
+
 
 @pytest.mark.parametrize("repeats", [1, 5])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sampler_yields_slices_of_the_permutation(world_size: int, repeats: int) -> None:
-    order = torch.randperm(103, generator=generator("permutation", 7, 3)).tolist()
-    samples = [(3, index, repeat) for index in order for repeat in range(repeats)][:96]
-    for rank in range(world_size):
-        sampler = EpochSampler(103, 12, rank, world_size, seed=7, repeats=repeats)
-        assert isinstance(sampler, DistributedSampler) and sampler.steps_per_epoch == 8
-        for start in (0, 1, 5, 8):
-            sampler.set_epoch(3, start)
-            mine = samples[start * 12 + rank :: world_size]
-            assert list(sampler) == mine and len(sampler) == len(mine)
-    sampler.set_epoch(4)
-    other_epoch = list(sampler)
-    other_seed = EpochSampler(103, 12, rank, world_size, seed=8, repeats=repeats)
-    other_seed.set_epoch(4)
-    assert other_epoch != list(other_seed)
+@pytest.mark.parametrize("balance", [0.0, 0.8])
+def test_samples_are_the_same_for_every_world_size_and_start(repeats: int, balance: float) -> None:
+    options = {"repeats": repeats, "balance": balance}
+    alone = epoch_of(3, **options)
+    assert len(set(alone)) == len(alone) == 96
+    for world_size in (1, 2, 3, 4):
+        for rank in range(world_size):
+            for start in (0, 1, 5, 8):
+                mine = alone[start * 12 + rank :: world_size]
+                assert epoch_of(3, rank, world_size, start, **options) == mine
+    assert epoch_of(4, **options) != alone != epoch_of(3, seed=8, **options)
 
 
-def groups_of_an_epoch(
-    num_images: int,
-    batch: int,
-    world_size: int,
-    accumulation: int,
-    devices: int = 1,
-    repeats: int = 1,
-) -> list[list[list[tuple[int, int, int]]]]:
-    """The micro-batches of each step, by number, device and rank."""
-    ranks = []
-    splits = {"accumulation": accumulation, "devices": devices}
-    for rank in range(world_size):
-        sampler = EpochSampler(num_images, batch, rank, world_size, 7, repeats, **splits)
-        sampler.set_epoch(3)
-        micro_batches = list(MicroBatchSampler(sampler))
-        assert [*chain(*micro_batches)] == list(sampler)
-        of_rank = []
-        for micro_batch in micro_batches:
-            size = len(micro_batch) // devices
-            of_rank += [micro_batch[i * size : (i + 1) * size] for i in range(devices)]
-        ranks.append(of_rank)
-    groups = [*chain(*zip(*ranks, strict=True))]
-    per_step = world_size * accumulation * devices
-    return [groups[begin : begin + per_step] for begin in range(0, len(groups), per_step)]
-
-
+# By the number of micro-batches of a step: ranks, micro-batches of a device (k), devices of a rank.
 LAYOUTS = {
     6: [(6, 1, 1), (3, 2, 1), (2, 3, 1), (1, 6, 1), (1, 3, 2)],
     8: [(8, 1, 1), (2, 4, 1), (1, 1, 8), (1, 2, 4)],
@@ -80,35 +71,31 @@ LAYOUTS = {
 def test_micro_batches_depend_only_on_their_number(
     together: int, layout: tuple[int, int, int], repeats: int
 ) -> None:
-    """layout: ranks, micro-batches, devices. The reference is the permutation with every image
-    repeated.
+    """The reference is the permutation with every image repeated.
+
+    The numbers of the m-th micro-batches of all devices depend on k only, so SyncBN normalizes the
+    same images on any number of devices.
     """
+    ranks, accumulation, devices = layout
     num_images, batch = 1003, 96
     permutation = torch.randperm(num_images, generator=generator("permutation", 7, 3)).tolist()
     order = [(3, index, repeat) for index in permutation for repeat in range(repeats)]
-    for step, found in enumerate(groups_of_an_epoch(num_images, batch, *layout, repeats=repeats)):
-        samples = order[step * batch : (step + 1) * batch]
-        assert sorted(found) == sorted(samples[number::together] for number in range(together))
-        sizes = {len(group) for group in found}
-        assert sizes == {batch // together, -(-batch // together)}
-        if together <= 10:  # no image more than once, if its repeats fit
-            distinct = {len({index for _, index, _ in group}) for group in found}
-            assert distinct <= {min(size, batch // repeats) for size in sizes}
-
-
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_micro_batches_of_all_ranks_depend_only_on_accumulation(accumulation: int) -> None:
-    """SyncBN normalizes the same images on one, two and four devices."""
-
-    def micro_batches(world_size: int, devices: int) -> list[list[tuple[int, int, int]]]:
-        steps = groups_of_an_epoch(103, 24, world_size, accumulation, devices, repeats=3)
-        groups, at_once = [*chain(*steps)], world_size * devices
-        return [sorted(chain(*groups[m : m + at_once])) for m in range(0, len(groups), at_once)]
-
-    alone = micro_batches(1, 1)
-    assert len(alone) == 4 * accumulation
-    for layout in [(2, 1), (4, 1), (1, 2), (1, 4), (3, 1), (5, 1), (7, 1)]:
-        assert micro_batches(*layout) == alone
+    for rank in range(ranks):
+        splits = {"accumulation": accumulation, "devices": devices}
+        sampler = EpochSampler(num_images, batch, rank, ranks, 7, repeats, **splits)
+        sampler.set_epoch(3)
+        micro_batches = list(MicroBatchSampler(sampler))
+        assert len(micro_batches) == num_images // batch * accumulation
+        for place, micro_batch in enumerate(micro_batches):
+            step, m = divmod(place, accumulation)
+            samples = order[step * batch : (step + 1) * batch]
+            own_devices = range(rank * devices, (rank + 1) * devices)
+            parts = [samples[d * accumulation + m :: together] for d in own_devices]
+            assert micro_batch == [*chain(*parts)]
+            if together <= 10:  # no image more than once, if its repeats fit
+                for part in parts:
+                    distinct = len({index for _, index, _ in part})
+                    assert distinct == min(len(part), batch // repeats)
 
 
 @pytest.mark.parametrize(
@@ -147,16 +134,6 @@ def test_shard_for_eval_has_every_image_once(world_size: int) -> None:
 
 # ---- balance
 
-TARGETS = np.repeat([2, 0, 3, 1], [60, 30, 7, 6])  # 103 images; not in the order of the classes
-
-
-def balanced_epoch(
-    balance: float, epoch: int, rank: int = 0, world_size: int = 1, repeats: int = 1, start: int = 0
-) -> list[tuple[int, int, int]]:
-    sampler = EpochSampler(103, 12, rank, world_size, 7, repeats, balance=balance, targets=TARGETS)
-    sampler.set_epoch(epoch, start)
-    return list(sampler)
-
 
 @pytest.mark.parametrize(
     ("balance", "quotas"),
@@ -183,14 +160,3 @@ def test_balanced_samples_have_each_image_of_a_class_equally_often() -> None:
         assert occurrences.max() == 4  # 26 samples of 6 images
     other = balanced_samples(by_class, quotas, 7, 0)[0]
     assert not torch.equal(samples, other)  # the images that are drawn once more differ
-
-
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_balanced_epochs_are_the_same_for_every_world_size_and_start(repeats: int) -> None:
-    alone = balanced_epoch(0.8, 2, repeats=repeats)
-    for ranks in (2, 3, 4):
-        for rank in range(ranks):
-            assert balanced_epoch(0.8, 2, rank, ranks, repeats) == alone[rank::ranks]
-    assert balanced_epoch(0.8, 2, repeats=repeats, start=3) == alone[36:]
-    assert balanced_epoch(0.8, 3, repeats=repeats) != alone
-    assert len(set(alone)) == len(alone) == 96
