@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import write_files
-from test_data_datasets import Own, names
+from test_data_datasets import names
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.datasets import DataSets, open_datasets
@@ -34,11 +34,6 @@ CLASSES = np.array(["abcd".index(name[0]) for name in NAMES])
 PERSONS = r"p\d+"
 
 
-def numbered(root: str, part: str) -> Own:
-    """A map-style dataset."""
-    return Own((None, 0), 90, classes=["a", "b"], targets=[0, 1] * 45)
-
-
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """The images of NAMES, empty, in `train` and in a list, `all.txt`."""
@@ -49,16 +44,12 @@ def photos(tmp_path: Path) -> Path:
 
 
 def opened(root: Path, kind: str, **changes: object) -> DataSets:
-    name, train = {
-        "folder": ("folder", "train"),
-        "list": ("list", "all.txt"),
-        "map-style": (f"{__name__}:numbered", "train"),
-    }[kind]
-    return open_datasets(DataConfig(name=name, root=str(root), train=train, val=None, **changes))
+    train = "train" if kind == "folder" else "all.txt"
+    return open_datasets(DataConfig(name=kind, root=str(root), train=train, val=None, **changes))
 
 
 @pytest.mark.parametrize("stratify", [False, True])
-@pytest.mark.parametrize("kind", ["folder", "list", "map-style"])
+@pytest.mark.parametrize("kind", ["folder", "list"])
 def test_each_image_is_held_out_in_one_fold(photos: Path, kind: str, stratify: bool) -> None:
     folds = [opened(photos, kind, fold=[number, 3], stratify=stratify) for number in range(3)]
     held_out = sorted(chain.from_iterable(names(fold.val) for fold in folds))
@@ -177,7 +168,7 @@ def test_fraction_is_nested_and_of_each_class() -> None:
         assert np.bincount(CLASSES[rows]).tolist() == expected
 
 
-@pytest.mark.parametrize("kind", ["folder", "list", "map-style"])
+@pytest.mark.parametrize("kind", ["folder", "list"])
 def test_fraction_is_of_the_training_images_only(photos: Path, kind: str) -> None:
     whole, tenth = (opened(photos, kind, fold=[0, 4], fraction=share) for share in (1, 0.1))
     assert names(tenth.val) == names(whole.val)
