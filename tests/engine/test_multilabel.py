@@ -28,6 +28,7 @@ from imagenet_cls.commands.print_config import print_config_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.extras.datasets.pack import pack_command
 
+
 def test_run_learns_and_own_metrics_get_rows(tmp_path: Path) -> None:
     """The mean average precision rises; that of random outputs is 18 %."""
     words = arguments(tmp_path, tmp_path / "run", optimizer__lr=0.1)
