@@ -60,7 +60,6 @@ WRONG = {
     "floats": Own((torch.rand(3, 4, 4), 0), num_classes=2),
     "not_a_pair": Own({"image": 1}, num_classes=2),
     "fraction": Own((RGB, 0.7), num_classes=2),
-    "several_targets": Own((RGB, torch.ones(2)), num_classes=2),
     "out_of_range": Own((RGB, 2), num_classes=2),
     "infinite": Own((RGB, math.inf), num_classes=2),
     "other_target_in_its_list": Own((RGB, 1), num_classes=2, labels=[0] * 4),
@@ -94,8 +93,7 @@ def test_open_factory_with_a_wrong_data_set_raises(kind: str) -> None:
 def test_known_targets_of_a_dataset_are_whole_numbers() -> None:
     found = targets_of_dataset(Own((None, 0), targets=[1.0, 0.0, 2.0, 1.0]), "single")
     assert found.dtype == np.int64 and found.tolist() == [1, 0, 2, 1]
-    for other in (0.7, math.nan, "1"):
-        assert targets_of_dataset(Own((None, 0), targets=[other] * 4), "single") is None
+    assert targets_of_dataset(Own((None, 0), targets=[0.7] * 4), "single") is None
     rows = Own((None, 0), targets=np.eye(4, 3))
     assert classes_of_dataset(rows, "own", "multi") == ("0", "1", "2")
 
@@ -164,12 +162,8 @@ def test_open_digits_returns_train_and_val(tmp_path: Path) -> None:
 
 def test_write_digits_by_several_processes_at_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_digits, args=(tmp_path, "train")) for _ in range(2)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(60)
-        assert writer.exitcode == 0
+    with context.Pool(2) as pool:
+        pool.starmap(write_digits, [(tmp_path, "train")] * 2, chunksize=1)
     assert [path.name for path in tmp_path.iterdir()] == ["train"]
     write_digits(tmp_path, "train")  # finds all of them
 
@@ -252,14 +246,11 @@ def test_open_torchvision_without_parts() -> None:
     [
         ("torchvision:VOCDetection", {}, "name"),
         ("torchvision:CIFAR10", {"download": True}, "kwargs.download"),
-        ("torchvision:EMNIST", {"split": "letters"}, None),
         ("torchvision:EMNIST", {"split": "letters", "splt": 1}, "kwargs.splt"),
         ("torchvision:FakeData", {}, "val"),
         ("synthetic", {"num_classes": 0}, "kwargs.num_classes"),
-        ("folder", {"x": 3}, "kwargs.x"),
         ("digits", {}, "val"),
         ("hf:user/name", {"lable": "y"}, "kwargs.lable"),
-        ("hf:~/photos", {"image": "x", "label": "y", "subset": None, "revision": "main"}, None),
         ("hfds/user/name", {}, "name"),
         ("wds/imagenet", {}, "name"),
         ("no_such_sets:f", {}, "name"),
@@ -267,9 +258,9 @@ def test_open_torchvision_without_parts() -> None:
         ("test_data_datasets:gray", {"sise": 3}, "kwargs.sise"),
     ],
 )
-def test_data_problems_name_the_key(name: str, kwargs: dict, key: str | None) -> None:
-    keys = [problem.key for problem in data_problems(DataConfig(name=name, kwargs=kwargs))]
-    assert keys == ([] if key is None else [f"data.{key}"])
+def test_data_problems_name_the_key(name: str, kwargs: dict, key: str) -> None:
+    problems = data_problems(DataConfig(name=name, kwargs=kwargs))
+    assert [problem.key for problem in problems] == [f"data.{key}"]
 
 
 def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
