@@ -4,7 +4,7 @@ import contextlib
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ from helpers import REPOSITORY, write_files
 from torchvision.datasets import ImageFolder
 
 from imagenet_cls.data.classes import match_classes
-from imagenet_cls.data.image_set import all_images, indexed_images
+from imagenet_cls.data.image_set import indexed_images
 from imagenet_cls.data.index import IMAGE_SUFFIXES, describe_unread, index_folder
-from imagenet_cls.data.map_style import MapImages
 from imagenet_cls.errors import DataError
 
 
@@ -90,25 +89,16 @@ def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) 
     after = source.size_fingerprint()
     (tmp_path / names[-1]).unlink()
     assert len({before, after, source.size_fingerprint()}) == 3
-    assert (
-        all_images(
-            MapImages(range(3), "numbers", (), None, "single"), None, "abc"
-        ).size_fingerprint()
-        is None
-    )
 
 
 @pytest.mark.parametrize(
     ("folders", "classes", "is_error"),
     [
-        ("training_set test_set", "cat dog", True),
         ("seg_train seg_test seg_pred_val", "cat dog", True),
         ("TrainImages ValImages", "cat dog", True),
-        ("train2017 val2017", "cat dog", True),
         ("trainset testset", "x/cat y/dog", True),
         ("data-traindataset data-validate", "cat dog", True),
         ("strain_1 festival", "young old", False),
-        ("bus train test", "front side", False),
         ("train_freight train_test_other", "front", False),
     ],
 )
@@ -131,7 +121,6 @@ def test_class_folders_repeated_in_parts_are_an_error(
     [
         (["ILSVRC2012_val_00000001.JPEG", "2.JPEG"], "", "prepare_imagenet"),
         (["train/n1/1.jpg", "train/n2/1.jpg"], "", r"/train data\.train=\. data\.val=null"),
-        (["images/n1/1.jpg", "images/n2/1.jpg"], "", r"/images data\.train=\. data\.val=null"),
         (["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"], "", r"train data\.val=Val"),
         (["train/a/1.jpg", "train/b/1.jpg", "test/1.jpg"], "", r"data\.train=train "),
         (["a/1.jpg", "b/note.txt", "c/2/note.txt"], "", "b, c"),
@@ -142,26 +131,27 @@ def test_class_folders_repeated_in_parts_are_an_error(
 def test_index_folder_missing_or_wrong_layout_raises(
     tmp_path: Path, names: list[str], folder: str, expected: str
 ) -> None:
-    with pytest.raises(DataError, match=expected) as error:
+    with pytest.raises(DataError, match=expected):
         index_folder(touch(tmp_path, *names) / folder)
-    assert len(str(error.value).splitlines()) <= 3
-
-
-@pytest.mark.parametrize(("classes", "named"), [("ab", "c, d, e, ..."), ("abcdefxy", "x, y")])
-def test_match_classes_with_other_classes_raises(classes: str, named: str) -> None:
-    with pytest.raises(DataError, match=named):
-        match_classes("abcdef", list(classes), "val")
 
 
 def test_index_folder_single_class_with_subfolders_and_images(tmp_path: Path) -> None:
     assert len(index_folder(touch(tmp_path, "train/1.jpg", "train/more/2.jpg"))) == 2
 
 
-def test_class_in_another_unicode_normalization_is_shown_by_code_points() -> None:
-    composed, decomposed = "caf\u00e9", "cafe\u0301"
-    with pytest.raises(DataError) as caught:
-        match_classes([decomposed], [composed], "val")
-    assert "'caf\\xe9'" in str(caught.value) and "'cafe\\u0301'" in str(caught.value)
+@pytest.mark.parametrize(
+    ("found", "classes", "named"),
+    [
+        ("abcdef", "ab", "c, d, e, ..."),
+        ("abcdef", "abcdefxy", "x, y"),
+        (["cafe\u0301"], ["caf\u00e9"], "'cafe.*'caf.xe9'"),  # by code points
+    ],
+)
+def test_match_classes_with_other_classes_raises(
+    found: Sequence[str], classes: Sequence[str], named: str
+) -> None:
+    with pytest.raises(DataError, match=named):
+        match_classes(found, classes, "val")
 
 
 def test_index_does_not_depend_on_the_order_of_the_file_system(
@@ -204,22 +194,16 @@ def test_folders_that_systems_make_are_no_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "command"),
     [
-        ("images/a/1.jpg images/b/1.jpg meta/train.txt", r"train.py \S+/images$"),  # Food-101
         ("data/images/a/1.jpg data/images/b/1.jpg", r"train.py \S+/data/images$"),
         (
             "seg_train/seg_train/a/1.jpg seg_train/seg_train/b/1.jpg seg_test/seg_test/a/1.jpg "
             "seg_test/seg_test/b/1.jpg seg_pred/seg_pred/1.jpg",
             r"data\.train=seg_train/seg_train data\.val=seg_test/seg_test ",
         ),
-        (
-            "x_train/x/a/1.jpg x_train/x/b/1.jpg x_test/1.jpg",
-            r"data\.train=x_train/x data\.val=null ",
-        ),
     ],
 )
 def test_deeper_class_folders_are_an_error_with_the_command_that_works(
     tmp_path: Path, names: str, command: str
 ) -> None:
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=f"(?m){command}"):
         index_folder(touch(tmp_path, *names.split()))
-    assert re.search(command, str(error.value), re.MULTILINE)

@@ -45,10 +45,6 @@ def with_next_draw(transform: Callable, image: torch.Tensor, seed: int) -> tuple
     return result, torch.rand(1).item()
 
 
-def assert_form(image: torch.Tensor, size_px: int) -> None:
-    assert image.dtype == torch.uint8 and image.shape == (3, size_px, size_px)
-
-
 EQUAL = {
     "all": (
         AugmentConfig(
@@ -102,10 +98,6 @@ EQUAL = {
             v2.RandomHorizontalFlip(0.5),
         ],
     ),
-    "pad_crop without padding": (
-        AugmentConfig(size_px=32, crop="pad_crop", pad_px=0),
-        [v2.Resize((32, 32)), v2.RandomHorizontalFlip(0.5)],
-    ),
     "resize": (
         AugmentConfig(size_px=32, crop="resize"),
         [v2.Resize((32, 32)), v2.RandomHorizontalFlip(0.5)],
@@ -126,7 +118,7 @@ def test_train_transform_equals_torchvisions(photographs: list[Image.Image], nam
         assert torch.equal(result, expected) and next_draw == expected_draw
 
 
-@pytest.mark.parametrize("ratio", [(0.75, 4 / 3), (0.05, 20.0), (8.0, 9.0), (0.1, 0.1)])
+@pytest.mark.parametrize("ratio", [(0.75, 4 / 3), (8.0, 9.0), (0.1, 0.1)])
 def test_draw_crop_equals_torchvisions(ratio: tuple[float, float]) -> None:
     """Also where no crop fits, as for most of the last two ranges."""
     transform = TrainTransform(AugmentConfig(ratio=list(ratio)))
@@ -138,21 +130,16 @@ def test_draw_crop_equals_torchvisions(ratio: tuple[float, float]) -> None:
         assert crop == (tuple(expected.values()), next_draw)
 
 
-@pytest.mark.parametrize("ratio", [1000.0, 0.001])
-def test_crop_of_an_extreme_ratio_is_at_least_a_pixel_wide(ratio: float) -> None:
-    transform = TrainTransform(AugmentConfig(size_px=16, ratio=[ratio, ratio]))
-    assert_form(only_split(transform, torch.zeros(3, 16, 16, dtype=torch.uint8)), 16)
-
-
 def test_interpolation_random_is_drawn_for_each_image(photographs: list[Image.Image]) -> None:
     image, drawn = rgb_tensor(photographs[0]), []
     transform = TrainTransform(AugmentConfig(size_px=48, interpolation="random", hflip_prob=0.0))
-    crops = [v2.RandomResizedCrop(48, interpolation=MODES[mode]) for mode in MODES]
+    modes = (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
+    crops = [v2.RandomResizedCrop(48, interpolation=mode) for mode in modes]
     for seed in range(30):
         result, _ = with_next_draw(partial(only_split, transform), image, seed)
         equal = [torch.equal(result, with_next_draw(crop, image, seed)[0]) for crop in crops]
-        drawn.append(list(MODES)[equal.index(True)])
-    assert 8 <= drawn.count("bicubic") <= 22 and "nearest" not in drawn
+        drawn.append(equal.index(True))
+    assert 8 <= sum(drawn) <= 22
 
 
 def test_image_size_follows_the_epoch(photographs: list[Image.Image]) -> None:
@@ -247,12 +234,14 @@ def timms_crop(step: torch.nn.Module, channel: torch.Tensor, number: int) -> tor
     return step(channel[None])[0]
 
 
-def test_eval_mode_pad_of_an_extreme_ratio_keeps_a_row() -> None:
-    transform = EvalTransform(EvalConfig("pad", crop_px=32), [0.5, 0.5, 0.5])
-    for height, width in ((1, 300), (300, 1)):
-        result = transform(torch.zeros(3, height, width, dtype=torch.uint8))
-        assert_form(result, 32)
-        assert 0 < (result == 0).sum() <= 3 * 32
+@pytest.mark.parametrize("size", [(1, 300), (300, 1)])
+def test_extreme_ratio_keeps_a_row(size: tuple[int, int]) -> None:
+    image = torch.zeros(3, *size, dtype=torch.uint8)
+    result = EvalTransform(EvalConfig("pad", crop_px=32), [0.5, 0.5, 0.5])(image)
+    assert result.shape == (3, 32, 32) and 0 < (result == 0).sum() <= 3 * 32
+    square, ratio = image[:, :16, :16].expand(3, 16, 16), size[0] / size[1]
+    crop = TrainTransform(AugmentConfig(size_px=16, ratio=[ratio, ratio]))
+    assert only_split(crop, square).shape == (3, 16, 16)
 
 
 def growing(epochs: list[float], sizes: list[int], multiple_px: int = 32) -> AugmentConfig:
@@ -261,14 +250,13 @@ def growing(epochs: list[float], sizes: list[int], multiple_px: int = 32) -> Aug
     )
 
 
-@pytest.mark.parametrize(("first", "last"), [(11, 13), (65, 76)])
-def test_size_px_equals_ffcvs_ramps(first: int, last: int) -> None:
+def test_size_px_equals_ffcvs_ramps() -> None:
     """`get_resolution` of FFCV's ImageNet script: interpolate 160 to 192, round to a multiple of
     32.
     """
-    augment = growing([first, last], [160, 192])
+    augment = growing([65, 76], [160, 192])
     for epoch in range(100):
-        expected = int(np.round(np.interp([epoch], [first, last], [160, 192])[0] / 32)) * 32
+        expected = int(np.round(np.interp([epoch], [65, 76], [160, 192])[0] / 32)) * 32
         assert size_px_at(augment, epoch) == expected
     assert sizes_px(augment) == [160, 192]
 
