@@ -81,27 +81,25 @@ print("closed", flush=True)
 
 pipe = Path(tempfile.mkdtemp()) / "pipe"
 os.mkfifo(pipe)
-hung, epoch = first_batch(numbers(pipe))  # one worker will hang at exit
+hung, epoch = first_batch(numbers(pipe.read_bytes))  # one worker will hang at exit
 print("workers", *(worker.pid for worker in multiprocessing.active_children()), flush=True)
 raise ValueError("a bug")
 """
 
 
 class Numbers(Images):
-    """16 images of 8 px. pipe: reading an image with an index in `hanging` blocks on this named
-    pipe.
-    """
+    """16 images of 8 px. act: called when an image with an index in `at` is read."""
 
-    def __init__(self, pipe: Path | None = None, hanging: Collection[int] = (9,)):
-        self.pipe = pipe
-        self.hanging = hanging
+    def __init__(self, act: Callable[[], object] | None = None, at: Collection[int] = (9,)):
+        self.act = act
+        self.at = at
 
     def __len__(self) -> int:
         return 16
 
     def load(self, index: int) -> tuple[torch.Tensor, int]:
-        if self.pipe is not None and index in self.hanging:
-            self.pipe.read_bytes()
+        if self.act is not None and index in self.at:
+            self.act()
         return torch.full((3, 8, 8), index, dtype=torch.uint8), index % 2
 
     def name(self, index: int) -> str:
@@ -111,8 +109,15 @@ class Numbers(Images):
         return ""
 
 
-def numbers(pipe: Path | None = None, hanging: Collection[int] = (9,)) -> ImageSet:
-    return all_images(Numbers(pipe, hanging), None, "ab")
+def numbers(act: Callable[[], object] | None = None, at: Collection[int] = (9,)) -> ImageSet:
+    return all_images(Numbers(act, at), None, "ab")
+
+
+@pytest.fixture
+def hang(tmp_path: Path) -> Callable[[], object]:
+    """Blocks: nothing writes to this pipe."""
+    os.mkfifo(tmp_path / "pipe")
+    return (tmp_path / "pipe").read_bytes
 
 
 def build_loader(images: ImageSet, timeout_sec: float, pin_memory: bool = False) -> TrainLoader:
@@ -174,10 +179,9 @@ def test_temporary_folder_too_long_for_sockets_raises(
         first_batch(numbers())
 
 
-def test_epoch_with_workers_hung_in_the_first_batch_raises(tmp_path: Path) -> None:
+def test_epoch_with_workers_hung_in_the_first_batch_raises(hang: Callable[[], object]) -> None:
     """Also if the timeout is shorter than the start of the workers."""
-    os.mkfifo(tmp_path / "pipe")
-    loader = build_loader(numbers(tmp_path / "pipe", hanging=range(16)), timeout_sec=0.001)
+    loader = build_loader(numbers(hang, range(16)), timeout_sec=0.001)
     with pytest.raises(ResourceError, match=r"^Data worker 0 \(process [0-9]+\) returned no batch"):
         next(loader.epoch(0))
     assert not multiprocessing.active_children()
@@ -243,12 +247,11 @@ def workers_by_number() -> list[multiprocessing.process.BaseProcess]:
 
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_worker_that_dies_between_two_batches_is_named_at_its_next_batch(
-    pinning: None, tmp_path: Path, pin_memory: bool
+    pinning: None, hang: Callable[[], object], pin_memory: bool
 ) -> None:
     """torch's SIGCHLD handler would raise here, in `join`. Worker 1 has batch 1, with image 4."""
-    os.mkfifo(tmp_path / "pipe")
-    images = numbers(tmp_path / "pipe", hanging=[4])
-    batches = evaluated(images, WorkerOptions(2, pin_memory=pin_memory, timeout_sec=60.0))
+    options = WorkerOptions(2, pin_memory=pin_memory, timeout_sec=60.0)
+    batches = evaluated(numbers(hang, [4]), options)
     first, second = workers_by_number()
     second.kill()
     second.join()
@@ -258,11 +261,9 @@ def test_worker_that_dies_between_two_batches_is_named_at_its_next_batch(
 
 
 @pytest.mark.parametrize("hanging", [8, 12])
-def test_worker_that_hangs_is_named(tmp_path: Path, hanging: int) -> None:
+def test_worker_that_hangs_is_named(hang: Callable[[], object], hanging: int) -> None:
     """Without shuffling, batches 2 and 3 of four images each have images 8 and 12."""
-    os.mkfifo(tmp_path / "pipe")
-    images = numbers(tmp_path / "pipe", hanging=[hanging])
-    batches = evaluated(images, WorkerOptions(2, timeout_sec=2.0))
+    batches = evaluated(numbers(hang, [hanging]), WorkerOptions(2, timeout_sec=2.0))
     workers = workers_by_number()
     number = (hanging // 4) % 2
     message = rf"^Data worker {number} \(process {workers[number].pid}\) returned"
@@ -302,24 +303,11 @@ def test_epoch_with_steps_longer_than_the_timeout_returns_all_batches() -> None:
     loader.close()
 
 
-class Ending(Numbers):
-    """Image 9 ends the process."""
-
-    def __init__(self, end: Callable[[int], object]):
-        super().__init__()
-        self.end = end
-
-    def load(self, index: int) -> tuple[torch.Tensor, int]:
-        if index == 9:
-            self.end(3)
-        return super().load(index)
-
-
 @pytest.mark.parametrize(("end", "named"), [(sys.exit, "SystemExit: 3"), (os._exit, "exit code 3")])
 def test_worker_that_a_dataset_ends_is_no_lack_of_memory(
     end: Callable[[int], object], named: str
 ) -> None:
-    loader = build_loader(all_images(Ending(end), None, "ab"), timeout_sec=60.0)
+    loader = build_loader(numbers(functools.partial(end, 3)), timeout_sec=60.0)
     with pytest.raises(ResourceError, match=named) as error:
         list(loader.epoch(0))
     assert "emory" not in error.value.remedy
