@@ -437,10 +437,8 @@ def test_tar_that_is_damaged_or_cut_anywhere_is_an_error(form: int, tmp_path: Pa
     end += 1024
     for length in [*range(0, end, 128), end - 1]:
         path.write_bytes(whole[:length])
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=r"a\.tar"):
             members(path)
-        is_in_image = 0 < length - listed[1].offset < listed[1].size
-        assert (long_name if is_in_image else "a.tar") in str(error.value), length
     path.write_bytes(whole[:end])
     assert members(path) == listed
 
