@@ -146,12 +146,10 @@ def test_policy_that_writes_into_its_image_does_not_change_the_dataset(
     images = source.images
     assert isinstance(images, ArrayImages)
     before = images.pixels.clone()
-    augment = AugmentConfig(size_px=28, crop="resize", hflip_prob=0.0)
-    plain = two_epochs(source, augment, channels)
-    inverting = replace(augment, policy="test_data_arrays:invert_in_place")
-    inverted = two_epochs(source, inverting, channels)
+    policy = "test_data_arrays:invert_in_place"
+    augment = AugmentConfig(size_px=28, crop="resize", hflip_prob=0.0, policy=policy)
+    two_epochs(source, augment, channels)
     assert torch.equal(images.pixels, before)
-    assert same([batch._replace(images=~batch.images) for batch in inverted], plain)
 
 
 def test_packed_files_are_an_error_with_the_command_that_unpacks_them(
