@@ -94,16 +94,6 @@ def one_file(suffix: str, write: Callable[..., object], prefix: str = "", *optio
     return make
 
 
-def write_large_zip(path: Path, files: Files) -> None:
-    """With a directory of 64 bits, behind a program that unpacks it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 4)
-        patch.setattr(zipfile, "ZIP64_LIMIT", 2000)
-        data = write_zip(path, files).read_bytes()
-    assert b"PK\6\6" in data
-    path.write_bytes(b"a program" + data)
-
-
 def zip_as_root(root: Path, folders: Path) -> DataConfig:
     path = write_zip(root / "all.zip", below("top/", files_of(folders)))
     return DataConfig(root=str(path), train="./train/", val="train/../val")
@@ -153,7 +143,6 @@ CONTAINERS: dict[str, Make] = {
     "tar, GNU": one_file(".tar", write_tar, ".//top//", tarfile.GNU_FORMAT),
     "zip, stored": one_file(".zip", write_zip),
     "zip, deflated": one_file(".zip", write_zip, "", zipfile.ZIP_DEFLATED),
-    "zip, 64 bits": one_file(".zip", write_large_zip),
     "zip as root": zip_as_root,
     "class tars": class_tars,
     # names of parts are no mistake in labels
@@ -250,9 +239,9 @@ def test_class_tars_are_not_read_from_the_cache_if_one_is_added_or_all_are_unpac
     added = write_tar(root / "train" / "d.tar", [("1.jpg", IMAGE)])
     assert open_datasets(data, ("train",)).classes == ("a", "b", "c", "d")
     added.unlink()
-    (folders / "train" / "c" / "new.jpg").write_bytes(IMAGE)
     shutil.copytree(folders, root, dirs_exist_ok=True)  # beside the tars
-    assert_holds(data, "class tars", folders)
+    (root / "train" / "c" / "new.jpg").write_bytes(IMAGE)
+    assert len(open_datasets(data, ("train",)).train) == 9
 
 
 @pytest.mark.parametrize("name", ["zip, deflated", "class tars", "shards, .cls"])

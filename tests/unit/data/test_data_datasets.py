@@ -158,9 +158,7 @@ def test_open_synthetic_returns_train_and_val() -> None:
     kwargs = {"train_images": 30, "val_images": 7, "num_classes": 5, "size_px": 16}
     opened = open_datasets(DataConfig(name="synthetic", kwargs=kwargs))
     assert (len(opened.train), len(opened.val), len(opened.classes)) == (30, 7, 5)
-    image, target = opened.train.load(3)
-    assert image.shape == (3, 16, 16) and image.dtype == torch.uint8 and target < 5
-    assert not torch.equal(image, opened.val.load(3)[0])
+    assert not torch.equal(opened.train.load(3)[0], opened.val.load(3)[0])
 
 
 # ---- torchvision's sets
@@ -205,7 +203,6 @@ def test_open_torchvision_part_by_flag_or_split(
         (WithSplit, {"root": "nowhere"}),
         (WithSplit, {"train": "unknown"}),
         (WithTrainFlag, {"train": "training"}),
-        (WithTrainFlag, {"val": "testing"}),
     ],
 )
 def test_open_torchvision_without_files_or_part_raises(
@@ -217,7 +214,7 @@ def test_open_torchvision_without_files_or_part_raises(
 
 
 def test_open_torchvision_without_parts() -> None:
-    kwargs = {"size": 12, "image_size": [3, 9, 8], "num_classes": 4}
+    kwargs = {"size": 12, "num_classes": 4}
     data = DataConfig("torchvision:FakeData", val=None, val_fraction=0.25, kwargs=kwargs)
     assert data_problems(data) == []
     opened = open_datasets(data)

