@@ -79,17 +79,6 @@ def test_dataset_with_other_items_is_read_by_items(monkeypatch: pytest.MonkeyPat
     assert type(open_datasets(DataConfig(name="torchvision:CIFAR10")).train.images) is MapImages
 
 
-def test_target_without_a_class_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(Colored):
-        def __init__(self, *arguments: Any, **options: Any):
-            super().__init__(*arguments, **options)
-            self.targets[3] = 10
-
-    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Wrong)
-    with pytest.raises(DataError):
-        open_datasets(DataConfig(name="torchvision:CIFAR10"))
-
-
 ERASING = ErasingConfig(prob=0.6, max_count=2)
 AUGMENTS = {
     "pad_crop": AugmentConfig(size_px=28, crop="pad_crop", pad_px=2, erasing=ERASING),

