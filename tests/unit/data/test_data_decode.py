@@ -38,6 +38,12 @@ def encode(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
     return buffer.getvalue()
 
 
+def chunk(kind: bytes, content: bytes) -> bytes:
+    """A chunk of a PNG."""
+    checksum = zlib.crc32(kind + content)
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+
 def one_file(file: Path) -> ImageSet:
     names = np.array([file.name.encode()])
     return indexed_images(ImageIndex(file.parent, names, np.zeros(1, np.int64), ("a",)))
@@ -195,8 +201,8 @@ def test_decode_rgb_decompression_bomb_raises_and_takes_no_memory() -> None:
     jpeg = bytearray(encode(small, progressive=True))
     struct.pack_into(">HH", jpeg, jpeg.index(b"\xff\xc2") + 5, 20_000, 10_000)
     png = encode(small, "PNG")
-    header = b"IHDR" + struct.pack(">II", 20_000, 10_000) + png[24:29]
-    png = png[:12] + header + struct.pack(">I", zlib.crc32(header)) + png[33:]
+    header = struct.pack(">II", 20_000, 10_000) + png[24:29]
+    png = png[:8] + chunk(b"IHDR", header) + png[33:]
     before = peak_kib()
     for bomb in (bytes(jpeg), png):
         with pytest.raises(DataError, match="pixels"):
@@ -224,12 +230,6 @@ def test_heif_image_is_upright_in_both_cases(photographs: list[Image.Image]) -> 
     assert np.abs(pixels.permute(1, 2, 0).numpy() - turned).mean() < 10
     with pytest.raises(DataError):
         decode_rgb(data[:-1000])
-
-
-def chunk(kind: bytes, content: bytes) -> bytes:
-    """A chunk of a PNG."""
-    checksum = zlib.crc32(kind + content)
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
 
 
 @pytest.mark.parametrize(
