@@ -235,7 +235,6 @@ def test_open_torchvision_without_parts() -> None:
         ("digits", {}, "val"),
         ("hf:user/name", {"lable": "y"}, "kwargs.lable"),
         ("hfds/user/name", {}, "name"),
-        ("wds/imagenet", {}, "name"),
         ("no_such_sets:f", {}, "name"),
         ("test_data_datasets:no_part", {}, "name"),
         ("test_data_datasets:gray", {"sise": 3}, "kwargs.sise"),

@@ -23,16 +23,13 @@ def boxes_for(keys: list[int], erasing: ErasingConfig, size_px: Size) -> torch.T
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_erase_has_the_bits_of_boxes_one_after_another(mode: str, channels_last: bool) -> None:
+def test_erase_has_the_bits_of_boxes_one_after_another(mode: str) -> None:
     """In place. Also for pixels that are NaN, boxes that overlap, and images that are not square.
     The colors of a box are normal, and depend on the key of the sample alone.
     """
     keys = list(range(11, 19))
     boxes = boxes_for(keys, ErasingConfig(prob=0.7, max_count=3, scale=[0.2, 0.9]), [20, 31])
     images = torch.full((8, 3, 20, 31), torch.nan)
-    if channels_last:
-        images = images.contiguous(memory_format=torch.channels_last)
     expected = images.clone()
     for image, image_boxes, key in zip(expected, boxes.tolist(), keys, strict=True):
         draws = torch.Generator().manual_seed(hash_key("erase", key))

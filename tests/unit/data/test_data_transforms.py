@@ -200,7 +200,7 @@ def test_eval_mode_equals_timms(
     )
     resize_step, crop_step = on_pillow.transforms[:2]
     upright = photographs[1].transpose(Image.Transpose.ROTATE_90)
-    sizes = [(640, 427), (427, 640), (99, 55), (31, 200), (64, 64), (97, 96), (60, 224), (282, 212)]
+    sizes = [(640, 427), (427, 640), (99, 55), (31, 200), (97, 96)]
     for photograph in [photographs[0], upright, *(photographs[1].resize(size) for size in sizes)]:
         image = rgb_tensor(photograph)
         result = transform(image)
