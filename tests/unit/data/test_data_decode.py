@@ -111,7 +111,6 @@ def test_gray_image_without_a_stated_range_raises(values: type, tmp_path: Path) 
     image.save(file)
     with pytest.raises(DataError):
         decode_rgb(file.read_bytes())
-    assert image_problem(one_file(file).files, 0, EvalConfig()) is not None
     with pytest.raises(DataError, match="own"):
         MapImages([(image, 0)], "own", ("a",), None, "single").load(0)
 

@@ -29,7 +29,7 @@ def test_erase_has_the_bits_of_boxes_one_after_another(mode: str) -> None:
     """
     keys = list(range(11, 19))
     boxes = boxes_for(keys, ErasingConfig(prob=0.7, max_count=3, scale=[0.2, 0.9]), [20, 31])
-    images = torch.full((8, 3, 20, 31), torch.nan)
+    images = torch.full((8, 3, 20, 31), torch.nan).contiguous(memory_format=torch.channels_last)
     expected = images.clone()
     for image, image_boxes, key in zip(expected, boxes.tolist(), keys, strict=True):
         draws = torch.Generator().manual_seed(hash_key("erase", key))

@@ -110,14 +110,6 @@ def test_index_list_malformed_list_raises(
     assert named in str(error.value)
 
 
-def test_index_list_missing_file_or_repeated_class_raises(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.txt"):
-        index_list(folder / "none.txt", folder)
-    write(folder, "classes.txt", "cat\ndog\ncat\n")
-    with pytest.raises(DataError, match=r"classes\.txt: cat"):
-        index_list(write(folder, "t.txt", "images/b.jpg cat\n"), folder)
-
-
 def test_list_with_its_own_classes_is_matched_by_name(folder: Path) -> None:
     write(folder, "classes.txt", "dog\nant\ncat\n")
     file = write(folder, "test.csv", "images/b.jpg,0\nimages/b.jpg,1\nimages/b.jpg,2\n")

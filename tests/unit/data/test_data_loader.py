@@ -65,9 +65,7 @@ def test_loader_same_bits_for_any_number_of_workers(image_folder: Path, num_work
     assert same(list(loader.epoch(1, start_step=3)), reference[6:])
     assert not same(list(loader.epoch(2)), reference)
     loader.close()
-    loader.close()
-    assert same(list(loader.epoch(1)), reference)
-    loader.close()
+    loader.close()  # may be called again
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

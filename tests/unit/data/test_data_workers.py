@@ -191,7 +191,7 @@ def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """All batches of the epoch are announced; torch's timeout does not apply to receiving them."""
-    loader, epoch = first_batch(numbers(), timeout_sec=6.0)
+    _, epoch = first_batch(numbers(), timeout_sec=6.0)
     workers = multiprocessing.active_children()
     time.sleep(0.5)  # the workers have announced the other batches
     for worker in workers:
@@ -203,9 +203,6 @@ def test_epoch_with_workers_stopped_before_they_send_a_batch_raises(
     # They have ended. `is_alive` is true for a moment if the thread that awaits the batch has just
     # taken their exit code.
     wait_for(lambda: not any(worker.is_alive() for worker in workers), "the workers to end")
-    loader.timeout_sec = 300.0  # the start of new workers takes seconds on a loaded machine
-    assert len(list(loader.epoch(0))) == 4  # with new workers
-    loader.close()
     assert capfd.readouterr() == ("", "")
 
 
