@@ -79,6 +79,7 @@ def test_index_list_labels_are_names_or_positions_of_classes(
     [
         ("t.txt", "images/b.jpg cat\nimages/c.jpg\n", None, "t.txt:2:"),
         ("t.csv", "images/b.jpg,cat\nimages/c.jpg,\n", None, "t.csv:2:"),
+        ("t.csv", "label,x\ncat,images/b.jpg\n", None, "t.csv:1:"),
         ("t.csv", "image,label,is_valid\nimages/b.jpg,cat,True\n", None, "'is_valid'"),
         ("t.csv", "id,file,breed\n1,images/b.jpg,cat\n", None, "t.csv:1:"),
         ("t.csv", "path,class_name,x,Label\nimages/b.jpg,cat,2,0\n", None, "t.csv:1:"),
@@ -100,7 +101,7 @@ def test_index_list_labels_are_names_or_positions_of_classes(
         ("t.csv", "path,label\nimages/b.jpg,01\nimages/c.jpg,1\n", None, "01"),
         ("t.csv", "path,label\nb.jpg,cat\n", None, "/images data.train="),
     ],
-    ids=range(20),
+    ids=range(21),
 )
 def test_index_list_malformed_list_raises(
     folder: Path, name: str, text: str, classes: str | None, named: str
