@@ -48,7 +48,6 @@ def test_run_learns_and_own_metrics_get_rows(tmp_path: Path) -> None:
         ("train.early_stop.patience_evals=2", "train.early_stop.metric"),
         ("data.balance=0.5", "data.balance"),
         ("data.name=digits data.val=null data.val_fraction=0.2", "data.labels"),
-        ("data.name=torchvision:FashionMNIST", "data.labels"),
         ("eval.classes=present", "eval.classes"),
         ("distill.kind=soft distill.teacher.name=resnet18", "distill.kind"),
         ("data.labels=single", "checkpoint.best"),
