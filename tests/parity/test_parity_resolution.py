@@ -15,22 +15,18 @@ from helpers import (
     evaluations,
     has_clear_class,
     newest,
-    single_rank,
     train_here,
 )
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as reference
 
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.engine.evaluate import compute_results, model_outputs
 from imagenet_cls.models.adapt import resize_model
 from imagenet_cls.models.weights import load_weights
-from imagenet_cls.tasks.single_label import SingleLabel
 
-CPU = torch.device("cpu")
 # A model, what makes it small, and what it is built with at another size.
 RESIZED = {
     "vit_tiny_patch16_224": ({"depth": 2, "img_size": 64}, {"img_size": 96}),
@@ -118,51 +114,6 @@ def test_resize_model_equals_loading_into_a_model_of_that_size(name: str) -> Non
     with torch.no_grad():
         images = torch.randn(2, 3, size_px, size_px)
         torch.testing.assert_close(trained(images), built(images), rtol=0, atol=1e-6)
-
-
-# ---- flipped images
-
-
-def test_flip_tta_is_the_mean_of_two_passes() -> None:
-    """Each image once in the counts; logits, not probabilities, are averaged; in bf16 the mean is
-    taken in fp32.
-    """
-    torch.manual_seed(0)
-    models = {
-        kind: timm.create_model("test_resnet", num_classes=5).eval() for kind in ("raw", "ema")
-    }
-    source = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (10, 3, 32, 32), generator=source, dtype=torch.uint8)
-    targets = torch.randint(0, 5, (10,), generator=source)
-    batches = list(zip(images.split(4), targets.split(4), torch.arange(10).split(4), strict=True))
-
-    def preprocess(batch: Tensor) -> Tensor:
-        return (batch.float() / 255 - 0.45) / 0.22
-
-    def logits(dtype: torch.dtype | None, mirror: bool, kind: str) -> Tensor:
-        shown = [
-            (batch.flip(3) if mirror else batch, targets, indices)
-            for batch, targets, indices in batches
-        ]
-        return torch.cat(
-            [out[kind] for out, _, _ in model_outputs(models, shown, preprocess, CPU, dtype)]
-        )
-
-    for dtype in (None, torch.bfloat16):
-        flipped = list(model_outputs(models, batches, preprocess, CPU, dtype, flip=True))
-        for kind in models:
-            expected = (logits(dtype, False, kind) + logits(dtype, True, kind)) / 2
-            ours = torch.cat([out[kind] for out, _, _ in flipped])
-            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
-            assert not torch.allclose(ours, logits(dtype, False, kind), rtol=0, atol=1e-6)
-    results = compute_results(
-        iter(flipped),
-        list(models),
-        single_rank(),
-        next(iter(flipped))[0]["raw"].shape[1],
-        SingleLabel(),
-    )
-    assert [result["images"] for result in results.values()] == [10, 10]
 
 
 # ---- FixRes
