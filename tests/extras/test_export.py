@@ -20,7 +20,6 @@ from torch import nn
 from imagenet_cls import lookup
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
-from imagenet_cls.errors import CheckpointError
 from imagenet_cls.extras.weights import exported_model as export
 from imagenet_cls.extras.weights.export import export_command
 from imagenet_cls.inference.predictor import OnnxModel, OnnxPredictor, Predictor, read_image
@@ -126,12 +125,42 @@ def test_predict_prints_the_same_for_an_onnx_file(digits: Path, run: Path, tmp_p
     assert stored["input_size"] == [3, 16, 16] and stored["resize_size"] == [20, 20]
     assert stored["eval"]["crop_px"] == 16 and stored["preprocess"] == "normalize"
     fails(2, predict_command, file, images[0], "--weights", "ema")
+    (classes,) = (entry for entry in model.metadata_props if entry.key == "classes")
+    for names, code in (("0123456789a", 4), ("012345678", 0)):
+        classes.value = json.dumps(list(names))
+        onnx.save(model, file)
+        found, out, _ = call(predict_command, file, images[0], "--top", 10, "--json")
+        assert found == code
+    assert {name for name, _ in json.loads(out)["top"]} == {*names, "class 9"}
     for entry in model.metadata_props:  # earlier versions wrote graphs that resize
         entry.value = entry.value.replace("normalize", "resize")
     onnx.save(model, file)
     assert "tensor(uint8)" in fails(4, predict_command, file, images[0])
     file.write_bytes(b"no model")
     assert "export.py" in fails(4, predict_command, file, images[0])
+
+
+def test_onnx_file_with_other_or_undefined_outputs_exits_with_4(
+    digits: Path, run: Path, tmp_path: Path
+) -> None:
+    import onnx
+
+    images = sorted((digits / "train/3").iterdir())[:2]
+    succeeds(export_command, run, "--format", "onnx", "--out", tmp_path / "model.onnx", *TRUST)
+    for operator, attributes in (
+        ("Flatten", {"axis": 0}),  # one row for all images
+        ("Transpose", {}),
+        ("ReduceMax", {"keepdims": 0}),
+        ("Log", {}),  # NaN for negative logits
+    ):
+        model = onnx.load(tmp_path / "model.onnx")
+        (output,) = model.graph.output
+        node = onnx.helper.make_node(operator, [output.name], ["others"], **attributes)
+        model.graph.node.append(node)
+        output.name = "others"
+        output.type.tensor_type.ClearField("shape")
+        onnx.save(model, tmp_path / "other.onnx")
+        assert "other.onnx" in fails(4, predict_command, tmp_path / "other.onnx", *images)
 
 
 def test_predict_prepares_gray_images_and_mirror_images_for_the_graph(
@@ -222,11 +251,3 @@ def test_out_of_memory_is_no_checkpoint_error_and_the_log_level_is_restored(
         with pytest.raises(error):
             export.export_model(predictor, "torch", "none", None)
     assert logging.root.manager.disable == logging.NOTSET
-
-
-def test_weights_with_nan_are_named_as_the_cause(run: Path) -> None:
-    predictor = Predictor(run, "cpu", allow_import=TRUST[1:])
-    next(predictor.model.parameters()).data.fill_(float("nan"))
-    exported = export.export_model(predictor, "torch", "none", None)
-    with pytest.raises(CheckpointError, match="logits of PyTorch are NaN"):
-        export.compare(predictor, exported)
