@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -122,6 +122,20 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data") / "digits"
     write_digits(root, "train")
     return root
+
+
+@pytest.fixture(scope="session")
+def train_on_digits(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Trains on the digits with arguments as of `helpers.arguments`, after the first two. Returns
+    the run folder, which is new.
+    """
+
+    def train(*args: Any, **changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp("digits") / "run"
+        helpers.train_here(helpers.arguments(digits, folder, *args, **changes))
+        return folder
+
+    return train
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked_ranks import RankServer
-from helpers import arguments, call, fails, train_here
+from helpers import arguments, call, fails
 
 from imagenet_cls.commands.cli import main
 from imagenet_cls.commands.predict import predict_command
@@ -33,11 +33,9 @@ from imagenet_cls.extras.weights.publish import publish_command
 
 
 @pytest.fixture(scope="module")
-def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(train_on_digits: Callable[..., Path]) -> Path:
     """The run folder of `helpers:plain` after two checkpoints."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    train_here(arguments(digits, folder, train__max_steps=2, checkpoint__every_steps=1))
-    return folder
+    return train_on_digits(train__max_steps=2, checkpoint__every_steps=1)
 
 
 # In all arguments below, `fill` replaces the names in capitals. LONG is a name that file systems

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -9,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import timm
 import torch
-from helpers import arguments, fails, newest, saved_bytes, succeeds, train_here
+from helpers import fails, newest, saved_bytes, succeeds
 from PIL import Image
 from safetensors import SafetensorError
 
@@ -21,20 +22,21 @@ from imagenet_cls.extras.weights.timm_folder import is_local, timm_crop_pct
 from imagenet_cls.inference.predictor import Predictor
 
 
-def train_vit(digits: Path, work_dir: Path, **changes: object) -> Path:
+@pytest.fixture(scope="module")
+def train_vit(train_on_digits: Callable[..., Path]) -> Callable[..., Path]:
     """A ViT that needs model.kwargs to be built, with its own mean and std."""
     kwargs = {"model__kwargs": "{img_size: 16, patch_size: 4, depth: 1}"}
     mean_std = {"data__mean": "[0.1, 0.2, 0.3]", "data__std": "[0.4, 0.5, 0.6]"}
     settings = {"train__max_steps": 2, "eval__resize_px": 19, "eval__mode": "squash"}
     settings |= {"model__name": "vit_tiny_patch16_224.augreg_in21k"}
     settings |= {"eval__interpolation": "bicubic"}
-    train_here(arguments(digits, work_dir, **(settings | kwargs | mean_std | changes)))
-    return work_dir
+    settings |= kwargs | mean_std
+    return lambda **changes: train_on_digits(**settings | changes)
 
 
 @pytest.fixture(scope="module")
-def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_vit(digits, tmp_path_factory.mktemp("publish") / "run")
+def run(train_vit: Callable[..., Path]) -> Path:
+    return train_vit()
 
 
 def test_folder_loads_in_timm_with_equal_logits(run: Path, digits: Path, tmp_path: Path) -> None:
@@ -87,12 +89,10 @@ def test_folder_loads_in_transformers_with_equal_logits_and_pixels(
 
 
 def test_card_names_initial_weights_and_what_timm_lacks(
-    run: Path, digits: Path, tmp_path: Path
+    run: Path, train_vit: Callable[..., Path], tmp_path: Path
 ) -> None:
-    train_vit(
-        digits, tmp_path / "tuned", model__checkpoint=run, eval__flip_tta="true", data__exif="apply"
-    )
-    succeeds(publish_command, tmp_path / "tuned", tmp_path / "out")
+    tuned = train_vit(model__checkpoint=run, eval__flip_tta="true", data__exif="apply")
+    succeeds(publish_command, tuned, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "**Initial weights:** run; see their license" in card and str(run) not in card
     assert "but in the result:** eval.flip_tta, data.exif" in card
@@ -106,9 +106,11 @@ def test_card_has_no_path_of_the_data(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not is_local("hf:USER/NAME") and not is_local("folder")
 
 
-def test_card_of_a_gray_model_says_how_to_convert_images(digits: Path, tmp_path: Path) -> None:
-    train_vit(digits, tmp_path / "run", data__channels=1, data__mean="[0.1]", data__std="[0.4]")
-    succeeds(publish_command, tmp_path / "run", tmp_path / "out")
+def test_card_of_a_gray_model_says_how_to_convert_images(
+    train_vit: Callable[..., Path], tmp_path: Path
+) -> None:
+    gray = train_vit(data__channels=1, data__mean="[0.1]", data__std="[0.4]")
+    succeeds(publish_command, gray, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'convert("L")' in card and "transformers.pipeline" not in card
 
@@ -138,10 +140,12 @@ def test_interrupted_overwrite_leaves_no_card_of_another_model(
 
 
 @pytest.mark.parametrize("model", ["helpers:noisy", "torchvision:squeezenet1_1", "resnet18_cifar"])
-def test_model_of_another_library_is_exit_code_2(model: str, digits: Path, tmp_path: Path) -> None:
+def test_model_of_another_library_is_exit_code_2(
+    model: str, train_on_digits: Callable[..., Path], tmp_path: Path
+) -> None:
     sizes = {"augment__size_px": 32, "eval__crop_px": 32, "data__val_fraction": 0.01}
-    train_here(arguments(digits, tmp_path / "run", train__max_steps=1, model__name=model, **sizes))
-    err = fails(2, publish_command, tmp_path / "run", tmp_path / "out", "--allow-import", model)
+    run = train_on_digits(train__max_steps=1, model__name=model, **sizes)
+    err = fails(2, publish_command, run, tmp_path / "out", "--allow-import", model)
     assert model in err and not (tmp_path / "out").exists()
 
 
