@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -410,6 +411,13 @@ def edit_state(checkpoint: Path, edit: Callable[[dict[str, Any]], object]) -> No
     edit(state)
     (checkpoint / "state.json").write_text(json.dumps(state))
     write_manifest(checkpoint)
+
+
+def altered(checkpoint: Path, copy: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of a checkpoint with a changed `state.json`, and the digests that belong to it."""
+    shutil.copytree(checkpoint, copy)
+    edit_state(copy, edit)
+    return copy
 
 
 def saved_bytes(work_dir: Path) -> dict[str, bytes]:

@@ -13,10 +13,10 @@ import timm
 import torch
 from helpers import (
     DEMO,
+    altered,
     arguments,
     before_classes,
     call,
-    edit_state,
     evaluations,
     fails,
     losses,
@@ -59,12 +59,10 @@ RESNET = {
 
 
 @pytest.fixture(scope="module")
-def resnet(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resnet") / "run"
+def resnet(train_on_digits: Callable[..., Path]) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MY_CLOUD_SECRET_KEY", SECRET)
-        train_here(arguments(digits, folder, **RESNET))
-    return folder
+        return train_on_digits(**RESNET)
 
 
 def words_of_small(digits: Path, folder: Path) -> list[str]:
@@ -171,9 +169,9 @@ def test_predict_names_bad_arguments_and_prints_the_good_images(
 def test_escape_sequences_of_a_checkpoint_do_not_reach_the_terminal(
     small: Path, digits: Path, sevens: list[Path], tmp_path: Path
 ) -> None:
-    checkpoint = Path(shutil.copytree(newest(small), tmp_path / "checkpoint"))
     classes = [f"\x1b[31m\n{number}\x9b" for number in range(10)]
-    edit_state(checkpoint, lambda state: state.update(classes=classes, step="\x1b]0;title\x07"))
+    odd = {"classes": classes, "step": "\x1b]0;title\x07"}
+    checkpoint = altered(newest(small), tmp_path / "odd", lambda state: state.update(odd))
     code, out, _ = call(predict_command, checkpoint, sevens[0], *ALLOW)
     assert code == 0 and len(out.splitlines()) == 1
     assert "\\x1b[31m\\n7\\x9b" in out and "\x1b" not in out
@@ -336,13 +334,6 @@ def test_file_of_the_user_is_not_replaced(
     assert file.read_bytes() == before
 
 
-def test_earlier_picture_and_list_are_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.png").touch()
-    Path("photos").mkdir()
-    Path("photos/a.jpg").write_text("none")
+def test_earlier_picture_is_replaced(tmp_path: Path) -> None:
     for _ in range(2):
-        succeeds(plot_schedule_command, "demo", "--images", "1797", "--out", "a.png")
-        fails(3, verify_command, "photos")
+        succeeds(plot_schedule_command, "demo", "--images", 1797, "--out", tmp_path / "a.png")

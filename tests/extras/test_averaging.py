@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    altered,
     arguments,
     call,
     edit_state,
     fails,
     newest,
     succeeds,
-    train_here,
     write_files,
 )
 from safetensors.torch import load_file, save_file
@@ -33,12 +33,10 @@ from imagenet_cls.extras.weights.average_checkpoints import average_command, cho
 
 
 @pytest.fixture(scope="module")
-def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(train_on_digits: Callable[..., Path]) -> Path:
     """Five epochs, each saved and evaluated, with BatchNorm and an average."""
-    folder = tmp_path_factory.mktemp("averaging") / "run"
     options = {"ema__decay": 0.8, "train__epochs": 5, "checkpoint__keep_last": "null"}
-    train_here(arguments(digits, folder, "noisy", **options))
-    return folder
+    return train_on_digits("noisy", **options)
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -54,13 +52,6 @@ def mean_of(paths: list[Path], name: str = "model.safetensors") -> dict[str, tor
         else states[-1][key]
         for key in states[0]
     }
-
-
-def altered(path: Path, copy: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
-    """A copy of a checkpoint with a changed `state.json` and the digests that belong to it."""
-    shutil.copytree(path, copy)
-    edit_state(copy, edit)
-    return copy
 
 
 def test_mean_of_weights_half_precision_is_summed_in_double() -> None:
