@@ -4,7 +4,7 @@ scikit-learn.
 
 import errno
 import os
-from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,7 +14,7 @@ import timm
 import torch
 import torchvision
 from forked_ranks import RankServer, destroy_process_groups, join_ranks
-from helpers import arguments, fails, plain, succeeds, train_here, write_files
+from helpers import arguments, fails, plain, succeeds, write_files
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
@@ -25,8 +25,6 @@ import imagenet_cls
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.load import load_config
-from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.files import has_training_part
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.errors import UsageError
 from imagenet_cls.extras.weights.feature_classifiers import (
@@ -70,11 +68,6 @@ def test_features_of_other_models() -> None:
     squeezenet = torchvision.models.squeezenet1_1(num_classes=7).eval()
     found = FeatureModel(squeezenet, 7)(images)
     assert torch.allclose(found, squeezenet.features(images).mean((2, 3)))
-    # beside a layer whose name begins like that of the classifier
-    layers = OrderedDict(fc=nn.Linear(12, 7), act=nn.ReLU(), fc2=nn.Linear(7, 7))
-    model = nn.Sequential(layers).eval()
-    x = torch.randn(2, 12)
-    assert torch.equal(FeatureModel(model, 7)(x), model[:2](x))
     # something follows the classifier of a model of one's own
     scaled = nn.Sequential(plain(12), nn.Linear(12, 7), nn.LogSoftmax(dim=1)).eval()
     images = images[..., :16, :16]
@@ -86,13 +79,11 @@ def test_features_of_other_models() -> None:
 
 
 @pytest.fixture(scope="module")
-def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(train_on_digits: Callable[..., Path]) -> Path:
     """A short run of a small network of timm, with EMA."""
-    folder = tmp_path_factory.mktemp("features") / "run"
     changes = {"augment__size_px": 32, "eval__crop_px": 32, "train__max_steps": 3}
     changes |= {"model__name": "test_resnet", "ema__decay": 0.5, "eval__flip_tta": "true"}
-    train_here(arguments(digits, folder, **changes))
-    return folder
+    return train_on_digits(**changes)
 
 
 @pytest.fixture(scope="module")
@@ -253,8 +244,3 @@ def test_missing_training_images_and_features_that_are_not_finite_are_errors(
     assert "NaN" in fails(4, evaluate_command, *words, "data.fraction=0.02")
     missing = "data.name=folder data.train=a data.val=train data.val_fraction=null"
     assert "digits/a" in fails(3, evaluate_command, *words, *missing.split())
-
-
-def test_archive_is_a_training_part(tmp_path: Path) -> None:
-    (tmp_path / "train-0.tar").touch()
-    assert has_training_part(DataConfig("folder", str(tmp_path), "train-*.tar", "val"))
