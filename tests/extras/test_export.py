@@ -4,17 +4,16 @@ that fail.
 
 import json
 import logging
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from helpers import REPOSITORY, arguments, call, fails, has_clear_class, succeeds, train_here
+from helpers import REPOSITORY, call, fails, has_clear_class, succeeds
 from PIL import Image
-from sklearn.datasets import load_sample_images
 from torch import nn
 
 from imagenet_cls import lookup
@@ -28,11 +27,9 @@ TRUST = ("--allow-import", "helpers:plain")
 
 
 @pytest.fixture(scope="module")
-def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(train_on_digits: Callable[..., Path]) -> Path:
     """A short run on digits, with images that are resized and cropped."""
-    work_dir = tmp_path_factory.mktemp("export") / "run"
-    train_here(arguments(digits, work_dir, eval__resize_px=20, train__epochs=4))
-    return work_dir
+    return train_on_digits(eval__resize_px=20, train__epochs=4)
 
 
 def check_same_logits(run: Path, files: list[Path], preprocess: str, *trust: str) -> None:
@@ -77,11 +74,12 @@ def test_exported_model_has_the_top1_of_test(digits: Path, run: Path, tmp_path: 
     ],
 )
 def test_timm_model_has_the_same_logits(
-    model: dict[str, Any], mode: str, digits: Path, tmp_path: Path
+    model: dict[str, Any], mode: str, digits: Path, train_on_digits: Callable[..., Path]
 ) -> None:
     sizes = {"augment__size_px": 32, "eval__crop_px": 32, "train__max_steps": 5}
-    train_here(arguments(digits, tmp_path / "run", **model, **sizes))
-    check_same_logits(tmp_path / "run", sorted((digits / "train/3").iterdir()), mode)
+    check_same_logits(
+        train_on_digits(**model, **sizes), sorted((digits / "train/3").iterdir()), mode
+    )
 
 
 def test_example_of_the_page(
@@ -164,16 +162,14 @@ def test_onnx_file_with_other_or_undefined_outputs_exits_with_4(
 
 
 def test_predict_prepares_gray_images_and_mirror_images_for_the_graph(
-    digits: Path, tmp_path: Path
+    train_on_digits: Callable[..., Path], photographs: list[Image.Image], tmp_path: Path
 ) -> None:
     """Of an odd width: the mirror image is that of the crop."""
     changes = {"data__channels": 1, "eval__flip_tta": True, "eval__mode": "pad"}
     changes |= {"eval__interpolation": "bicubic", "model__name": f"{__name__}:gray"}
-    run, file = tmp_path / "run", tmp_path / "model.onnx"
-    train_here(arguments(digits, run, **changes, train__max_steps=2))
+    run, file = train_on_digits(**changes, train__max_steps=2), tmp_path / "model.onnx"
     trust = ("--allow-import", f"{__name__}:gray")
     succeeds(export_command, run, "--format", "onnx", "--preprocess", "--out", file, *trust)
-    photographs = map(Image.fromarray, load_sample_images().images)
     images = [photo.resize(size) for photo, size in product(photographs, ((640, 427), (91, 333)))]
     expected = Predictor(run, "cpu", allow_import=trust[1:]).logits(images)
     found = OnnxPredictor(file).logits(images)
@@ -210,14 +206,20 @@ def eigenvalues(num_classes: int) -> nn.Module:
     ],
 )
 def test_model_that_can_not_be_exported_is_explained(
-    model: str, form: str, suffix: str, reasons: list[str], digits: Path, tmp_path: Path
+    model: str,
+    form: str,
+    suffix: str,
+    reasons: list[str],
+    train_on_digits: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     name = f"{__name__}:{model}"
-    train_here(arguments(digits, tmp_path / "run", train__max_steps=1, model__name=name))
+    run = train_on_digits(train__max_steps=1, model__name=name)
     file = tmp_path / f"model.{suffix}"
-    words = [tmp_path / "run", "--format", form, "--out", file, "--allow-import", name]
+    words = [run, "--format", form, "--out", file, "--allow-import", name]
     err = fails(4, export_command, *words)
     assert all(reason in err for reason in reasons) and not file.exists()
+    assert logging.root.manager.disable == logging.NOTSET
 
 
 def test_other_logits_are_an_error_and_leave_no_file(
@@ -240,14 +242,3 @@ def test_opset_that_is_not_exported_is_an_error(run: Path, tmp_path: Path) -> No
 def test_missing_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "find_spec", lambda name: None if name == "onnxscript" else name)
     assert "onnxscript" in fails(2, export_command, run, "--format", "onnx", *TRUST)
-
-
-def test_out_of_memory_is_no_checkpoint_error_and_the_log_level_is_restored(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    predictor = Predictor(run, "cpu", allow_import=TRUST[1:])
-    for error in (MemoryError, torch.OutOfMemoryError):
-        monkeypatch.setattr(torch.export, "export", Mock(side_effect=error))
-        with pytest.raises(error):
-            export.export_model(predictor, "torch", "none", None)
-    assert logging.root.manager.disable == logging.NOTSET
