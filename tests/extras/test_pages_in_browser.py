@@ -4,7 +4,7 @@ loaded; of many runs also the legend, sorting, filtering and zoom.
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +12,15 @@ import pytest
 from browser import Browser, open_browser
 from helpers import MULTILABEL, arguments, succeeds, train_here
 from PIL import Image
+from test_evaluation_report import page_of
+from test_multilabel_outputs import ALLOW
 
 from imagenet_cls.commands.test import evaluate_command
-from imagenet_cls.extras.pages.evaluation_page import evaluation_page, evaluation_statistics
 from imagenet_cls.extras.pages.report import report_command
 from imagenet_cls.extras.pages.runs_page import run_names
 from imagenet_cls.report.jsonl import read_metrics
-from imagenet_cls.tasks.single_label import image_dtype
 
+WIDTHS = (390, 800, 1400)  # of a phone, and up to a wide window
 COLORS = {"light": (245, 246, 248), "dark": (18, 21, 24)}  # of the background
 ROWS = "[...document.querySelectorAll('tr[data-run]')]"
 PLOTS = "[...document.querySelectorAll('.plot')]"
@@ -35,21 +36,23 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pages") / "run"
-    train_here(arguments(digits, folder, ema__decay=0.9))
-    return folder
+def run(train_on_digits: Callable[..., Path]) -> Path:
+    return train_on_digits(ema__decay=0.9)
+
+
+def open_page(browser: Browser, page: Path, width: int) -> None:
+    """Open a page, which has no messages and no layout problems, and loads nothing."""
+    browser.open(page, width)
+    assert browser.messages == [] and browser.layout_problems() == []
+    assert [url for url in browser.urls if not url.startswith("data:")] == [page.as_uri()]
 
 
 def check_page(browser: Browser, page: Path, folder: Path, texts: list[str]) -> None:
-    """Light and dark, in windows from a phone's to a wide one."""
+    """Light and dark, in all widths."""
     for scheme, background in COLORS.items():
         browser.prefer(scheme)
-        for width in (390, 800, 1400):
-            browser.open(page, width)
-            assert browser.messages == [] and browser.layout_problems() == []
-            requested = [url for url in browser.urls if not url.startswith("data:")]
-            assert requested == [page.as_uri()]
+        for width in WIDTHS:
+            open_page(browser, page, width)
             dom = browser.evaluate("document.body.innerText + document.body.textContent")
             assert [text for text in texts if text not in dom] == []
             browser.screenshot(folder / "screenshot.png")
@@ -67,7 +70,11 @@ def check_page(browser: Browser, page: Path, folder: Path, texts: list[str]) -> 
 
 
 @pytest.mark.nightly
-def test_report_of_an_evaluation_in_a_browser(browser: Browser, run: Path, tmp_path: Path) -> None:
+def test_pages_of_a_run_and_an_evaluation_in_a_browser(
+    browser: Browser, run: Path, tmp_path: Path
+) -> None:
+    succeeds(report_command, run, "--out", tmp_path / "page.html")
+    check_page(browser, tmp_path / "page.html", tmp_path, ["done, 22 steps", "step-0000022"])
     folder = tmp_path / "report"
     succeeds(evaluate_command, run, "--report", folder, "--allow-import", "helpers:plain")
     report = json.loads((folder / "report.json").read_text())
@@ -80,20 +87,9 @@ def test_report_of_an_evaluation_in_a_browser(browser: Browser, run: Path, tmp_p
 def test_report_of_multilabel_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     """It has no figures."""
     train_here([*arguments(tmp_path, tmp_path / "run", train__max_steps=4), *MULTILABEL])
-    words = [tmp_path / "run", "--report", tmp_path / "report"]
-    for name in ("helpers:plain", "imagenet_cls.data.builtin:ComposedDigits"):
-        words += ["--allow-import", name]
-    succeeds(evaluate_command, *words)
-    for width in (390, 800, 1400):
-        browser.open(tmp_path / "report" / "report.html", width)
-        assert browser.messages == [] and browser.layout_problems() == []
-        assert [url for url in browser.urls if not url.startswith(("data:", "file:"))] == []
-
-
-@pytest.mark.nightly
-def test_page_of_a_run_in_a_browser(browser: Browser, run: Path, tmp_path: Path) -> None:
-    succeeds(report_command, run, "--out", tmp_path / "page.html")
-    check_page(browser, tmp_path / "page.html", tmp_path, ["done, 22 steps", "step-0000022"])
+    succeeds(evaluate_command, tmp_path / "run", *ALLOW, "--report", tmp_path / "report")
+    for width in WIDTHS:
+        open_page(browser, tmp_path / "report" / "report.html", width)
 
 
 @pytest.mark.nightly
@@ -104,16 +100,10 @@ def test_names_with_markup_are_text_in_the_confusion_matrix(
     names += ["{{ 1 }} {% if %}", *(f"class{number}" for number in range(56))]
     for count in (10, 60):  # all cells, and blocks
         labels = names[:count]
-        rows = np.zeros(count * 4, image_dtype(1))
-        rows["index"] = np.arange(len(rows))
-        rows["target"] = rows["index"] % count
-        rows["top"][:, 0] = np.where(rows["index"] < 2 * count, 0, rows["target"])
-        statistics, confusion = evaluation_statistics(rows, labels, lambda index: names[index % 4])
-        about = {"model": "<b>m", "weights": "raw", "messages": [], "metrics": {}, "settings": {}}
-        about["origin"] = "<b>run"
-        thumbnails = dict.fromkeys(range(len(rows)), b"")
+        numbers = np.arange(4 * count)
+        predictions = np.where(numbers < 2 * count, 0, numbers % count)
         page = tmp_path / "page.html"
-        page.write_bytes(evaluation_page(statistics | about, confusion, thumbnails))
+        page.write_text(page_of(numbers % count, predictions, labels, {"raw": {}}))
         browser.open(page)
         text = browser.evaluate("document.body.innerText")
         assert [name for name in labels if name not in text] == []
@@ -160,16 +150,13 @@ def write_page(run: Path, folder: Path, count: int) -> Path:
     return page
 
 
-@pytest.mark.parametrize(
-    "count", [3, *(pytest.param(count, marks=pytest.mark.nightly) for count in (1, 40))]
-)
+@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.nightly)])
 def test_page_has_no_layout_problems_and_its_table_is_the_legend(
     count: int, browser: Browser, run: Path, tmp_path: Path
 ) -> None:
     page = write_page(run, tmp_path, count)
-    for width in (390, 800, 1400):
-        browser.open(page, width)
-        assert browser.layout_problems() == []
+    for width in WIDTHS:
+        open_page(browser, page, width)
         columns = "getComputedStyle(document.querySelector('.grid')).gridTemplateColumns"
         assert browser.evaluate(f"{columns}.split(' ').length") == (1 if width < 800 else 2)
     named = browser.evaluate(f"{ROWS}.map((row) => row.cells[0].textContent.trim())")
@@ -182,6 +169,17 @@ def test_page_has_no_layout_problems_and_its_table_is_the_legend(
     assert all(colors[run] == color for run, color in drawn_colors)
     assert browser.evaluate(ARE_VALID)
 
+    tags = "document.querySelectorAll('main b, main a[href^=\"https\"]').length"
+    assert browser.evaluate(tags) == 0
+    for number, name in enumerate(NAMES[:count]):
+        browser.evaluate(
+            f"Plotly.Fx.hover(document.querySelectorAll('.plot')[2], [{{curveNumber: {number}, "
+            "pointNumber: 5}])"
+        )
+        browser.settle()  # a hover is shown with a delay
+        assert name in browser.evaluate("document.querySelectorAll('.hoverlayer')[2].textContent")
+        assert browser.evaluate("document.querySelectorAll('.hoverlayer a').length") == 0
+
     shown = f"{SHOWN_TRACES}.filter((trace) => trace.meta === 0).length"
     count_of_first = browser.evaluate(shown)
     browser.evaluate(f"{ROWS}[0].click()")
@@ -191,12 +189,18 @@ def test_page_has_no_layout_problems_and_its_table_is_the_legend(
     browser.evaluate(f"{ROWS}[0].click()")
     assert browser.evaluate(shown) == count_of_first > 0
     assert browser.messages == []
-    assert [url for url in browser.urls if not url.startswith(("file:", "data:"))] == []
 
 
 @pytest.mark.nightly
-def test_table_of_runs_is_sorted_and_filtered(browser: Browser, run: Path, tmp_path: Path) -> None:
+def test_table_of_runs_is_sorted_and_filtered_and_figures_zoom_together(
+    browser: Browser, run: Path, tmp_path: Path
+) -> None:
     browser.open(write_page(run, tmp_path, 6))
+    zoom = f"Plotly.relayout({PLOTS}[0], {{'xaxis.range[0]': 100, 'xaxis.range[1]': 200}})"
+    browser.evaluate(f"{zoom}.then(() => null)")
+    browser.settle()
+    ranges = browser.evaluate(f"{PLOTS}.map((plot) => plot.layout.xaxis.range)")
+    assert ranges == [[100, 200]] * 4
     column = (
         "(title) => [...document.querySelectorAll('.runs thead th')].find((th) => "
         "th.textContent === title)"
@@ -218,31 +222,4 @@ def test_table_of_runs_is_sorted_and_filtered(browser: Browser, run: Path, tmp_p
     shown = f"{ROWS}.filter((row) => !row.hidden).map((row) => row.dataset.run)"
     assert browser.evaluate(shown) == ["0"]
     assert set(browser.evaluate(f"{SHOWN_TRACES}.map((trace) => trace.meta)")) == {0}
-    assert browser.messages == []
-
-
-@pytest.mark.nightly
-def test_zoom_of_one_figure_zooms_all(browser: Browser, run: Path, tmp_path: Path) -> None:
-    browser.open(write_page(run, tmp_path, 3))
-    zoom = f"Plotly.relayout({PLOTS}[0], {{'xaxis.range[0]': 100, 'xaxis.range[1]': 200}})"
-    browser.evaluate(f"{zoom}.then(() => null)")
-    browser.settle()
-    ranges = browser.evaluate(f"{PLOTS}.map((plot) => plot.layout.xaxis.range)")
-    assert ranges == [[100, 200]] * 4
-    assert browser.messages == []
-
-
-def test_names_are_text_in_figures(browser: Browser, run: Path, tmp_path: Path) -> None:
-    """The label of a hovered point shows the name of the run, with its markup."""
-    browser.open(write_page(run, tmp_path, len(NAMES)))
-    tags = "document.querySelectorAll('main b, main a[href^=\"https\"]').length"
-    assert browser.evaluate(tags) == 0
-    for number, name in enumerate(NAMES):
-        browser.evaluate(
-            f"Plotly.Fx.hover(document.querySelectorAll('.plot')[2], [{{curveNumber: {number}, "
-            "pointNumber: 5}])"
-        )
-        browser.settle()  # a hover is shown with a delay
-        assert name in browser.evaluate("document.querySelectorAll('.hoverlayer')[2].textContent")
-        assert browser.evaluate("document.querySelectorAll('.hoverlayer a').length") == 0
     assert browser.messages == []
