@@ -1,16 +1,16 @@
-"""Plots: PNG files of the right curves, without pyplot."""
+"""Pictures: which curves and labels they have, drawn without pyplot."""
 
 import math
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from imagenet_cls.extras.pages.plots import plot_run, write_figure
+from imagenet_cls.extras.before_training import pictures
+from imagenet_cls.extras.pages.plots import plot_run
 
 FIRST_COLOR = (0x1F, 0x77, 0xB4)  # of matplotlib
 
@@ -27,12 +27,19 @@ def test_plot_run_draws_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert (panel == FIRST_COLOR).all(axis=2).sum() > 20
 
 
-def test_failed_write_leaves_the_old_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("last_loss", "scale"), [(3.0, "linear"), (40.0, "log")])
+def test_lr_range_has_all_losses_in_the_frame_and_a_label_at_the_suggestion(
+    last_loss: float, scale: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "picture.png"
-    path.write_bytes(b"old")
-    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write_figure(path, Figure())
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    drawn: list[Figure] = []
+    monkeypatch.setattr(pictures, "write_figure", lambda path, figure: drawn.append(figure))
+    lrs = np.geomspace(1e-6, 10, 50).tolist()
+    losses = [*np.linspace(2.5, 0.4, 45), 0.5, 1.0, 2.0, 2.5, last_loss]
+    smoothed = np.convolve(losses, np.ones(5) / 5, "same").tolist()
+    pictures.plot_lr_range(Path("lr.png"), lrs, losses, smoothed, {"suggestion: 0.01": 0.01})
+    (axes,) = drawn[0].axes
+    assert axes.get_xlim() == pytest.approx((lrs[0], lrs[-1]))
+    low, high = axes.get_ylim()
+    assert low < min(losses) and max(losses) < high and axes.get_yscale() == scale
+    assert [text.get_text() for text in axes.texts] == ["suggestion: 0.01"]
+    assert axes.texts[0].xy[0] == 0.01  # type: ignore[attr-defined]  # an Annotation
