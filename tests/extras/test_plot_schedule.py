@@ -53,30 +53,15 @@ def test_curves_are_those_of_the_run(config: Path) -> None:
     assert curves["learning rate"] == pytest.approx(warmup + cosine)
     assert curves["resolution (px)"] == [128] * 200 + [160] * 100 + [192] * 200
     assert curves["momentum"] == [0.875] * 500
+    one_cycle = ["schedule.name=one_cycle", "schedule.warmup_epochs=0"]
+    one_cycle.append("optimizer.lr_scales={'head.*': 10}")
+    one_cycle.append("schedule.kwargs={min_momentum: 0.8, max_momentum: 0.9}")
+    momentum = schedule_curves(load_config(config, one_cycle).config, 102_500)[2]["momentum"]
+    assert (min(momentum), max(momentum)) == pytest.approx((0.8, 0.9))
+    without = load_config(config, ["optimizer={name: timm:adagrad, lr: 0.1}"]).config
+    assert "momentum" not in schedule_curves(without, 102_500)[2]
     shorter = schedule_curves(load_config(config, ["train.max_steps=130"]).config, 102_500)[2]
     assert shorter["learning rate"] == curves["learning rate"][:130]
-
-
-@pytest.mark.parametrize(
-    ("words", "ends"),
-    [
-        (
-            "schedule.name=one_cycle schedule.kwargs.min_momentum=0.8 "
-            "schedule.kwargs.max_momentum=0.9",
-            (0.8, 0.9),
-        ),
-        ("optimizer.name=adamw optimizer.kwargs.betas=[0.85,0.99]", (0.85, 0.85)),
-        ("optimizer.name=rmsprop optimizer.kwargs.momentum=0.7", (0.7, 0.7)),
-        ("optimizer.name=timm:adagrad", None),
-    ],
-)
-def test_momentum_of_a_schedule_or_an_optimizer(
-    config: Path, words: str, ends: tuple[float, float] | None
-) -> None:
-    argv = ["optimizer.lr=0.1", "optimizer.lr_scales={'head.*': 10}", *words.split()]
-    curves = schedule_curves(load_config(config, argv).config, 102_500)[2]
-    momentum = curves.get("momentum")
-    assert (momentum and (min(momentum), max(momentum))) == (ends and pytest.approx(ends))
 
 
 @pytest.mark.parametrize(
