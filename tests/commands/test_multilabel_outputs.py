@@ -1,4 +1,4 @@
-"""`test.py`, `report.py` and `show_batch.py` on runs with several labels for an
+"""`test.py` and `report.py` on runs with several labels for an
 image (`data.labels` multi): numbers equal those of scikit-learn and of the evaluation of the run.
 """
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from helpers import MULTILABEL, arguments, evaluations, succeeds, train_here
 from PIL import Image
 from sklearn import metrics
@@ -18,10 +17,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.data.builtin import ComposedDigits
-from imagenet_cls.extras.before_training import show_batch
 from imagenet_cls.extras.pages.report import report_command
-from imagenet_cls.inference.evaluate_weights import OutputRecorder
-from imagenet_cls.tasks.multi_label import MultiLabel
 
 THRESHOLD = 0.25
 ALLOW = ["--allow-import", "helpers:plain"]
@@ -135,14 +131,6 @@ def test_list_as_test_set_need_not_have_all_labels(
             assert found["labels"] == "; ".join(name for name, _ in row["top"])
 
 
-def test_infinite_output_of_one_class_is_not_an_absent_class() -> None:
-    """Other than with one label, in tests/inference/test_evaluated_weights.py."""
-    logits = torch.tensor([[-torch.inf, 1.0], [0.0, 1.0]])
-    recorder = OutputRecorder(MultiLabel(0.5), ["raw"], torch.device("cpu"), "raw")
-    list(recorder.watch([({"raw": logits}, torch.eye(2), torch.arange(2))]))
-    assert recorder.nonfinite.tolist() == [1]
-
-
 def figures(page: str) -> list[dict[str, Any]]:
     """The data of the figures of a page."""
     text = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', page)
@@ -158,35 +146,7 @@ def test_page_and_curves_of_a_run(run: Path, tmp_path: Path) -> None:
     assert f">step-{best['step']:07d}</a>, best mAP" in page
     titles = " ".join(re.findall(r"<th[^>]*><button[^>]*>(.*?)</button>", page))
     assert "last validation mAP %" in titles and "top-1" not in titles and "balanced" not in titles
-    assert [figure["title"][:3] for figure in figures(page)] == ["Los", "mAP", "Lea", "Ima"]
+    assert figures(page)[1]["title"] == "Validation mAP, %"
     pixels = np.asarray(Image.open(run / "plots" / "curves.png").convert("RGB"))
     last_panel = np.array_split(pixels, 3, axis=1)[-1]
     assert (last_panel == FIRST_COLOR).all(axis=2).sum() > 20
-
-
-def test_page_of_runs_of_both_kinds_has_dashes(run: Path, digits: Path, tmp_path: Path) -> None:
-    train_here(arguments(digits, tmp_path / "single", train__max_steps=2))
-    page = tmp_path / "page.html"
-    for runs, first in (([run, tmp_path / "single"], "mAP"), ([tmp_path / "single", run], "top-1")):
-        succeeds(report_command, *runs, "--out", page)
-        text = page.read_text()
-        rows = re.findall(r"<tr data-run.*?</tr>", text, re.DOTALL)
-        best = [re.findall(r"<td[^>]*>(.*?)</td>", row)[:2] for row in rows]
-        assert [row.index("–") for row in best] == [1, 0]
-        assert f"median of the best {first}, %" in text
-        titles = [figure["title"][:3] for figure in figures(text)]
-        assert titles == ["Los", "top", "mAP", "Lea", "Ima"]
-
-
-def test_labels_above_the_pictures_of_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mixed = torch.tensor([1.0, 0.25, 0.0])
-    assert show_batch.describe_target(mixed, "abc", True) == "a; 0.25 b"
-    drawn: list[str] = []
-    monkeypatch.setattr(
-        show_batch, "plot_images", lambda path, images, labels: drawn.extend(labels)
-    )
-    words = [*arguments(tmp_path, tmp_path)[:-2], *MULTILABEL]
-    succeeds(show_batch.show_batch_command, *words, "--out", tmp_path / "batch.png")
-    assert set("".join(drawn)) <= set("0123456789; ") and any("; " in text for text in drawn)

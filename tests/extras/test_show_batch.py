@@ -1,14 +1,12 @@
 """show_batch.py draws what the model gets, for any epoch."""
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import arguments, succeeds
+from helpers import MULTILABEL, arguments, succeeds
 from PIL import Image
 
 from imagenet_cls.extras.before_training import show_batch
@@ -49,15 +47,16 @@ def test_images_are_those_of_the_epoch(digits: Path, tmp_path: Path, drawn: dict
     assert np.array_equal(alone, again) and not np.array_equal(alone, later)
 
 
-def test_class_name_with_an_undecodable_byte(digits: Path, tmp_path: Path) -> None:
-    name = os.fsdecode(b"bad\xff")
-    for folder in (name, "good"):
-        shutil.copytree(digits / "train" / "3", tmp_path / "train" / folder)
-    words = arguments(tmp_path, tmp_path, data__name="folder", data__val="train")[:-2]
+def test_labels_of_a_multilabel_batch(tmp_path: Path, drawn: dict[str, Any]) -> None:
+    words = [*arguments(tmp_path, tmp_path)[:-2], *MULTILABEL]
     succeeds(show_batch.show_batch_command, *words, "--out", tmp_path / "batch.png")
+    labels = drawn["labels"]
+    assert set("".join(labels)) <= set("0123456789; ") and any("; " in text for text in labels)
 
 
 def test_target_as_text() -> None:
     assert show_batch.describe_target(torch.tensor(1), "ab") == "b"
     assert show_batch.describe_target(torch.tensor([0.0, 1.0]), "ab") == "b"
     assert show_batch.describe_target(torch.tensor([0.3, 0.7]), "ab") == "0.70 b\n0.30 a"
+    mixed = torch.tensor([1.0, 0.25, 0.0])
+    assert show_batch.describe_target(mixed, "abc", True) == "a; 0.25 b"
