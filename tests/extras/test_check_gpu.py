@@ -149,20 +149,6 @@ def test_failing_and_hanging_checks_do_not_stop_the_others(
     assert len(capsys.readouterr().out.splitlines()) == len(expected) + 1
 
 
-def test_checks_run_at_the_same_time(
-    programs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    barrier = threading.Barrier(2, timeout=60)
-
-    def waits_for_the_other(task: Task) -> str:
-        return task.run(f"print({barrier.wait()})", [])
-
-    checks = dict.fromkeys(["one", "two"], Check(waits_for_the_other))
-    monkeypatch.setattr(check_gpu, "CHECKS", checks)
-    assert check_gpu_command(["--out", str(tmp_path), "--parallel", "2"]) == 0
-    assert results(tmp_path) == dict.fromkeys(["machine", "one", "two"], "pass")
-
-
 NIGHTLY = [
     pytest.param(number, marks=pytest.mark.nightly) for number in (signal.SIGINT, signal.SIGKILL)
 ]
