@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from helpers import (
@@ -23,13 +23,11 @@ from helpers import (
     fails,
     run,
     steps_done,
-    succeeds,
     wait_for,
 )
 
 from imagenet_cls.extras.sweep import command as sweep
 from imagenet_cls.extras.sweep.command import sweep_command
-from imagenet_cls.extras.sweep.plan import SweepRun, read_runs, write_runs
 from imagenet_cls.files import take_lock
 
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "sweep.py")]
@@ -80,23 +78,6 @@ def test_run_folder_in_use_is_an_error(digits: Path, tmp_path: Path) -> None:
     with take_lock(folder, ""):
         assert run([*TOOL, *words(digits, tmp_path, seed="0,1")]).returncode == 2
     assert not list(tmp_path.glob("*.log"))
-
-
-def test_runs_that_another_sweep_has_just_added_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    other = SweepRun("optimizer.lr=0.1", {"optimizer.lr": "0.1"}, ["demo"])
-
-    def lock_later(folder: Path, remedy: str) -> IO[str]:
-        write_runs(folder, [other])
-        return take_lock(folder, remedy)
-
-    monkeypatch.setattr(sweep, "take_lock", lock_later)
-    monkeypatch.setattr(sweep.Runner, "run", lambda *_: [])
-    succeeds(sweep_command, "demo", "seed=0", "--out", out)
-    runs = read_runs(out)
-    assert len(runs) == 2 and runs[other.name] == other
 
 
 def test_runs_are_stopped_when_the_sweep_fails(

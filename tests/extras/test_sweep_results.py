@@ -10,9 +10,7 @@ import pytest
 import yaml
 from helpers import arguments, edit_state, fails, newest, succeeds, train_here
 
-from imagenet_cls.commands.python_api import TrainedRun
 from imagenet_cls.config.metrics import BY_NAME
-from imagenet_cls.errors import CheckpointError
 from imagenet_cls.extras.sweep import results as sweep_results
 from imagenet_cls.extras.sweep.command import sweep_command
 from imagenet_cls.extras.sweep.plan import plan_grid, write_runs
@@ -127,13 +125,3 @@ def test_changed_config_file_is_an_error_before_another_run_starts(
     base.write_text(before)
     for other in ("train.max_steps=2", "train.max_steps=1"):  # another setting, and the same one
         succeeds(sweep_command, *words, other, "--dry-run")
-
-
-@pytest.mark.parametrize("best", [3, {"raw": {}}, {"raw": {"top1_pct": 5.0, "step": None}}])
-def test_run_with_invalid_results_is_not_finished(
-    trained: tuple[list[str], Path], tmp_path: Path, best: Any
-) -> None:
-    copy_runs(trained, tmp_path, "0", lambda state, seed: state["progress"].update(best=best))
-    assert "the best setting" not in succeeds(sweep_command, "--table", "--out", tmp_path)
-    with pytest.raises(CheckpointError):
-        assert TrainedRun(tmp_path / "seed=0").best
