@@ -1,7 +1,6 @@
 """`train` with a dataset in place of a config, and the Python API that does the same."""
 
 import io
-import json
 import os
 import shlex
 import signal
@@ -29,7 +28,6 @@ from imagenet_cls.commands.own_data import (
 from imagenet_cls.commands.print_config import print_config_command
 from imagenet_cls.commands.python_api import _override_arguments
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.config.layers import CONFIGS
 from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ConfigError, DataError, UsageError, UserError
 from imagenet_cls.extras.before_training.plot_schedule import plot_schedule_command
@@ -193,12 +191,6 @@ def test_too_few_images_to_hold_any_out_are_an_error(photos: Path, source: str) 
         load_with_data(source, [])
 
 
-def test_option_of_another_project_beside_a_dataset_names_the_short_key(photos: Path) -> None:
-    options = ["--epochs", "3", "--imgsz", "64", "--batch", "16"]
-    err = fails(2, train_command, "photos", *options)
-    assert " epochs=3\n" in err and " size=64\n" in err and "train.global_batch_size=16" in err
-
-
 @pytest.mark.parametrize(
     ("word", "named"),
     [
@@ -262,25 +254,6 @@ def test_one_class_or_one_without_validation_images_is_a_warning(photos: Path) -
     assert "warning: no validation image" in dry_run("photos")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "name", ["cifar/resnet18_cifar10", "cifar/wrn28_10_cifar100", "imagenette/resnet50_imagenette"]
-)
-def test_recipe_of_a_small_set_trains(name: str, tmp_path: Path) -> None:
-    """On generated images in place of a download."""
-    words = [CONFIGS / f"{name}.yaml", f"data.root={tmp_path}", "data.num_workers=0"]
-    words += ["train.global_batch_size=4", "train.max_steps=2", "log.tensorboard=false"]
-    if "cifar" in name:
-        words += ["data.name=folder", "data.val=test"]
-        for part in ("train", "test"):
-            write_photos(tmp_path / part, px=32)
-    else:  # as torchvision unpacks the archive
-        for part in ("train", "val"):
-            write_photos(tmp_path / "imagenette2-160" / part, ["n01440764"], px=160, end="JPEG")
-    succeeds(train_command, *words, "--work-dir", tmp_path / "run")
-    assert (tmp_path / "run/checkpoints/step-0000002").is_dir()
-
-
 def test_python_api_trains_evaluates_and_predicts(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -328,14 +301,6 @@ def test_python_api_takes_values_of_numpy_and_paths(photos: Path) -> None:
     for value in ([object()], {"a": {1, 2}}, b"a", signal.SIGINT):
         with pytest.raises(UsageError):
             _override_arguments({"data.kwargs.x": value})
-
-
-def test_config_of_another_kind_is_no_list_of_images(photos: Path) -> None:
-    Path("a.json").write_text(json.dumps({"optimizer": {"lr": 0.5}}))
-    assert load_config_or_data("a.json", []).config.optimizer.lr == 0.5
-    Path("b.py").touch()
-    with pytest.raises(ConfigError):
-        load_config_or_data("b.py", [])
 
 
 def test_python_api_raises_the_errors_of_the_commands(photos: Path) -> None:
