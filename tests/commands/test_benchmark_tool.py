@@ -2,29 +2,19 @@
 fast anything is.
 """
 
-import importlib.util
-import itertools
 import json
+import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from helpers import REPOSITORY
 
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 
-ROOT = Path(__file__).resolve().parents[2]
+main = runpy.run_path(str(REPOSITORY / "tools" / "benchmark.py"))["main"]
 KEYS = {"command", "date", "commit", "machine", "versions", "tables"}
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_tool", ROOT / "tools" / "benchmark.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +22,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("benchmark")
 
 
-def benchmark(tool: ModuleType, folder: Path, command: str, *words: str) -> tuple[int, dict]:
+def benchmark(folder: Path, command: str, *words: str) -> tuple[int, dict]:
     """Exit code and result with eight images."""
     sizes = ["--images", "8", "--batch-size", "4", "--workers", "1", "--tiny"]
-    code = tool.main(
-        [command, *sizes, "--folder", str(folder / "images"), "--out", str(folder), *words]
-    )
+    code = main([command, *sizes, "--folder", str(folder / "images"), "--out", str(folder), *words])
     result = json.loads((folder / f"{command}.json").read_text())
     assert result.keys() >= KEYS and len(result["machine"]["gpus"]) == torch.cuda.device_count()
     return code, result
@@ -48,9 +36,9 @@ def checks(result: dict) -> dict[str, bool]:
 
 
 @pytest.mark.nightly
-def test_decode_compares_decoders(tool, folder):
+def test_decode_compares_decoders(folder):
     words = ["--only", "*, whole", "ours, *", "--peer", f"nvimgcodec={sys.executable}"]
-    code, result = benchmark(tool, folder, "decode", *words)
+    code, result = benchmark(folder, "decode", *words)
     rates = {row["row"]: row["value"] for row in result["tables"]["Each implementation"]}
     assert all(rates[f"{name}, whole"] > 0 for name in ("ours", "torchvision", "Pillow"))
     assert (rates["ours, crop"] is None) == (find_turbojpeg() is None)
@@ -58,9 +46,9 @@ def test_decode_compares_decoders(tool, folder):
 
 
 @pytest.mark.nightly
-def test_loader_compares_with_decoding_only(tool, folder):
-    words = ["--only", "ours", "ours, re-encoded", "decode only", "--baseline", str(ROOT)]
-    code, result = benchmark(tool, folder, "loader", *words)
+def test_loader_compares_with_decoding_only(folder):
+    words = ["--only", "ours", "ours, re-encoded", "decode only", "--baseline", str(REPOSITORY)]
+    code, result = benchmark(folder, "loader", *words)
     ratios = {row["row"]: row["value"] for rows in result["tables"].values() for row in rows}
     assert ratios["ours / decode only"] > 0 and ratios["ours, re-encoded / ours"] > 0
     assert ratios["ours / FFCV"] is None
@@ -68,23 +56,14 @@ def test_loader_compares_with_decoding_only(tool, folder):
     assert code == 0 and all(checks(result).values())
 
 
-def test_other_pixels_fail(tool, folder, monkeypatch):
+def test_other_pixels_fail(folder, monkeypatch):
     from benchmarks import equality
 
     monkeypatch.setattr(
         equality, "decode_rgb", lambda data: torch.zeros(3, 1, 1, dtype=torch.uint8)
     )
-    code, result = benchmark(tool, folder, "decode", "--only", "none")
+    code, result = benchmark(folder, "decode", "--only", "none")
     assert code == 1 and not checks(result)["pixels of torchvision's decoder"]
-
-
-def test_folder_of_others_is_not_replaced(tmp_path):
-    from benchmarks.images import prepare_images
-
-    (tmp_path / "train").mkdir()
-    with pytest.raises(AssertionError, match="was not made by this tool"):
-        prepare_images(tmp_path, 8)
-    assert (tmp_path / "train").exists()
 
 
 def test_ratios_are_paired_by_round():
@@ -102,17 +81,6 @@ def test_ratios_are_paired_by_round():
     assert "| fast / slow | 2.5 x | 2 to 3 | 2 |" in table([row])
 
 
-def test_pass_does_not_count_what_was_ready():
-    # mypy does not follow it to packages of other libraries
-    implementations = importlib.import_module("benchmarks.implementations")
-    numbers = itertools.count()
-    batches = ((torch.zeros(4), number) for number in numbers)
-    one_pass = implementations.SteadyPasses(batches, count=3, ready=2)
-    one_pass.prepare()
-    assert next(numbers) == 2
-    assert one_pass() == 3 * 4 and next(numbers) == 6
-
-
 def test_docs_have_the_results():
     from benchmarks.compare import DOCS, RESULTS, page_with_results, read_results
 
@@ -126,7 +94,7 @@ def test_docs_have_the_results():
 @pytest.mark.parametrize(
     "words", ["step", "arrays", "memory", "gpu --only files vit-*-ema resnet50-256-default"]
 )
-def test_rows_are_measured(tool, folder, words):
-    code, result = benchmark(tool, folder, *words.split())
+def test_rows_are_measured(folder, words):
+    code, result = benchmark(folder, *words.split())
     (rows,) = result["tables"].values()
     assert code == 0 and [row for row in rows if row["value"] is None] == []
