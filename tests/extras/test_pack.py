@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from PIL import Image, JpegImagePlugin
 from test_data_datasets import names
 
 from imagenet_cls.data.decode import decode_upright, exif_orientation
-from imagenet_cls.data.image_set import FileImages
 from imagenet_cls.extras.datasets.pack import pack_command
 
 Packed = Callable[..., Any]
@@ -53,24 +51,10 @@ def assert_same_images(packed: Any, expected: Any) -> None:
         assert all(ours.files.read(i) == theirs.files.read(i) for i in range(len(theirs)))
 
 
-def test_packed_folder_is_the_same_dataset(
-    image_folder: Path, out: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The threads of the pool read the images."""
-    threads = set()
-    read = FileImages.read
-
-    def read_and_record(source: FileImages, i: int) -> bytes:
-        threads.add(threading.current_thread())
-        return read(source, i)
-
-    with monkeypatch.context() as recorded:
-        recorded.setattr(FileImages, "read", read_and_record)
-        packed(image_folder, "--images-per-shard", 16)
-    assert threads and threading.main_thread() not in threads
+def test_packed_folder_is_the_same_dataset(image_folder: Path, out: Path, packed: Packed) -> None:
     folder = datasets_in(image_folder)
-    shards = shards_in(out)
     data = packed(image_folder, "--images-per-shard", 16)
+    shards = shards_in(out)
     assert_same_images(data, folder)
     assert names(data.train) == [name.replace("JPEG", "jpg") for name in names(folder.train)]
     fails(2, pack_command, image_folder, out)  # other options
@@ -214,9 +198,6 @@ def test_multilabel_of_a_list_are_packed(
     words = [*overrides, "loss.name=bce", "checkpoint.best=map", "--images-per-shard", 2]
     data = packed("resnet50", *words, labels="multi")
     assert_same_images(data, datasets_in(tmp_path, **lists))
-
-
-# ---- Parquet
 
 
 # ---- datasets of the Hub

@@ -60,14 +60,6 @@ def test_verify_data_good_folder_writes_a_list_only_over_an_earlier_one(
     assert verify(good) == 0 and read_bad_images(good / BAD_IMAGES_FILE) == set()
 
 
-def test_verify_data_of_a_split_folder_counts_other_files_once(odd_root: Path) -> None:
-    for name in ("plain", "copy"):
-        shutil.copytree(odd_root / "good", odd_root / "train" / name)
-    overrides = [f"data.root={odd_root}", "data.val=null", "data.val_fraction=0.5"]
-    code, out, _ = call(verify_command, "resnet50", *overrides)
-    assert code == 0 and "4 images" in out and "4 .svg" in out
-
-
 def test_verify_data_bad_arguments_exit_with_their_code(image_folder: Path) -> None:
     for code, *arguments in (
         (3, "nowhere"),
@@ -161,10 +153,3 @@ def test_exclude_allows_one_percent_or_ten_images_and_at_most_a_tenth_or_three(
             else:
                 with pytest.raises(DataError):
                     bad_rows(*part)
-
-
-def test_exclude_leaves_out_validation_images(one_bad: Path) -> None:
-    opened = excluding(one_bad, val="train")
-    assert (len(opened.train), len(opened.val)) == (39, 39)
-    only = excluding(one_bad, parts=("val",), val="train").val
-    assert only.left_out == 1 and only.digest == opened.val.digest
