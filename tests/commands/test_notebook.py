@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pytest
-from helpers import environment
+from helpers import REPOSITORY, environment
 
 import imagenet_cls
-
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.nightly
@@ -17,7 +15,7 @@ def test_notebook_of_own_images_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     nbformat = pytest.importorskip("nbformat")
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(NOTEBOOKS / "own_images.ipynb", as_version=4)
+    notebook = nbformat.read(REPOSITORY / "examples/own_images.ipynb", as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs for cell in cells)  # they would be out of date

@@ -46,28 +46,19 @@ def test_wheel_contains_every_module_template_and_config(wheel: Path) -> None:
     assert names == {*package, *(f"imagenet_cls/_{path.as_posix()}" for path in configs)}
 
 
-@pytest.fixture
-def installed(wheel: Path, tmp_path: Path) -> Path:
-    """The folder of the programs of a virtual environment with the wheel and the libraries of this
-    one.
-    """
+@pytest.mark.nightly
+def test_commands_of_the_wheel_work_outside_of_the_repository(wheel: Path, tmp_path: Path) -> None:
+    """In a virtual environment with the wheel and the libraries of this one."""
     venv.create(tmp_path / "venv", with_pip=False)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    python = tmp_path / "venv" / "bin" / "python"
-    run_pip("--python", python, "install", "--no-deps", "--no-index", wheel)
-    return python.parent
-
-
-@pytest.mark.nightly
-def test_commands_of_the_wheel_work_outside_of_the_repository(
-    installed: Path, tmp_path: Path
-) -> None:
+    programs = tmp_path / "venv" / "bin"
+    run_pip("--python", programs / "python", "install", "--no-deps", "--no-index", wheel)
     here = tmp_path / "elsewhere"
     here.mkdir()
 
     def call(*words: str | Path, program: str = "imagenet-cls") -> str:
-        done = run([installed / program, *words], cwd=here, PYTHONPATH="")
+        done = run([programs / program, *words], cwd=here, PYTHONPATH="")
         assert done.returncode == 0, done.stderr
         return done.stdout
 
