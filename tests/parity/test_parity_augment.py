@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_sample_images
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms_factory import transforms_imagenet_train
 from torchvision.transforms import InterpolationMode, v2
@@ -27,12 +26,12 @@ SIZE = 32
 
 
 @pytest.fixture(scope="module")
-def photographs() -> list[Image.Image]:
-    """Parts of scikit-learn's two photographs, each 96 px square."""
-    whole = [Image.fromarray(image) for image in load_sample_images().images]
+def photographs(photographs: list[Image.Image]) -> list[Image.Image]:
+    """Parts of the two photographs, each 96 px square."""
     corners = np.random.default_rng(0).integers(0, 330, (50, 2)).tolist()
     return [
-        whole[i % 2].crop((left, top, left + 96, top + 96)) for i, (left, top) in enumerate(corners)
+        photographs[i % 2].crop((left, top, left + 96, top + 96))
+        for i, (left, top) in enumerate(corners)
     ]
 
 

@@ -80,7 +80,7 @@ def torchs(
 
 
 # Of our schedule and of timm's scheduler, whose times are epochs or steps.
-TIMMS: dict[str, tuple[tuple[str, dict], Callable[[int, float], tuple[type, dict]]]] = {
+TIMMS: dict[str, tuple[tuple[str, dict], Callable]] = {
     "cosine": (
         ("cosine", {"min_lr": 0.01}),
         lambda unit, length: (CosineLRScheduler, {"t_initial": length, "lr_min": 0.01}),
@@ -205,10 +205,7 @@ def test_plateau_equals_torchs_to_the_bit(patience: int, threshold: float) -> No
 
 # Of our schedule and of torch's, whose times are epochs or steps and whose length is without the
 # warm-up.
-TORCHS: dict[
-    str,
-    tuple[tuple[str, dict], Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LRScheduler]],
-] = {
+TORCHS: dict[str, tuple[tuple[str, dict], Callable]] = {
     "cosine": (
         ("cosine", {"min_lr": 1e-3}),
         lambda optimizer, unit, length: lr_scheduler.CosineAnnealingLR(
