@@ -33,6 +33,8 @@ from helpers import (
 from PIL import Image as PillowImage
 
 from imagenet_cls.commands.test import evaluate_command
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.rules import unused_values
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.image_set import ImageSet, indexed_images
@@ -269,6 +271,8 @@ def test_exif_orientation_is_applied_if_asked_for(tmp_path: Path) -> None:
     exif[0x0112] = 6
     data = save(tmp_path, [0], images=[encoded("jpeg", (8, 16), exif=exif)])
     assert opened(replace(data, exif="apply")).load(0)[0].shape == (3, 8, 16)
+    config = load_config("resnet50", [f"data.name={data.name}", "data.exif=apply"]).config
+    assert "data.exif" not in [problem.key for problem in unused_values(config)]
 
 
 @pytest.mark.parametrize(

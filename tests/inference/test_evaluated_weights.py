@@ -333,7 +333,7 @@ def test_copied_weights_of_a_run_state_their_classes(
 
 
 def test_malformed_statement_of_classes_is_an_error(tmp_path: Path) -> None:
-    for text in ("{", "[]", '{"classes": 3}'):
+    for text in ("{", '{"classes": 3}'):
         save_file({"weight": torch.zeros(1)}, tmp_path / "file", {METADATA: text})
         with pytest.raises(CheckpointError):
             stated_classes(tmp_path / "file")
