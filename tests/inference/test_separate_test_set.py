@@ -243,6 +243,8 @@ def test_classes_of_outputs_are_imagenets_without_a_training_folder(
     numbers, five = sorted(map(str, range(1000))), [WNIDS[number] for number in PRESENT]
     assert classes(numbers) == classes(five, "eval.classes=present") == WNIDS
     assert classes(five) == five and classes(["cat"], "eval.classes=present") == ["cat"]
+    (tmp_path / "train-0.tar").touch()
+    assert has_training_part(DataConfig(root=str(tmp_path), train="train-*.tar"))
     # the training folder names the classes
     assert classes(five, "eval.classes=present", root=data / "both") == five
     reverse = WNIDS[::-1]
