@@ -27,7 +27,7 @@ def benchmark(folder: Path, command: str, *words: str) -> tuple[int, dict]:
     sizes = ["--images", "8", "--batch-size", "4", "--workers", "1", "--tiny"]
     code = main([command, *sizes, "--folder", str(folder / "images"), "--out", str(folder), *words])
     result = json.loads((folder / f"{command}.json").read_text())
-    assert result.keys() >= KEYS and len(result["machine"]["gpus"]) == torch.cuda.device_count()
+    assert result.keys() >= KEYS
     return code, result
 
 

@@ -145,7 +145,7 @@ def test_page_and_curves_of_a_run(run: Path, tmp_path: Path) -> None:
     assert f"<span>best mAP, %</span>\n<strong>{best['map_pct']:.2f}</strong>" in page
     assert f">step-{best['step']:07d}</a>, best mAP" in page
     titles = " ".join(re.findall(r"<th[^>]*><button[^>]*>(.*?)</button>", page))
-    assert "last validation mAP %" in titles and "top-1" not in titles and "balanced" not in titles
+    assert "last validation mAP %" in titles and "top-1" not in titles
     assert figures(page)[1]["title"] == "Validation mAP, %"
     pixels = np.asarray(Image.open(run / "plots" / "curves.png").convert("RGB"))
     last_panel = np.array_split(pixels, 3, axis=1)[-1]

@@ -75,7 +75,6 @@ UNUSABLE: list[tuple[int, Callable, str]] = [
     (3, train_command, "CONFIG data.exclude=LONG --work-dir new"),
     (4, train_command, "CONFIG model.checkpoint=LONG --work-dir new"),
     (4, train_command, "CONFIG --work-dir new --resume-from=LONG"),
-    (2, evaluate_command, "LONG"),
     (2, evaluate_command, "CONFIG LONG"),
     (2, evaluate_command, "CONFIG RUN --data EMPTY"),
     (2, predict_command, "LONG.onnx IMAGE"),

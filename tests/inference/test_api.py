@@ -45,6 +45,7 @@ def test_example_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert names["losses"] == losses(folder / "work_dirs/demo")
 
 
+@pytest.mark.filterwarnings("error")  # also of torch, about an array that is not writable
 def test_every_kind_of_image_has_the_numbers_of_predict(folder: Path) -> None:
     file = next((folder / "data/digits/train/3").iterdir())
     _, out, _ = call(predict_command, folder / "work_dirs/demo", file, "--json", "--logits")
