@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import stat
 import struct
 import tarfile
 import zipfile
@@ -192,13 +193,6 @@ def zip_members(file: FileIO) -> Iterator[Member]:
         for info in zipfile.ZipFile(file).infolist():
             # zipfile decodes names without the flag of UTF-8 as code page 437.
             name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
-            with explain_content_errors(
-                DataError,
-                f"{path}: {decode_name(name)}",
-                "no UTF-8, and the zip does not state its encoding",
-                f"Unpack it, such as by unzip -O gbk {path}, and use the folder.",
-            ):
-                name.decode()
             if info.create_system == 0:  # of Windows, some of whose programs write backslashes
                 name = name.replace(b"\\", b"/")
             is_inside = 0 <= info.header_offset <= total - info.compress_size
@@ -212,7 +206,16 @@ def zip_members(file: FileIO) -> Iterator[Member]:
             if name.endswith(b"/"):  # a folder
                 continue
             problem = None
-            if info.flag_bits & 1:
+            try:
+                name.decode()
+            except UnicodeDecodeError:
+                problem = (
+                    "has a name that is no UTF-8, and the zip does not state its encoding (unpack "
+                    f"it, such as by unzip -O gbk {path})"
+                )
+            if stat.S_ISLNK(info.external_attr >> 16):
+                problem = "is a link"
+            elif info.flag_bits & 1:
                 problem = "is encrypted"
             elif info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 problem = f"is compressed by method {info.compress_type}, which is not supported"

@@ -6,6 +6,7 @@ classes of ImageNet.
 """
 
 import re
+import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -23,6 +24,9 @@ HOLD_OUT_ADVICE = "data.val=null data.val_fraction=0.1"
 IMAGENET_CLASSES = 1000
 # Longer numbers are names of classes.
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
+# As Python, numpy and pandas write them. Other ids, such as `0_1` and `00e1`, are names.
+_FLOAT = re.compile(r"-?[0-9]+(\.[0-9]*)?(e[+-][0-9]+)?|nan|-?inf", re.IGNORECASE)
+_SEPARATOR = re.compile(r"\s*[;,|/]\s*|\s+")  # of several labels
 
 
 def chosen_classes(config: DataConfig) -> tuple[str, ...] | None:
@@ -50,7 +54,14 @@ def read_classes(file: Path, key: str = "") -> list[str]:
     return names
 
 
-# ---- labels of lists, shards and Parquet files
+def may_lack_classes(config: Config) -> bool:
+    """Whether the validation part may lack classes of the training part. With several labels, mean
+    average precision and macro F1 leave these out.
+    """
+    return config.eval.classes == "present" or config.data.labels == "multi"
+
+
+# ---- labels of lists and shards
 
 
 def resolve_labels(
@@ -132,17 +143,22 @@ def whole_numbers(labels: Collection[str], path: Path | str) -> dict[str, str]:
     """Maps each label to its whole number (`3.0` and `3e0` to `3`) if all labels are numbers, else
     to itself: numpy writes floats so, and pandas the integers of a column with a missing value.
 
-    Raises DataError for a fraction or NaN among numbers.
+    Raises DataError for a fraction or NaN among numbers, and for `01` beside `1`.
     """
-    try:
-        values = {label: float(label) for label in labels}
-    except ValueError:
+    if not all(map(_FLOAT.fullmatch, labels)):
         return {label: label for label in labels}
+    decimal = [label for label in labels if label.isdecimal()]
+    if len({label.lstrip("0") for label in decimal}) < len(decimal):
+        raise DataError(
+            f"{path}: some labels are one number in two forms, such as 01 and 1.",
+            "Write each class in one form.",
+        )
     numbers = {}
-    for label, value in sorted(values.items()):
+    for label in sorted(labels):
         numbers[label] = label
         if label.removeprefix("-").isdecimal():
             continue
+        value = float(label)
         if not value.is_integer():
             raise DataError(
                 f"{path}: all labels are numbers, and {format_value(label)} is not a whole one.",
@@ -161,28 +177,49 @@ def _classes_named_by(
     are_decimal = all(label.removeprefix("-").isdecimal() for label in labels)
     short = [label for label in labels if _NUMBER.fullmatch(label)]
     if not are_decimal or not short:
+        check_names(labels, path)
         names = sorted(labels)
         return {name: i for i, name in enumerate(names)}, tuple(names)
     targets = {label: int(label) for label in short}
-    numbers = sorted(set(targets.values()))
-    if len(numbers) < len(targets):
-        raise DataError(
-            f"{path}: some labels are one number in two forms, such as 01 and 1.",
-            "Write each class in one form.",
-        )
+    numbers = sorted(targets.values())
     long = [label for label in labels if label not in targets]
     if long or numbers != list(range(len(numbers))):
-        example = f"one is {format_value(min(long))}" if long else f"{numbers[0]} to {numbers[-1]}"
         folder = path if Path(path).is_dir() else Path(path).parent
+        file = shlex.quote(f"{folder}/classes.txt")
+        is_padded = any(label.startswith("0") for label in short if len(label) > 1)
+        seq = "seq -w" if is_padded else "seq"
+        first, last = (choose(short, key=int) for choose in (min, max))
         raise DataError(
             f"{path}: the {len(labels)} labels are numbers, but not 0 to {len(labels) - 1} "
-            f"({example}), so which outputs they are is not stated.",
+            f"(one is {format_value(max(labels, key=len))}), so which outputs they are is not "
+            "stated.",
             "List the classes, one per line and in the order of the outputs, in "
-            f"{folder}/classes.txt. If they are {numbers[0]} to {numbers[-1]}: seq {numbers[0]} "
-            f"{numbers[-1]} > {folder}/classes.txt\n"
-            f"If they are 0 to {numbers[-1]}: seq 0 {numbers[-1]} > {folder}/classes.txt",
+            f"{file}. If they are {first} to {last}: {seq} {first} {last} > {file}\n"
+            f"If they are 0 to {last}: {seq} 0 {last} > {file}",
         )
     return targets, tuple(map(str, numbers))
+
+
+def check_names(labels: Collection[str], path: Path | str) -> None:
+    """Raise DataError for labels that are no names of classes: a missing one, several in one, and
+    white space around a name.
+    """
+    known = set(labels)
+    for label in sorted(known):
+        parts = set(_SEPARATOR.split(label))
+        if label.strip().lower() in ("", "nan"):
+            problem = "is a missing one"
+        elif label != label.strip():
+            problem = "has white space around it"
+        elif label[0] in "[({" or {*"|;"} & {*label} or (len(parts) > 1 and parts <= known):
+            problem = "may be several"
+        else:
+            continue
+        raise DataError(
+            f"{path}: the label {format_value(label)} {problem}.",
+            "Correct the labels (several of an image: cat;dog, with data.labels=multi), or list "
+            "all classes, one per line, in a classes.txt beside (hf: make it a ClassLabel).",
+        )
 
 
 def _check_not_names(labels: Collection[str], classes: Sequence[str], path: Path | str) -> None:

@@ -7,36 +7,49 @@ Annotation files (`path label` lines, or CSV), and the list of bad images that
 import csv
 import io
 import os
+import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from imagenet_cls.data.classes import resolve_labels
-from imagenet_cls.data.index import IMAGE_SUFFIXES, ImageIndex, suffix_of
+from imagenet_cls.data.index import (
+    IMAGE_SUFFIXES,
+    ImageIndex,
+    has_image_suffix,
+    may_be_parts,
+    suffix_of,
+)
 from imagenet_cls.data.targets import multi_hot, split_labels
 from imagenet_cls.errors import DataError
 from imagenet_cls.files import read_text
+from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import command_line, format_value, join_names
 
 # Names of columns in the header of a CSV file, in lower case.
 PATH_COLUMNS = (
-    *("path", "file", "filename", "file_name", "image", "image_path", "image_name", "name"),
-    *("filepath", "filepaths", "file_path", "img_path", "img"),
-    *("id", "image_id", "imageid", "id_code"),  # perhaps row numbers
+    "path",
+    "file",
+    "filename",
+    "file_name",
+    "image",
+    "image_path",
+    "image_name",
+    "name",
 )
 LABEL_COLUMNS = ("label", "class", "class_name", "target", "category", "labels", "classes", "tags")
-PART_COLUMNS = (
-    *("split", "subset", "partition", "phase", "usage", "data set", "dataset", "set"),
-    *("is_valid", "is_val", "is_train", "is_test"),
+# Columns that tell the part of an image, by their names; `may_be_parts` is about their values.
+_PART_COLUMN = re.compile(
+    r"(?<![a-z])(split|subset|partition|phase|usage|k?fold|set|is_?(train|val|valid|test))(?![a-z])",
+    re.IGNORECASE,
 )
+_MAX_PARTS = 9  # different values in such a column
 BAD_IMAGES_FILE = "bad_images.txt"
-# `data.exclude` may always leave out 3 images, and 10 where they are at most a tenth of the part.
-_MIN_EXCLUDABLE = 3
-_ALWAYS_EXCLUDABLE = 10
 _ZERO_OR_ONE = ("0", "1", "0.0", "1.0")  # in the column of a class
 _BINARY = (*_ZERO_OR_ONE, "true", "false")
 LIST_REMEDY = "Set data.root, data.train and data.val to the lists."
@@ -86,19 +99,23 @@ def index_list(
     class_file = file.with_name("classes.txt")
     if columns and not class_file.is_file():
         classes = classes or columns  # in their order
-    if not class_file.is_file():
-        _check_labels(labels - {*(classes or ())}, file, multilabel)
     target_of, names = resolve_labels(labels, classes, file, class_file)
-    for number, _, image_labels in [(1, "", columns), *rows]:
+    labels_of: dict[str, set[str]] = {}
+    for number, path, image_labels in [(1, "", columns), *rows]:
         unknown = [label for label in image_labels if label not in target_of]
         if unknown:
-            count = len(labels - target_of.keys())
             raise DataError(
                 f"{file}:{number}: label {format_value(unknown[0])} is neither one of the "
-                f"{len(names)} classes nor a number from 0 to {len(names) - 1} ({count} labels "
-                "are unknown).",
+                f"{len(names)} classes nor a number from 0 to {len(names) - 1}"
+                f"{did_you_mean(unknown[0], names)}.",
                 "Correct the list, or list all classes, one per line, in a classes.txt next to the "
                 "training list.",
+            )
+        if labels_of.setdefault(path, {*image_labels}) != {*image_labels}:
+            raise DataError(
+                f"{file}:{number}: an earlier line has other labels for {format_value(path)}.",
+                "Write one line for each image; several labels of it with `;` between, and "
+                "data.labels=multi.",
             )
     suffix = _missing_suffix(rows[0], file, folder)
     paths = np.array([os.fsencode(path) + suffix for _, path, _ in rows])
@@ -110,36 +127,32 @@ def index_list(
     return ImageIndex(folder, paths, targets, names)
 
 
-def _check_labels(labels: Collection[str], file: Path, multilabel: bool) -> None:
-    """Raise DataError for labels that are no names of classes: `nan`, and with multilabel several
-    in another form than with `;` between.
-    """
-    for label in sorted(labels):
-        if label.lower() == "nan":
-            raise DataError(
-                f"{file}: a label is {label}, as pandas writes a missing one.",
-                "Delete these rows, or list all classes, one per line, in a classes.txt beside.",
-            )
-        if multilabel and ("|" in label or label.startswith("[")):
-            raise DataError(
-                f"{file}: the label {format_value(label)} may be several.",
-                "Write them with `;` between: cat;dog",
-            )
-
-
 def _missing_suffix(row: _Row, file: Path, folder: Path) -> bytes:
     """What is missing in the path of a row, as in the ids of Kaggle's lists: `000` for 000.jpg;
-    empty if it is whole. Raises DataError if there is no such image.
+    empty if it is whole. Raises DataError if there is no such image, or there are several.
     """
     number, path, _ = row  # to look for all images takes minutes on a network disk
-    for suffix in (b"", *sorted(IMAGE_SUFFIXES)):
-        if os.path.isfile(os.fsencode(folder / path) + suffix):  # noqa: PTH113 (pathlib raises for names that no file can have)
-            return suffix
+    found = _suffixes(folder / path)
+    if b"" in found or len({suffix.lower() for suffix in found}) == 1:
+        return found[0]
+    if found:
+        raise DataError(
+            f"{file}:{number}: {folder / path} may be {b' or '.join(found).decode()}.",
+            "Write the paths with their suffixes.",
+        )
     remedy = f"Paths in a list are relative to data.root, {folder}: correct the paths or data.root."
-    for below in sorted(folder.glob("*/")):
-        if any(os.path.isfile(os.fsencode(below / path) + end) for end in (b"", *IMAGE_SUFFIXES)):  # noqa: PTH113
-            remedy = f"It is in {below}: data.root={below} data.train={file.resolve()}"
+    places = (file.parent, *sorted(folder.glob("*/")))
+    below = next((place for place in places if _suffixes(place / path)), None)
+    if below is not None:
+        remedy = f"It is in {below}: data.root={below} data.train={file.resolve()}"
     raise DataError(f"{file}:{number}: no image {folder / path}.", remedy)
+
+
+def _suffixes(path: Path) -> list[bytes]:
+    """What makes a path that of a file: nothing, or suffixes of images."""
+    suffixes = sorted(IMAGE_SUFFIXES)
+    choices = (b"", *suffixes, *map(bytes.upper, suffixes))
+    return [suffix for suffix in choices if os.path.isfile(os.fsencode(path) + suffix)]  # noqa: PTH113 (pathlib raises for names that no file can have)
 
 
 def _read_rows(file: Path, folder: Path, multilabel: bool) -> tuple[list[_Row], tuple[str, ...]]:
@@ -173,59 +186,74 @@ def _read_rows(file: Path, folder: Path, multilabel: bool) -> tuple[list[_Row], 
     return rows, ()
 
 
+def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, list[str]]]:
+    """The line number and the cells of each row that is not blank. Raises DataError."""
+    first = text.partition("\n")[0]
+    marks = "\t,;" if file.suffix.lower() == ".tsv" else ",;\t"
+    delimiter = next((mark for mark in marks if mark in first), ",")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        for line in reader:
+            cells = [cell.strip() for cell in line]
+            if any(cells):
+                yield reader.line_num, cells
+    except csv.Error as error:  # such as a quote that is never closed
+        raise DataError(
+            f"{file}:{reader.line_num}: not CSV: {error}.", "Look for a missing quote."
+        ) from None
+
+
 def _csv_rows(
     file: Path, text: str, folder: Path, multilabel: bool
 ) -> tuple[list[_Row], tuple[str, ...]]:
     """As `_read_rows`, of a CSV file; its header is a first line without the name of an image."""
     rows: list[_Row] = []
     columns = _Columns(path=0, label=1, others={})
-    is_binary: dict[int, bool] = {}  # of the columns so far: only 0, 1, true and false
-    width = 2  # of a row, at most; ignored with one label
-    is_first = True
-    delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    try:
-        for line in reader:
-            cells = [cell.strip() for cell in line]
-            if not any(cells):
-                continue
-            where = f"{file}:{reader.line_num}"
-            if is_first:
-                is_first = False
-                suffixes = {suffix_of(os.fsencode(cell)) for cell in cells}
-                is_image = os.path.isfile(folder / cells[0])  # noqa: PTH113 (as in `index_list`)
-                if suffixes.isdisjoint(IMAGE_SUFFIXES) and not is_image:
-                    columns = _find_columns(cells, multilabel, where)
-                    is_binary = dict.fromkeys(columns.others, True)
-                    width = len(cells)
-                    continue
-            path = cells[columns.path] if columns.path < len(cells) else ""
-            label = ""
-            if columns.label is not None and columns.label < len(cells):
-                label = cells[columns.label]
-            for i in columns.others:
-                is_binary[i] &= i >= len(cells) or cells[i].lower() in _BINARY
-            if not path or not (label or multilabel) or (multilabel and any(cells[width:])):
-                raise DataError(
-                    f"{where}: {format_value(','.join(cells))} is not `path,label`.",
-                    "Give both, with a comma between. Several labels, with `;` between, or none "
-                    "need data.labels=multi.",
-                )
-            labels: tuple[str, ...] = (label,)
-            if columns.label is None:
-                labels = _labels_of_columns(cells, columns.others, where)
-            elif multilabel:
-                labels = split_labels(label)
-            rows.append((reader.line_num, path, labels))
-    except csv.Error as error:  # such as a quote that is never closed
-        raise DataError(
-            f"{file}:{reader.line_num}: not CSV: {error}.", "Look for a missing quote."
-        ) from None
+    width = 2  # of a row, at most
+    lines = _csv_lines(file, text)
+    head = list(islice(lines, 2))
+    header = head[0][1] if head else []
+    is_named = not {*PATH_COLUMNS, *LABEL_COLUMNS}.isdisjoint(map(str.lower, header))
+    has_image = any(map(has_image_suffix, header))
+    if header and not has_image and (is_named or not _suffixes(folder / header[0])):
+        columns = _find_columns(head, folder, multilabel, f"{file}:{head[0][0]}")
+        width = len(header)
+        del head[0]
+    values: dict[int, set[str]] = {i: set() for i in columns.others}
+    for number, cells in chain(head, lines):
+        where = f"{file}:{number}"
+        path = cells[columns.path] if columns.path < len(cells) else ""
+        label = ""
+        if columns.label is not None and columns.label < len(cells):
+            label = cells[columns.label]
+        for i, found in values.items():
+            if i < len(cells) and len(found) <= _MAX_PARTS:
+                found.add(cells[i].lower())
+        if not path or not (label or multilabel) or any(cells[width:]):
+            raise DataError(
+                f"{where}: {format_value(','.join(cells))} is not `path,label`.",
+                "Give both, with a comma between, or a header. Several labels, with `;` between, "
+                "or none need data.labels=multi.",
+            )
+        labels: tuple[str, ...] = (label,)
+        if columns.label is None:
+            labels = _labels_of_columns(cells, columns.others, where)
+        elif multilabel:
+            labels = split_labels(label)
+        rows.append((number, path, labels))
     if columns.label is None:
         return rows, tuple(columns.others.values())
-    binary = [i for i in is_binary if is_binary[i]]
+    for i, name in columns.others.items():
+        may_tell = may_be_parts(values[i]) or _PART_COLUMN.search(name)
+        if i != columns.label and 1 < len(values[i]) <= _MAX_PARTS and may_tell:
+            raise DataError(
+                f"{file}: the column {format_value(name)} tells the part of each image.",
+                "Write a list for each part, and name them in data.train and data.val; or delete "
+                "the column.",
+            )
+    binary = [i for i, found in values.items() if found.issubset(_BINARY)]
     # a single label may stand beside a binary column that is no class, and other columns
-    least = 2 if multilabel else max(2, len(is_binary))
+    least = 2 if multilabel else max(2, len(values))
     if rows and columns.label in binary and len(binary) >= least:
         name = format_value(columns.others[columns.label])
         raise DataError(
@@ -237,22 +265,32 @@ def _csv_rows(
     return rows, ()
 
 
-def _find_columns(header: Sequence[str], multilabel: bool, where: str) -> _Columns:
+def _find_columns(
+    head: Sequence[tuple[int, list[str]]], folder: Path, multilabel: bool, where: str
+) -> _Columns:
     """The columns that a header names. Raises DataError for a header that does not tell them.
 
-    Without a column of labels (`LABEL_COLUMNS`), the only column beside that of the paths has them;
-    with `multilabel` several columns are those of classes. A first column without a name is
-    ignored: pandas writes row numbers there. where: file and line, for messages.
+    head: the first two rows. The paths are in a column of `PATH_COLUMNS`, else in the only one
+    whose first cell is that of an image, perhaps without its suffix. Without a column of labels
+    (`LABEL_COLUMNS`), the only column beside that of the paths has them; with `multilabel` several
+    columns are those of classes. A first column without a name is ignored: pandas writes row
+    numbers there. where: file and line, for messages.
     """
+    header, *first_row = (cells for _, cells in head)
     names = [name.lower() for name in header]
-    parts = [header[i] for i, name in enumerate(names) if name in PART_COLUMNS]
-    if parts:
+    named = [names.index(name) for name in PATH_COLUMNS if name in names]
+    found = [
+        i
+        for cells in first_row
+        for i, cell in enumerate(cells[: len(names)])
+        if names[i] and _suffixes(folder / cell)
+    ]
+    path = next((i for i in named if i in found), next(iter([*found, *named]), 0))
+    if len(found) > 1 and path not in named:
         raise DataError(
-            f"{where}: the column {format_value(parts[0])} tells the part of each image.",
-            "Write a list for each part, without this column, and name them in data.train and "
-            "data.val; or delete the column.",
+            f"{where}: the columns {join_names([header[i] for i in found])} may have the paths.",
+            "Rename the right one to path.",
         )
-    path = next((names.index(name) for name in PATH_COLUMNS if name in names), 0)
     label_columns = [i for i, name in enumerate(names) if name in LABEL_COLUMNS]
     if len(label_columns) > 1:
         raise DataError(
@@ -262,11 +300,6 @@ def _find_columns(header: Sequence[str], multilabel: bool, where: str) -> _Colum
         )
     label = next(iter(label_columns), None)
     others = {i: name for i, name in enumerate(header) if (name or i) and i != path}
-    if path == label:
-        raise DataError(
-            f"{where}: the header {format_value(','.join(header))} has no column of paths.",
-            f"Name it {PATH_COLUMNS[0]}.",
-        )
     if label is not None or len(others) < 2:
         only = next(iter(others), len(header))
         return _Columns(path, only if label is None else label, others)
@@ -332,7 +365,7 @@ def bad_rows(paths: Sequence[str], root: Path, path: Path, part: str) -> list[in
     rows = [i for i, full_path in enumerate(paths) if full_path in bad]
     count = len(paths)
     # More bad images have a cause, such as a broken disk or the list of another dataset.
-    most = min(max(count // 100, _ALWAYS_EXCLUDABLE), max(count // 10, _MIN_EXCLUDABLE))
+    most = max(count // 100, min(count // 10, 10), 3)
     if len(rows) > most:
         verify = f"{command_line('verify-data')} DATA --out {shlex.quote(str(path))}"
         raise DataError(

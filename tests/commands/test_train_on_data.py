@@ -153,17 +153,15 @@ def test_folders_of_an_archive_are_classes_or_splits(
     assert "3 classes (a, b, c)" in loaded.notes[0]
 
 
-@pytest.mark.parametrize("labels", ["single", "multi"])
-def test_list_of_multilabel_in_a_row_warns_unless_the_key_is_set(photos: Path, labels: str) -> None:
+def test_list_of_several_labels_in_a_row_needs_the_key(photos: Path) -> None:
     rows = [
         f"{file},{file.parent.name};{'xy'[i % 2]}"
         for i, file in enumerate(sorted(photos.rglob("*.jpg")))
     ]
     Path("photos.csv").write_text("\n".join(rows))
-    multi = ["data.labels=multi", "loss.name=bce", "checkpoint.best=map"]
-    out = dry_run("photos.csv", *(multi if labels == "multi" else []))
-    assert ("data.labels=multi" in out) == (labels == "single")
-    assert (", 5 classes\n" in out) == (labels == "multi")
+    with pytest.raises(DataError, match=r"data\.labels=multi"):
+        load_with_data("photos.csv", [])
+    assert ", 5 classes\n" in dry_run("photos.csv", "data.labels=multi")
 
 
 @pytest.mark.parametrize(

@@ -185,9 +185,13 @@ def with_labels(data: DataConfig) -> DataConfig:
     return replace(data, labels="multi", kwargs={"label": "label"})
 
 
-def test_a_number_for_each_class_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("labels", [[[1, 0, 0], [0, 1, 0]], [[1, 0], [0, 1]], [1, 0]])
+def test_a_number_for_each_class_or_one_label_is_an_error(
+    labels: list[Any], tmp_path: Path
+) -> None:
+    feature = Value("int64") if labels == [1, 0] else List(Value("int64"))
     with pytest.raises(DataError):
-        opened(with_labels(save(tmp_path, [[1, 0, 0], [0, 1, 0]], List(Value("int64")))))
+        opened(with_labels(save(tmp_path, labels, feature)))
 
 
 def test_parts_that_are_not_used_are_noted(folder: Path) -> None:
@@ -213,6 +217,8 @@ def test_rows_of_one_image_are_on_one_side(tmp_path: Path) -> None:
         (DIGITS, [1, -1]),
         (Value("int64"), [None, None]),
         (Value("string"), ["a", None]),
+        (Value("string"), ["01", "1"]),
+        (Value("string"), ["a", "nan"]),
         (Value("float32"), [0.0, 1.5]),
         (Value("bool"), [False, True]),
         (Value("int64"), [10**12, 0]),
@@ -353,6 +359,24 @@ def test_two_ranks_resume_after_a_kill(
     assert codes == [0, 0], output.read_text()
     assert losses(parts) == losses(whole)
     assert state_digest(parts) == state_digest(whole)
+
+
+def test_validation_rows_may_lack_a_label(tmp_path: Path) -> None:
+    features = Features(image=Image(), label=List(Value("string")))
+    for part, labels in (("train", [["a"], ["b", "c"]]), ("validation", [["c"], ["a"]])):
+        rows = Dataset.from_dict({"image": [encoded()] * 2, "label": labels}, features=features)
+        rows.to_parquet(tmp_path / "rows" / f"{part}.parquet")
+    several = {
+        "data__labels": "multi",
+        "data__kwargs": "{label: label}",
+        "model__name": "resnet20_cifar",
+        "data__val": "val",
+        "loss__name": "bce",
+        "checkpoint__best": "map",
+        "train__global_batch_size": 2,
+    }
+    train_here(words(tmp_path / "rows", tmp_path / "run", **several))
+    assert "2 images of 2 classes" in succeeds(evaluate_command, tmp_path / "run")
 
 
 def test_commands_read_the_rows(folder: Path, tmp_path: Path) -> None:

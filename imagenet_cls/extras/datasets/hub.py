@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.classes import whole_numbers
+from imagenet_cls.data.classes import check_names, whole_numbers
 from imagenet_cls.data.image_set import EncodedImages, ImageSet, all_images
 from imagenet_cls.data.targets import multi_hot, split_labels, target_bytes
 from imagenet_cls.errors import (
@@ -96,7 +96,7 @@ class HubImages(EncodedImages):
         return f"{number:08d}{Path(self._row(number)[1].as_py() or '').suffix}"
 
     def ids(self) -> Sequence[Hashable]:
-        """The number of a row; path, size and a checksum of the content where several rows have
+        """The name of a row; path, size and a checksum of the content where several rows have
         that path and size. Files of several folders may be stored with the same name.
         """
         keys = list(zip(self.paths.to_pylist(), self._sizes().tolist(), strict=True))
@@ -310,15 +310,22 @@ def _label_targets(values: Any, feature: Any, place: str) -> tuple[np.ndarray, t
     """
     import pyarrow
 
+    if pyarrow.types.is_integer(values.type):
+        raise DataError(
+            f"{place}: each row has one label, and data.labels is multi.",
+            "Name a column of lists or of text, or set data.labels=single.",
+        )
     rows = [split_labels(row) if isinstance(row, str) else row or () for row in values.to_pylist()]
     flat = pyarrow.chunked_array([list(chain.from_iterable(rows))])
     targets, classes = _targets(flat, getattr(feature, "feature", feature), place)
     ends = np.cumsum([len(row) for row in rows])
     classes_of = np.split(targets, ends[:-1])
-    if any(len(set(own)) < len(own) for own in map(tuple, classes_of)):
+    is_repeated = any(len(set(own)) < len(own) for own in map(tuple, classes_of))
+    are_flags = all(np.array_equal(np.sort(own), [0, 1]) for own in classes_of)
+    if classes == ("0", "1") and (is_repeated or are_flags):
         raise DataError(
-            f"{place}: a row has a label twice.",
-            "List names or numbers of classes, not a 0 or 1 for each class.",
+            f"{place}: rows may have a 0 or 1 for each class.",
+            "List the names or numbers of the classes that an image has.",
         )
     return multi_hot(classes_of, len(classes)), classes
 
@@ -344,6 +351,7 @@ def _targets(values: Any, feature: Any, place: str) -> tuple[np.ndarray, tuple[s
     elif pyarrow.types.is_string(values.type) or pyarrow.types.is_large_string(values.type):
         labels = values.unique().drop_null()
         name_of = whole_numbers(labels.to_pylist(), place)
+        check_names(name_of, place)
         are_numbers = all(map(str.isdecimal, name_of.values()))
         classes = sorted(set(name_of.values()), key=int if are_numbers else None)
         class_to_idx = {name: i for i, name in enumerate(classes)}

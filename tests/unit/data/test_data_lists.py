@@ -11,7 +11,7 @@ from imagenet_cls.errors import DataError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    names = ("a 1.jpg", "b.jpg", "c.jpg", "0001")
+    names = ("a 1.jpg", "b.jpg", "c.jpg", "0001", "two.png", "two.gif")
     write_files(tmp_path / "images", dict.fromkeys(names, "x"))
     return tmp_path
 
@@ -32,6 +32,7 @@ def write(folder: Path, name: str, text: str) -> Path:
         # row numbers of pandas
         ("t.csv", ",filename,breed\n0,images/a 1.jpg,dog\n1,images/b.jpg,cat\n"),
         ("t.csv", "photo,breed\nimages/a 1.jpg,dog\nimages/b.jpg,cat\n"),
+        ("t.csv", "id;photo;label\n7;images/a 1.jpg;dog\n8;images/b.jpg;cat\n"),
     ],
 )
 def test_index_list_of_each_form_has_its_paths_and_labels(
@@ -56,17 +57,20 @@ def test_index_list_csv_without_header_of_paths_without_suffixes(folder: Path) -
         ("mole apple", "zebra apple mole", "zebra apple mole", [2, 1]),
         ("10 2", "0 1 10 2", "0 1 10 2", [2, 3]),  # names that are numbers
         ("x1 2", None, "2 x1", [1, 0]),
-        ("1 0 1.0 0e0", None, "0 1", [1, 0, 1, 0]),
+        ("1 0 1.0 0e+00", None, "0 1", [1, 0, 1, 0]),
+        ("0_1 1 00e1", None, "00e1 0_1 1", [1, 2, 0]),  # ids
         ("1.0 0.0", "cat dog", "cat dog", [1, 0]),
         ("1.0 2.0", "1.0 10.0 2.0", "1.0 10.0 2.0", [0, 2]),  # names
         ("2.0 x", None, "2.0 x", [0, 1]),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_index_list_labels_are_names_or_positions_of_classes(
     folder: Path, labels: str, given: str | None, classes: str, targets: list[int]
 ) -> None:
-    file = write(folder, "t.txt", "".join(f"images/b.jpg {label}\n" for label in labels.split()))
+    paths = ["images/b.jpg", *(f"images/{i}.jpg" for i in range(10))]
+    rows = zip(paths, labels.split(), strict=False)
+    file = write(folder, "t.txt", "".join(f"{path} {label}\n" for path, label in rows))
     index = index_list(file, folder, given and given.split())
     assert index.classes == tuple(classes.split()) and index.targets.tolist() == targets
     if given is not None:
@@ -79,15 +83,25 @@ def test_index_list_labels_are_names_or_positions_of_classes(
     [
         ("t.txt", "images/b.jpg cat\nimages/c.jpg\n", None, "t.txt:2:"),
         ("t.csv", "images/b.jpg,cat\nimages/c.jpg,\n", None, "t.csv:2:"),
-        ("t.csv", "label,x\ncat,images/b.jpg\n", None, "t.csv:1:"),
-        ("t.csv", "image,label,is_valid\nimages/b.jpg,cat,True\n", None, "'is_valid'"),
+        (
+            "t.csv",
+            "image,label,is_valid\nimages/b.jpg,a,True\nimages/c.jpg,b,False\n",
+            None,
+            "'is_valid'",
+        ),
+        ("t.csv", "id,mask,label\nimages/b,images/c.jpg,a\n", None, "id, mask"),
+        ("t.csv", "image,label,x\nimages/b.jpg,a,train\nimages/c.jpg,b,test\n", None, "'x'"),
+        ("t.csv", "images/b.jpg,3,7,cat\n", None, "t.csv:1:"),
+        ("t.csv", "image,label\nimages/b.jpg,a\nimages/b.jpg,b\n", None, "t.csv:3:"),
+        ("t.csv", "id,label\nimages/two,a\n", None, ".gif or .png"),
+        ("t.txt", "images/b.jpg 01\nimages/c.jpg 02\n", None, "seq -w 01 02"),
         ("t.csv", "id,file,breed\n1,images/b.jpg,cat\n", None, "t.csv:1:"),
         ("t.csv", "path,class_name,x,Label\nimages/b.jpg,cat,2,0\n", None, "t.csv:1:"),
         ("t.csv", "path,label\nimages/0002,cat\nimages/b.jpg,dog\n", None, "t.csv:2:"),
         ("t.csv", 'images/b.jpg,"cat\nimages/c.jpg,dog\n', None, "t.csv:2:"),
         ("t.txt", "images/b.jpg 0\nimages/c.jpg 3\nimages/c.jpg -1\n", "a b", "t.txt:2:"),
         ("t.txt", "images/b.jpg a\nimages/c.jpg x\n", "a b", "t.txt:2:"),
-        ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", None, "t.txt"),
+        ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", None, "seq 0 2"),
         ("t.txt", "images/b.jpg 0\nimages/c.jpg 19999999\n", None, "19999999"),  # ids
         ("t.txt", "images/b.jpg 0.0\nimages/c.jpg 1.5\n", None, "1.5"),
         # 1 is a name, and 2 may be the position of `x`
@@ -100,8 +114,9 @@ def test_index_list_labels_are_names_or_positions_of_classes(
         ("t.csv", "path,label\nimages/b.jpg,cat\nimages/c.jpg,nan\n", None, "nan"),
         ("t.csv", "path,label\nimages/b.jpg,01\nimages/c.jpg,1\n", None, "01"),
         ("t.csv", "path,label\nb.jpg,cat\n", None, "/images data.train="),
+        ("t.csv", "images/b.jpg,a\nimages/d.jpg,b\nimages/c.jpg,a; b\n", None, "'a; b'"),
     ],
-    ids=range(21),
+    ids=range(27),
 )
 def test_index_list_malformed_list_raises(
     folder: Path, name: str, text: str, classes: str | None, named: str
@@ -113,7 +128,7 @@ def test_index_list_malformed_list_raises(
 
 def test_list_with_its_own_classes_is_matched_by_name(folder: Path) -> None:
     write(folder, "classes.txt", "dog\nant\ncat\n")
-    file = write(folder, "test.csv", "images/b.jpg,0\nimages/b.jpg,1\nimages/b.jpg,2\n")
+    file = write(folder, "test.csv", "images/b.jpg,0\nimages/c.jpg,1\nimages/d.jpg,2\n")
     index = index_list(file, folder, ["ant", "bee", "cat", "dog"])
     assert index.targets.tolist() == [3, 0, 2] and index.classes == ("ant", "bee", "cat", "dog")
     with pytest.raises(DataError, match="dog"):
@@ -121,5 +136,6 @@ def test_list_with_its_own_classes_is_matched_by_name(folder: Path) -> None:
 
 
 def test_ids_without_suffix_are_found(folder: Path) -> None:
-    index = index_list(write(folder, "t.csv", "id,breed\nimages/b,cat\nimages/c,dog\n"), folder)
-    assert index.names.tolist() == [b"images/b.jpg", b"images/c.jpg"]
+    for header in ("id,breed\n", ""):
+        file = write(folder, "t.csv", f"{header}images/b,cat\nimages/c,dog\n")
+        assert index_list(file, folder).names.tolist() == [b"images/b.jpg", b"images/c.jpg"]
