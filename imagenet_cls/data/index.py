@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -17,7 +18,7 @@ from imagenet_cls.data.classes import HOLD_OUT_ADVICE
 from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.data.targets import target_bytes
 from imagenet_cls.errors import DataError
-from imagenet_cls.text import command_line, join_names, printable, shorten
+from imagenet_cls.text import command_line, join_names, shorten
 
 HEIF_SUFFIXES = frozenset({b".heic", b".heif"})
 # In lower case. A fixed list, so that a dataset does not depend on the installed packages. Pillow's
@@ -31,7 +32,6 @@ _SYSTEM_FOLDERS = frozenset(
     {b"__MACOSX", b"@eaDir", b"#recycle", b"$RECYCLE.BIN", b"lost+found"}
     | {b"System Volume Information"}
 )
-_MAX_SUFFIXES = 5  # in a message
 # a word for a part, as in seg_train, TestImages and val2017
 _PART = re.compile(
     r"(?<![a-z])(train|trn|trainval|val|test|tst|dev|eval|holdout)(?:ing|id|idation|idate|uation)?"
@@ -179,10 +179,17 @@ def scan_classes(root: Path) -> Scan:
     is_cacheable = content.is_cacheable
     counts = []
     names = []
+    folders = set(map(os.fsencode, classes))
     # images in no class folder
     unread = Counter(suffix_of(name) for name in content.images)
     for name in classes:
         tree = list_tree(os.fsencode(root), os.fsencode(name))
+        below = {path.rpartition(b"/")[2] for path in tree if b"/" in path}
+        if len(classes) > 2 and below & folders == folders - {os.fsencode(name)}:
+            raise DataError(
+                f"{root}: its folder {name} holds folders with the names of all other classes.",
+                "Delete it if it is a copy of the dataset, or move it elsewhere.",
+            )
         images = images_of_tree(tree)
         counts.append(len(images))
         # an array for each class, since all names as Python objects take 100 MB
@@ -292,14 +299,8 @@ def has_image_suffix(name: str) -> bool:
 def describe_unread(unread: Mapping[bytes, int]) -> str:
     """Numbers of files by suffix, the largest first: `12 .txt, 3 .svg, 1 without a suffix`."""
     ranked = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
-    texts = []
-    for suffix, count in ranked[:_MAX_SUFFIXES]:
-        name = shorten(printable(os.fsdecode(suffix)), 20) or "without a suffix"
-        texts.append(f"{count:,} {name}")
-    more = sum(count for _, count in ranked[_MAX_SUFFIXES:])
-    if more:
-        texts.append(f"{more:,} others")
-    return ", ".join(texts)
+    names = [(os.fsdecode(suffix) or "without a suffix", count) for suffix, count in ranked]
+    return join_names([f"{count:,} {name}" for name, count in names], 5)
 
 
 def class_folders(root: Path) -> list[str]:
@@ -362,7 +363,7 @@ def _layout_remedy(missing: Path) -> str:
     )
 
 
-def may_be_parts(folders: Sequence[str]) -> bool:
+def may_be_parts(folders: Collection[str]) -> bool:
     """Whether the names of all folders hold a word for a part, such as `seg_train` and `seg_test`,
     and not the same one.
     """
@@ -382,7 +383,7 @@ def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
     common, or all but the training part have none. names: the names of the images.
     """
     words = {name: word for name in classes if (word := _part_word(name))}
-    if len(classes) > 1 and len(set(words.values())) < 2:
+    if len(classes) != 1 and len(set(words.values())) < 2:
         return
     below: dict[str, set[bytes]] = {}  # the folders below each that hold images
     for name in names.tolist():
@@ -390,14 +391,22 @@ def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
         below.setdefault(os.fsdecode(top), set()).add(rest.rpartition(b"/")[0])
     if len(classes) == 1:
         if b"" not in below[classes[0]]:
-            folder = root / classes[0] / _folder_of_classes(below[classes[0]])
+            inside = f"{classes[0]}/{_folder_of_classes(below[classes[0]])}".removesuffix("/.")
+            keys = [f"data.root={root}", f"data.train={inside}"]
+            given = [f"{root}/{inside}"] if root.is_dir() else [str(root), keys[1]]  # an archive
             raise DataError(
                 f"{root}: its folder {classes[0]} holds folders and no images: the classes are a "
                 "level deeper.",
-                f"Give that folder: {command_line('train')} {folder}\n"
-                f"In a config: data.root={folder} data.train=. {HOLD_OUT_ADVICE}",
+                f"Give that folder, as in: {command_line('train')} {shlex.join(given)}\n"
+                f"In a config: {shlex.join(keys)} {HOLD_OUT_ADVICE}",
             )
         return
+    if len(words) == len(classes) and all(paths == {b""} for paths in below.values()):
+        raise DataError(
+            f"{root}: its folders ({join_names(classes)}) are parts without class folders.",
+            "List the images with their labels (data.name=list); or rename the folders, if they "
+            "are classes.",
+        )
     train = next((name for name, word in words.items() if word.startswith("tr")), classes[0])
     leaves = {name: {path.rpartition(b"/")[2] for path in paths} for name, paths in below.items()}
     shared = leaves[train] - {b""}
@@ -409,17 +418,18 @@ def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
     is_alone &= all(len(leaves[name]) == 1 for name in words if name != train)
     if are_views or not (others or is_alone):
         return
-    keys = f"data.train={train}/{_folder_of_classes(below[train])}"
-    val_keys = HOLD_OUT_ADVICE
+    keys = [f"data.train={train}/{_folder_of_classes(below[train])}"]
     if others:
         val = max(others, key=str.lower)
-        val_keys = f"data.val={val}/{_folder_of_classes(below[val])} data.val_fraction=null"
-    parts = f"{keys} {val_keys}".replace("/. ", " ")
+        keys += [f"data.val={val}/{_folder_of_classes(below[val])}", "data.val_fraction=null"]
+    else:
+        keys += HOLD_OUT_ADVICE.split()
+    parts = shlex.join(key.removesuffix("/.") for key in keys)
     raise DataError(
         f"{root}: its folders ({join_names(classes)}) are parts, and the classes are a level "
         "deeper.",
-        f"Name the parts: {command_line('train')} {root} {parts}\n"
-        f"In a config: data.root={root} {parts}",
+        f"Name the parts: {command_line('train')} {shlex.quote(str(root))} {parts}\n"
+        f"In a config: {shlex.quote(f'data.root={root}')} {parts}",
     )
 
 
