@@ -16,6 +16,7 @@ from imagenet_cls.config.layers import CONFIGS, shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.reader import dump_inline, parse, value_of
 from imagenet_cls.data.archives import is_archive, part_folders
+from imagenet_cls.data.classes import may_lack_classes
 from imagenet_cls.data.index import list_folder
 from imagenet_cls.errors import ConfigError, UsageError
 from imagenet_cls.lookup import nearest
@@ -129,7 +130,7 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
         )
     from imagenet_cls.data.datasets import open_datasets  # imports torch
 
-    data = open_datasets(loaded.config.data)
+    data = open_datasets(loaded.config.data, allow_missing=may_lack_classes(loaded.config))
     batch = batch_size_for(len(data.train))
     notes = []
     if not has_checkpoint and not loaded.config.model.pretrained:

@@ -49,23 +49,15 @@ def open_datasets(
     section without `data_problems`. Raises DataError for data that is missing, empty or wrong.
     """
     assert parts and set(parts) <= {"train", "val"}, parts
-    chosen = chosen_classes(config)
     found, classes = _open_parts(config, parts)
     notes = []
     opened = {}
     for part in parts:
-        images = leave_out(config, found[part], part)
-        if images.note is not None:
-            notes.append(images.note)
         place = describe_part(config, getattr(config, part) or config.train)
-        names = chosen or classes
-        if names is not None:
-            images = images.with_classes(
-                names,
-                place,
-                allow_missing=allow_missing and part == "val",
-                allow_extra=chosen is not None,
-            )
+        may_lack = allow_missing and part == "val"
+        images = select_images(config, found[part], part, place, classes, may_lack)
+        if images.note is not None and images.note not in notes:
+            notes.append(images.note)
         if len(images) == 0:
             raise _empty_error(config, part, place)
         opened[part] = images
@@ -78,7 +70,9 @@ def open_datasets(
 def _open_parts(
     config: DataConfig, parts: Collection[str]
 ) -> tuple[dict[str, ImageSet], Sequence[str] | None]:
-    """The parts asked for, and the training classes if they are known."""
+    """The parts asked for, both where one is held out of the other, and the training classes if
+    they are known.
+    """
     opener = load_opener(config.name)
     if config.val is None:
         whole = opener.open_part(config, config.train)
@@ -96,9 +90,19 @@ def _open_parts(
     return found, classes
 
 
-def leave_out(config: DataConfig, images: ImageSet, part: str) -> ImageSet:
-    """A part without the images that `data.exclude` names, and of the training part the share
-    `data.fraction`. Raises DataError, also for images that can't be decoded here.
+def select_images(
+    config: DataConfig,
+    images: ImageSet,
+    part: str,
+    place: str,
+    classes: Sequence[str] | None,
+    allow_missing: bool,
+) -> ImageSet:
+    """A part without the images that `data.exclude` names, of the training part the share
+    `data.fraction`, with targets in the order of `data.classes`, else of `classes` if given.
+
+    place: of the part, for messages. allow_missing: it need not have all classes. Raises DataError,
+    also for images that can't be decoded here.
     """
     if config.exclude is not None:  # `config.rules` says that the images are files
         root, path = (Path(name).expanduser() for name in (config.root, config.exclude))
@@ -114,19 +118,23 @@ def leave_out(config: DataConfig, images: ImageSet, part: str) -> ImageSet:
         images = images.select(fraction_rows(images.split_keys(), images.strata(), config.fraction))
     if isinstance(images.images, FileImages):
         images.files.check_heif(images.numbers)
-    return images
+    chosen = chosen_classes(config)
+    known = chosen or classes
+    if known is None:
+        return images
+    is_chosen = chosen is not None
+    return images.with_classes(known, place, allow_missing=allow_missing, allow_extra=is_chosen)
 
 
 def _empty_error(config: DataConfig, part: str, place: str) -> DataError:
-    if part == "val" and config.val is None and config.classes is None:
+    if part == "val" and config.val is None:
         return DataError(
             f"{place}: no image is held out.",
-            "Add images, or hold out a larger share (data.val_fraction).",
+            "Add images, hold out a larger share (data.val_fraction), or correct data.group.",
         )
-    keys = f"data.root, data.{part}, data.val_fraction, data.fold"
-    if config.group:
-        keys += ", data.group"
-    return DataError(f"{place}: part {part!r} holds no image.", f"Correct one of {keys}.")
+    return DataError(
+        f"{place}: no image is left.", f"Correct data.root, data.{part} or data.group."
+    )
 
 
 def describe_part(config: DataConfig, part: str) -> str:
@@ -144,9 +152,5 @@ def data_problems(config: DataConfig) -> list[Problem]:
         return problems
     known = [*DATA_OPENERS, *(PREFIX + name for name in CLASSIFICATION_SETS)]
     hint = did_you_mean(config.name, known) or did_you_mean(PREFIX + config.name, known)
-    if config.name.startswith("hfds/"):  # these two are timm's names
-        hint = f"; did you mean 'hf:{config.name.removeprefix('hfds/')}'?"
-    elif config.name.startswith("wds/"):
-        hint = "; did you mean 'folder', with the shards as data.train and data.val?"
     allowed = ", ".join(DATA_OPENERS)
     return [Problem("data.name", f"no dataset {config.name!r}{hint} (allowed: {allowed})")]

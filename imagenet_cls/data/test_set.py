@@ -10,11 +10,10 @@ import numpy as np
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives, is_archive
 from imagenet_cls.data.classes import chosen_classes
-from imagenet_cls.data.datasets import describe_part, leave_out
+from imagenet_cls.data.datasets import describe_part, select_images
 from imagenet_cls.data.files import open_part
 from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.index import list_folder, may_be_parts
-from imagenet_cls.data.loader import open_file_warning
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import join_names
@@ -68,31 +67,20 @@ def open_test_set(
     classes of the images. allow_missing: the images need not have all classes. Raises DataError.
     """
     assert config.val is not None
-    path = Path(config.root).expanduser() / config.val
-    chosen = chosen_classes(config)
-    opened = open_part(config, config.val, None if chosen else classes)
-    images = leave_out(config, opened, "val")
-    names = chosen or classes
-    if names is None:
-        return images
-    return images.with_classes(
-        names, path, allow_missing=allow_missing, allow_extra=chosen is not None
-    )
+    images = open_part(config, config.val, None if chosen_classes(config) else classes)
+    place = describe_part(config, config.val)
+    return select_images(config, images, "val", place, classes, allow_missing)
 
 
 def describe_images(config: DataConfig, images: ImageSet) -> str:
-    """How many images of how many classes are evaluated, and where they are from; a second line if
-    there is an `open_file_warning`.
-    """
+    """How many images of how many classes are evaluated, and where they are from."""
     classes = len(images.classes)
     if images.targets is not None:
         classes = int(np.count_nonzero(class_sizes(images.targets, classes)))
-    part = config.train if config.val is None else config.val
-    where = f"in {describe_part(config, part)}"
-    if config.val is None:
-        split = f"data.val_fraction={config.val_fraction}"
-        if config.fold is not None:
-            split = f"data.fold={config.fold}"
-        where = f"held out of {describe_part(config, part)} by {split}"
-    lines = [f"{len(images)} images of {classes} classes, {where}"]
-    return "\n".join(filter(None, [*lines, open_file_warning(config, images)]))
+    place = describe_part(config, config.val or config.train)
+    where = f"in {place}"
+    if config.fold is not None:
+        where = f"held out of {place} by data.fold={config.fold}"
+    elif config.val is None:
+        where = f"held out of {place} by data.val_fraction={config.val_fraction}"
+    return f"{len(images)} images of {classes} classes, {where}"

@@ -16,10 +16,11 @@ from imagenet_cls.config.schema import (
     TrainConfig,
     height_width,
 )
+from imagenet_cls.data.classes import may_lack_classes
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.device import DevicePrefetch, Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.image_set import ImageSet
-from imagenet_cls.data.loader import check_shared_memory, open_file_warning
+from imagenet_cls.data.loader import check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.synthetic import BatchLoader
 from imagenet_cls.data.targets import class_sizes
@@ -164,7 +165,7 @@ def build(
     rebuild_buckets_with_zeros(config, plan, built.wrapped, normalize, targets, autocast_dtype)
     messages = [devices.note, data.note, optimization.lr_note]
     if context.is_main:
-        messages += [data.train.exif_warning(), open_file_warning(config.data, data.train)]
+        messages.append(data.train.exif_warning())
     if train.precision == "auto" and device.type == "cuda" and autocast_dtype != torch.bfloat16:
         used = "fp32" if autocast_dtype is None else "fp16"
         messages.append(f"train.precision=auto uses {used}: this GPU only emulates bf16")
@@ -219,9 +220,9 @@ def build_data(
     rank. data: the images if they are open. Raises UserError.
     """
     if data is None:
-        is_subset = config.eval.classes == "present"
+        may_lack = may_lack_classes(config)
         data = run_on_main_first(
-            context, lambda: open_datasets(config.data, allow_missing=is_subset)
+            context, lambda: open_datasets(config.data, allow_missing=may_lack)
         )
     sources = {"training images": data.train, "validation images": data.val}
     digests = {

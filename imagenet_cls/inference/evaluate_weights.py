@@ -14,7 +14,11 @@ import torch
 
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import Config, DataConfig
-from imagenet_cls.data.classes import class_difference, classes_of_outputs, natural_key
+from imagenet_cls.data.classes import (
+    classes_of_outputs,
+    may_lack_classes,
+    natural_key,
+)
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.files import has_training_part
 from imagenet_cls.data.image_set import ImageSet
@@ -40,7 +44,7 @@ from imagenet_cls.parallel.collectives import (
     run_on_main,
 )
 from imagenet_cls.parallel.process_group import RankContext
-from imagenet_cls.tasks import Task, task_of
+from imagenet_cls.tasks import Task
 from imagenet_cls.tasks.outputs import EvalOutputs
 from imagenet_cls.text import format_columns, join_names, printable
 
@@ -138,7 +142,7 @@ def load_weights_and_images(
     """The weights, and the images to evaluate, whose targets are in the order of the weights'
     classes.
     """
-    subset = config.eval.classes == "present"
+    may_lack = may_lack_classes(config)
     path = weights.path or config.model.checkpoint
     stated = run_on_main(context, lambda: stated_classes(Path(path)) if path else None)
     if stated is not None:
@@ -156,19 +160,14 @@ def load_weights_and_images(
             run_on_main(context, lambda: check_order(data, classes, name))
         images = images.with_classes(classes, "the images", allow_missing=True)
     known = trained.classes or images.classes
-    if {*known} != {*images.classes} and not subset:
-        problem = (
-            f"The images have {len(images.classes)} classes ({join_names(images.classes)}), the "
-            f"checkpoint was trained on {len(known)} ({join_names(known)})"
-        )
-        if difference := class_difference(known, images.classes):
-            problem += f": {difference}"
+    others = sorted({*known} ^ {*images.classes})
+    if others and not may_lack:
         raise DataError(
-            f"{problem}.",
+            f"Only the images or only the checkpoint has the classes {join_names(others)}.",
             "Evaluate images of the classes that it was trained on. If only some of these have "
             "images, set eval.classes=present.",
         )
-    return trained, images.with_classes(known, "the images", allow_missing=subset)
+    return trained, images.with_classes(known, "the images", allow_missing=may_lack)
 
 
 def check_order(data: DataConfig, classes: Sequence[str], weights: str) -> None:
@@ -205,24 +204,22 @@ def open_images(
     Raises DataError if images of the test set are missing for some of the classes.
     """
     data = config.data
-    subset = config.eval.classes == "present"
+    may_lack = may_lack_classes(config)
     if test_set is not None:
-        images = open_test_set(test_set, known, allow_missing=subset)
+        images = open_test_set(test_set, known, allow_missing=may_lack)
         # The advice for a bad image would name keys of the training data, and not --data.
         images = replace(images, images=replace(images.files, exclude_advice=None))
-        if known is not None and not subset:
-            check_all_classes(images, task_of(config))
+        if known is not None and not may_lack:
+            check_all_classes(images)
         return images
     if known is not None and data.val is not None and data.name in ("folder", "list"):
-        return open_test_set(data, known, allow_missing=subset)
-    return open_datasets(data, ("val",), allow_missing=subset).val
+        return open_test_set(data, known, allow_missing=may_lack)
+    return open_datasets(data, ("val",), allow_missing=may_lack).val
 
 
-def check_all_classes(images: ImageSet, task: Task) -> None:
-    """Raise DataError if a class has no image. A list need not name all classes. Mean average
-    precision of images with several labels leaves out such classes.
-    """
-    if task.is_multilabel or images.targets is None:
+def check_all_classes(images: ImageSet) -> None:
+    """Raise DataError if a class has no image. A list need not name all classes."""
+    if images.targets is None:
         return
     sizes = class_sizes(images.targets, len(images.classes))
     missing = [images.classes[k] for k in np.flatnonzero(sizes == 0)]

@@ -21,6 +21,7 @@ from imagenet_cls.checkpoint.format import (
 )
 from imagenet_cls.checkpoint.progress import read_progress
 from imagenet_cls.checkpoint.select import load_best
+from imagenet_cls.config.keys import keys_without_recipe, value_types
 from imagenet_cls.config.rules import check_trusted, check_value
 from imagenet_cls.config.schema import Config, format_size
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
@@ -48,6 +49,7 @@ from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.tasks import task_of
 from imagenet_cls.text import command_line, first_line, format_value, join_names
 
+_RECIPE_KEYS = value_types().keys() - keys_without_recipe()
 # Keys that decide which images are evaluated and how they are prepared. Keys of speed and batches
 # do not change a result.
 EVALUATION_KEYS = (
@@ -64,14 +66,7 @@ EVALUATION_KEYS = (
     "data.exif",
     "data.classes",
     "data.labels",
-    "eval.classes",
-    "eval.mode",
-    "eval.crop_px",
-    "eval.crop_pct",
-    "eval.resize_px",
-    "eval.interpolation",
-    "eval.threshold",
-    "eval.flip_tta",
+    *sorted(key for key in _RECIPE_KEYS if key.startswith("eval.")),
 )
 
 

@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import Config, DataConfig
+from imagenet_cls.data.classes import may_lack_classes
 from imagenet_cls.data.datasets import open_datasets
-from imagenet_cls.data.files import has_training_part
 from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.test_set import describe_images
 from imagenet_cls.engine.build import rank_devices
 from imagenet_cls.engine.evaluate import Evaluation
-from imagenet_cls.errors import DataError
 from imagenet_cls.inference.evaluate_weights import check_not_trained_on, open_images
 from imagenet_cls.inference.load_weights import (
     TrainedModels,
@@ -54,18 +52,11 @@ def part_outputs(
     wrap: from a model and the number of its classes to what computes the outputs. test_set: in
     place of the validation images. Raises DataError without training images.
     """
-    if not has_training_part(config.data):
-        place = Path(config.data.root) / config.data.train
-        raise DataError(
-            f"Training images are needed, and there is no {place}.",
-            "Set data.root and data.train.",
-        )
-    subset = config.eval.classes == "present"
     if test_set is None:
-        data = open_datasets(config.data, ("train", "val"), allow_missing=subset)
+        data = open_datasets(config.data, ("train", "val"), allow_missing=may_lack_classes(config))
         images = data.val
     else:
-        data = open_datasets(config.data, ("train",), allow_missing=subset)
+        data = open_datasets(config.data, ("train",))
         images = open_images(config, test_set, data.classes)
     trained = load_on_all_ranks(config, weights, data.classes, context, ignore_head=True)
     messages = [

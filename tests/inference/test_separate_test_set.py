@@ -296,6 +296,10 @@ def test_data_classes_of_a_map_style_dataset() -> None:
     loaded = [source.load(i) for i in range(len(source))]
     assert [int(image[0, 0, 0]) for image, _ in loaded] == [0, 2, 3, 5, 6]
     assert [target for _, target in loaded] == [1, 0, 1, 0, 1]
+    config = DataConfig(name=f"{__name__}:Three", val=None, val_fraction=None, fold=[0, 10**9])
+    assert source.digest != open_datasets(config, ("train",)).train.digest
+    with pytest.raises(DataError, match="no image is held out"):
+        open_datasets(replace(config, classes=["z", "x"]))
 
 
 @pytest.mark.parametrize("text", ["a\nb\na\n", "", None])
