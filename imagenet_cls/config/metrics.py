@@ -10,7 +10,7 @@ MIN_CLASSES_FOR_TOP5 = 10  # of fewer classes nearly every image has its class a
 @dataclass(frozen=True)
 class Metric:
     """field: its name in records; that of a percentage ends in `_pct`. title: its name in messages
-    and figures. is_shown: whether a message about a result, with this number of classes, names it.
+    and figures. is_shown(result, num_classes): whether a message about the result has this metric.
     """
 
     field: str
@@ -64,8 +64,8 @@ BY_FIELD = {metric.field: metric for metric in BY_NAME.values()}
 
 def metrics_of(result: Mapping[str, Any]) -> list[Metric]:
     """The metrics in the result of an evaluation; older ones lack some."""
-    of_labels = METRICS["multi" if "map_pct" in result else "single"]
-    return [metric for metric in of_labels.values() if metric.field in result]
+    found = [[m for m in of.values() if m.field in result] for of in METRICS.values()]
+    return max(found, key=len)
 
 
 def main_metric(result: Mapping[str, Any]) -> Metric:

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 def write_predictions(
     file: IO[str], rows: Iterable[dict[str, Any]], as_csv: bool, task: "Task"
 ) -> None:
-    """Write predictions. CSV has the columns image and target (if known), then those of
-    `Task.csv_cells`.
-    """
+    """Write predictions. CSV has the column image, then those of `Task.csv_cells`."""
     if not as_csv:
         file.writelines(json.dumps(row) + "\n" for row in rows)
         return

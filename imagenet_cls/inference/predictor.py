@@ -260,8 +260,7 @@ class Predictor:
         if not batch.crops:
             return
         logits = self._logits(batch.crops)
-        # An output of -inf is a probability of 0.
-        self._check_finite(batch, logits.logsumexp(dim=1, keepdim=True), "outputs")
+        self._check_finite(batch, self.task.has_probabilities(logits), "outputs")
         ranked = self.task.top_classes(logits, self.classes, top)
         for name, best, outputs in zip(batch.names, ranked, logits.tolist(), strict=True):
             row: dict[str, Any] = {"image": name, "top": best}
@@ -274,14 +273,14 @@ class Predictor:
         or infinite.
         """
         values = self._compute(self._feature_model, batch.crops)
-        self._check_finite(batch, values, "features")
+        self._check_finite(batch, values.isfinite().all(dim=1), "features")
         return values
 
-    def _check_finite(self, batch: ImageBatch, values: Tensor, name: str) -> None:
-        """Raise CheckpointError if values (B, D) of a batch are NaN or infinite. name: the name of
-        the values, for the error.
+    def _check_finite(self, batch: ImageBatch, are_finite: Tensor, name: str) -> None:
+        """Raise CheckpointError unless all values of a batch are finite. are_finite: bool (B,).
+        name: the name of the values, for the error.
         """
-        is_finite = values.isfinite().all(dim=1).tolist()
+        is_finite = are_finite.tolist()
         if not all(is_finite):
             raise CheckpointError(
                 f"{self.path}: the {name} of its {self.weights} weights are NaN or infinite for "

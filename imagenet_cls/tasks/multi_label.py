@@ -132,8 +132,8 @@ class MultiLabel:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def csv_cells(self, row: Mapping[str, Any], shown: Callable[[str], str]) -> dict[str, Any]:
-        """labels and probabilities, with `;` between several."""
-        cells = {"target": "; ".join(row["target"])} if "target" in row else {}
+        """The labels of the target, if it is known, labels and probabilities, with `;` between."""
+        cells = {"target": "; ".join(map(shown, row["target"]))} if "target" in row else {}
         cells["labels"] = "; ".join(shown(name) for name, _ in row["top"])
         cells["probabilities"] = "; ".join(str(probability) for _, probability in row["top"])
         return cells

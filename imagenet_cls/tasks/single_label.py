@@ -19,7 +19,7 @@ from imagenet_cls.tasks.outputs import EvalOutputs, output_names, ranked_classes
 
 class SingleLabel:
     """What `data.labels` decides about training, evaluation and prediction. `MultiLabel` has the
-    same attributes.
+    same attributes, and `class_statistics`.
 
     metrics: of an evaluation, by their names in configs. train_metric: of each step. threshold: the
     minimum probability of a predicted class, None here. is_multilabel: whether a target is a row of
@@ -54,11 +54,8 @@ class SingleLabel:
         A mixed target counts as the class with the largest share, as in torchvision's reference
         scripts.
         """
-        if not targets.is_floating_point():
-            return (logits.argmax(1) == targets).mean(dtype=torch.float32)
-        largest = targets.amax(1)
-        predicted = targets.gather(1, logits.argmax(1, keepdim=True)).squeeze(1)
-        return ((predicted == largest) & (largest > 0)).mean(dtype=torch.float32)
+        classes = targets.argmax(1) if targets.is_floating_point() else targets
+        return (logits.argmax(1) == classes).mean(dtype=torch.float32)
 
     def results(
         self,
@@ -76,7 +73,7 @@ class SingleLabel:
         # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24.
         dtype = torch.float32 if context.device.type == "mps" else torch.float64
         # One tensor with a row for each model, so that one collective reduces all sums.
-        rows = torch.zeros(len(names), 4 + 2 * num_classes, dtype=dtype, device=context.device)
+        rows = torch.zeros(len(names), 2 + 2 * num_classes, dtype=dtype, device=context.device)
         sums = {name: Sums.of_row(row) for name, row in zip(names, rows, strict=True)}
         for logits, targets, _ in outputs:
             for name in names:
@@ -86,11 +83,11 @@ class SingleLabel:
         results: dict[str, dict[str, Any]] = {}
         for name, row in zip(names, rows, strict=True):
             total = Sums.of_row(row)
-            images = total.images.item()
+            images = total.class_images.sum().item()
             has_images = total.class_images > 0
             recalls = total.class_hits[has_images] / total.class_images[has_images]
             results[name] = {
-                "top1_pct": 100 * total.top1.item() / images,
+                "top1_pct": 100 * total.class_hits.sum().item() / images,
                 "top5_pct": 100 * total.top5.item() / images,
                 "loss": total.loss.item() / images,
                 "balanced_accuracy_pct": 100 * fmean(recalls.tolist()),
@@ -162,10 +159,10 @@ class SingleLabel:
         return table
 
     def csv_cells(self, row: Mapping[str, Any], shown: Callable[[str], str]) -> dict[str, Any]:
-        """The columns of a prediction after its image: class and probability, likeliest first.
-        shown: how the name of a class is written.
+        """The columns of a prediction after its image: the target, if it is known, class and
+        probability, likeliest first. shown: how the name of a class is written.
         """
-        cells = {"target": row["target"]} if "target" in row else {}
+        cells = {"target": shown(row["target"])} if "target" in row else {}
         for rank, (name, probability) in enumerate(row["top"], 1):
             cells[f"class_{rank}"] = shown(name)
             cells[f"probability_{rank}"] = probability
@@ -189,21 +186,19 @@ def image_dtype(top: int) -> np.dtype:
 class Sums:
     """Sums over the images for one model, as views of one tensor.
 
-    class_hits, class_images: (classes,). The others have one element.
+    top5, loss: one element. class_hits, class_images: (classes,), of the images of each class.
     """
 
-    top1: Tensor
     top5: Tensor
     loss: Tensor
-    images: Tensor
     class_hits: Tensor
     class_images: Tensor
 
     @classmethod
     def of_row(cls, row: Tensor) -> Self:
-        """The views of a row of 4 + 2 * classes elements."""
-        classes = (len(row) - 4) // 2
-        return cls(*row.split([1, 1, 1, 1, classes, classes]))
+        """The views of a row of 2 + 2 * classes elements."""
+        classes = (len(row) - 2) // 2
+        return cls(*row.split([1, 1, classes, classes]))
 
 
 def add_batch(sums: Sums, logits: Tensor, targets: Tensor) -> None:
@@ -212,11 +207,8 @@ def add_batch(sums: Sums, logits: Tensor, targets: Tensor) -> None:
     """
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     is_target = best.eq(targets[:, None])
-    is_hit = is_target[:, 0]
-    sums.top1 += is_hit.sum()
     sums.top5 += is_target.sum()
     dtype = sums.loss.dtype
     sums.loss += functional.cross_entropy(logits, targets, reduction="none").sum(dtype=dtype)
-    sums.images += len(targets)
-    sums.class_hits.index_add_(0, targets, is_hit.to(dtype))
+    sums.class_hits.index_add_(0, targets, is_target[:, 0].to(dtype))
     sums.class_images.index_add_(0, targets, torch.ones_like(targets, dtype=dtype))

@@ -16,6 +16,7 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.data.builtin import ComposedDigits
 from imagenet_cls.data.lists import index_list
+from imagenet_cls.errors import CheckpointError
 from imagenet_cls.extras.weights.average_checkpoints import average_command
 from imagenet_cls.extras.weights.export import export_command
 from imagenet_cls.extras.weights.exported_model import METADATA
@@ -121,6 +122,16 @@ def test_threshold_that_does_not_fit_is_a_usage_error(
     for source, threshold in ((run, 1.5), (onnx_file, 1.5), (single, 0.5)):
         fails(2, predict_command, source, images[0], "--threshold", threshold)
     fails(4, average_command, newest(run), single, "--out", tmp_path / "mixed")
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+def test_outputs_without_probabilities_are_an_error(
+    run: Path, images: list[Path], monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    logits = torch.tensor([[value] * 9 + [2.0]])
+    monkeypatch.setattr(Predictor, "_logits", lambda self, crops: logits)
+    with pytest.raises(CheckpointError):
+        Predictor(run)(images[:1])
 
 
 def test_exported_files_have_the_threshold(

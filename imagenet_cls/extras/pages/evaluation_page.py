@@ -13,6 +13,7 @@ from imagenet_cls.config.metrics import MIN_CLASSES_FOR_TOP5, metrics_of
 from imagenet_cls.extras.pages.figures import Figure, confusion_figure
 from imagenet_cls.extras.pages.render import render, utf8_text
 from imagenet_cls.report.jsonl import user_metrics
+from imagenet_cls.tasks.outputs import output_names
 
 Statistics = dict[str, Any]
 
@@ -54,10 +55,7 @@ def evaluation_statistics(
     confidence = rows["probabilities"][:, 0]
     correct = target == prediction
     count = max(len(classes), prediction.max() + 1)
-    labels = [
-        *map(utf8_text, classes),
-        *(f"class {number}" for number in range(len(classes), count)),
-    ]
+    labels = [utf8_text(name) for name in output_names(classes, count)]
     confusion = confusion_matrix(target, prediction, labels=range(count))
     precision, recall, f1, images = precision_recall_fscore_support(
         target, prediction, labels=range(count), zero_division=np.nan
