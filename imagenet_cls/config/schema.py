@@ -229,6 +229,12 @@ class ModelConfig:
     )
 
 
+# Of `data.name` in the other forms than `my_module:my_factory`.
+DATA_PREFIXES = tuple(
+    form.partition(":")[0] + ":" for form in DATA_OPENERS if not form.startswith("my_module:")
+)
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """The dataset."""
@@ -237,7 +243,7 @@ class DataConfig:
     # docs/data.md), `list` (files of `path label` lines or CSV), `digits` (scikit-learn's, written
     # under root once), `synthetic` (random, made on the device), `torchvision:CIFAR10`,
     # `hf:USER/NAME` (of the Hugging Face Hub, or a folder), or `my_module:my_factory`.
-    name: str = key("folder", code=("torchvision:", "hf:"))
+    name: str = key("folder", code=DATA_PREFIXES)
     # The dataset's folder, or an archive with the folders `train` and `val`. May be relative to the
     # working directory.
     root: str = key("data/imagenet", recipe=False, per_machine=True)

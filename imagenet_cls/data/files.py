@@ -32,7 +32,7 @@ def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = Non
 
 
 def problems(config: DataConfig) -> list[Problem]:
-    """All problems of the arguments: there are none."""
+    """A problem for each argument: there are none to give."""
     return [
         Problem(f"data.kwargs.{name}", f"{config.name} takes no arguments")
         for name in config.kwargs

@@ -115,12 +115,6 @@ class ImageSet:
         return len(self.numbers)
 
     @property
-    def encoded(self) -> "EncodedImages":
-        """`images` that are stored as files, in a folder or elsewhere."""
-        assert isinstance(self.images, EncodedImages)
-        return self.images
-
-    @property
     def files(self) -> "FileImages":
         """`images` of a dataset of files."""
         assert isinstance(self.images, FileImages)
@@ -213,7 +207,7 @@ class ImageSet:
         )
         new = np.array(indices, np.int64)
         kept = self
-        if (new < 0).any():
+        if self.targets is not None or (new < 0).any():
             targets = self.required_targets("data.classes")
             if targets.ndim == 1:
                 kept = self.select(np.flatnonzero(new[targets] >= 0))
@@ -233,7 +227,8 @@ class ImageSet:
             raise DataError(
                 f"{key}: needs the class of each image, which is not known without reading the "
                 f"images ({self.name(0)}).",
-                f"Give the dataset an attribute `targets` (docs/extending.md), or don't set {key}.",
+                f"Give the dataset an attribute `targets` (docs/extending.md; of several labels, 0 "
+                f"and 1), or don't set {key}.",
             )
         if len(targets) == 0 or targets.ndim == 2:
             return targets

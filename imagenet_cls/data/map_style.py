@@ -139,8 +139,8 @@ def image_set_of(
             "Return a map-style dataset: len(dataset), and dataset[i] -> (image, target).",
         )
     name = f"{config.name}/{part}"
-    classes = classes_of_dataset(dataset, name, config.labels)
     targets = targets_of_dataset(dataset, config.labels)
+    classes = classes_of_dataset(dataset, name, targets)
     if targets is not None and targets.ndim == 2 and targets.shape[1] != len(classes):
         targets = None  # `MapImages.load` raises an error that explains it
     images = kind(dataset, name, classes, targets, config.labels)
@@ -164,9 +164,9 @@ def problems(config: DataConfig) -> list[Problem]:
     return kwargs_problems("data.kwargs", factory, config.kwargs, passed=("root", "part"))
 
 
-def classes_of_dataset(dataset: Any, name: str, labels: str) -> tuple[str, ...]:
-    """Class names of a map-style dataset, from `classes`, `class_to_idx`, `num_classes` or targets,
-    else DataError.
+def classes_of_dataset(dataset: Any, name: str, targets: np.ndarray | None) -> tuple[str, ...]:
+    """Class names of a map-style dataset, from `classes`, `class_to_idx`, `num_classes` or its
+    targets, else DataError.
     """
     classes = getattr(dataset, "classes", None)
     if classes is not None and len(classes):
@@ -175,14 +175,15 @@ def classes_of_dataset(dataset: Any, name: str, labels: str) -> tuple[str, ...]:
             ", ".join(entry) if isinstance(entry, (tuple, list)) else str(entry)
             for entry in classes
         ]
-        counts = Counter(names)  # ImageNet has two cranes
-        return tuple(f"{name} ({i})" if counts[name] > 1 else name for i, name in enumerate(names))
+        counts = Counter(
+            names
+        )  # ImageNet has two cranes; `imagenet_order` ignores what follows a comma
+        return tuple(f"{name}, {i}" if counts[name] > 1 else name for i, name in enumerate(names))
     by_name = getattr(dataset, "class_to_idx", None)
     if by_name:
         return tuple(map(str, sorted(by_name, key=by_name.__getitem__)))
     count = getattr(dataset, "num_classes", None)
     if count is None:
-        targets = targets_of_dataset(dataset, labels)
         if targets is None or not len(targets):
             raise DataError(
                 f"{name}: the number of classes is unknown.",
@@ -199,18 +200,18 @@ def targets_of_dataset(dataset: Any, labels: str) -> np.ndarray | None:
     `data.labels`.
     """
     for attribute in ("targets", "labels", TARGETS):
-        try:
-            values = getattr(dataset, attribute, None)
-            targets = np.asarray(values)
-            with np.errstate(invalid="ignore"):  # NaN
-                integers = targets.astype(np.int64)
-        except (TypeError, ValueError):
-            continue
-        if targets.ndim == (2 if labels == "multi" else 1) and len(targets) == len(dataset):
-            if labels == "single" and (integers == targets).all():
-                return integers
-            if labels == "multi" and ((targets == 0) | (targets == 1)).all():
-                return targets.astype(np.uint8)
+        with suppress(TypeError, ValueError, OverflowError):
+            targets = np.asarray(getattr(dataset, attribute, None))
+            if targets.shape[:1] != (len(dataset),):
+                continue
+            if labels == "multi":
+                if targets.ndim == 2 and ((targets == 0) | (targets == 1)).all():
+                    return targets.astype(np.uint8)
+            elif targets.ndim == 1:
+                with np.errstate(invalid="ignore"):  # NaN
+                    integers = targets.astype(np.int64)
+                if (integers == targets).all():
+                    return integers
     return None
 
 

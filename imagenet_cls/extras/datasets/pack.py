@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -140,11 +140,12 @@ def load_data(source: str, overrides: Sequence[str], multilabel: bool) -> DataCo
 def read_sample(part: "ImageSet", i: int) -> Sample:
     """Image `i` of a part. Raises DataError."""
     number = int(part.numbers[i])
-    content = part.encoded.decoded(number, bytes)
+    images: Any = part.images  # encoded, as `pack_command` has checked
+    content = images.decoded(number, bytes)
     assert part.targets is not None
     target = part.targets[i]
     own = np.flatnonzero(target).tolist() if target.ndim else [int(target)]
-    return part.encoded.file_name(number), content, tuple(own), part.encoded.describe(number)
+    return images.file_name(number), content, tuple(own), images.describe(number)
 
 
 def write_part(

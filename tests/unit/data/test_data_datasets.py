@@ -62,6 +62,7 @@ WRONG = {
     "infinite": Own((RGB, math.inf), num_classes=2),
     "other_target_in_its_list": Own((RGB, 1), num_classes=2, labels=[0] * 4),
     "without_classes": Own((RGB, 2)),
+    "out_of_range_in_its_list": Own((RGB, 0), classes=["a", "b"], targets=[0, 1, 0, -1]),
 }
 
 
@@ -84,6 +85,8 @@ def test_open_factory_returns_train_and_val() -> None:
 @pytest.mark.parametrize("kind", WRONG)
 def test_open_factory_with_a_wrong_data_set_raises(kind: str) -> None:
     data = DataConfig(name="test_data_datasets:wrong", kwargs={"kind": kind})
+    if kind == "out_of_range_in_its_list":
+        data = replace(data, classes=["b", "a"])
     with pytest.raises(UserError):
         open_datasets(data).train.load(0)
 
@@ -91,9 +94,10 @@ def test_open_factory_with_a_wrong_data_set_raises(kind: str) -> None:
 def test_known_targets_of_a_dataset_are_whole_numbers() -> None:
     found = targets_of_dataset(Own((None, 0), targets=[1.0, 0.0, 2.0, 1.0]), "single")
     assert found.dtype == np.int64 and found.tolist() == [1, 0, 2, 1]
-    assert targets_of_dataset(Own((None, 0), targets=[0.7] * 4), "single") is None
-    rows = Own((None, 0), targets=np.eye(4, 3))
-    assert classes_of_dataset(rows, "own", "multi") == ("0", "1", "2")
+    for other in (0.7, 10**30):
+        assert targets_of_dataset(Own((None, 0), targets=[other] * 4), "single") is None
+    rows = targets_of_dataset(Own((None, 0), targets=np.eye(4, 3)), "multi")
+    assert classes_of_dataset(None, "own", rows) == ("0", "1", "2")
 
 
 # ---- files
@@ -253,7 +257,5 @@ def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
 
 
 def test_classes_of_one_name_get_two() -> None:
-    names = classes_of_dataset(
-        Own((None, 0), classes=["crane", ("a", "b"), "crane"]), "own", "single"
-    )
-    assert names == ("crane (0)", "a, b", "crane (2)")
+    names = classes_of_dataset(Own((None, 0), classes=["crane", ("a", "b"), "crane"]), "own", None)
+    assert names == ("crane, 0", "a, b", "crane, 2")
