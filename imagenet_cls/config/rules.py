@@ -87,10 +87,6 @@ def _data_rules(c: Config) -> Iterator[Problem]:
     if has_paths and data.val is None and data.val_fraction is None and data.fold is None:
         remedy = "name a folder, or set data.val_fraction: 0.1"
         yield Problem("data.val", f"is null like data.val_fraction and data.fold; {remedy}")
-    for key, part, folder in (("data.train", data.train, "train"), ("data.val", data.val, "val")):
-        if data.name == "list" and part == folder:  # the default
-            remedy = f"data.name list needs a file, such as {part}.txt"
-            yield Problem(key, f"{part!r} is a folder; {remedy}")
     if data.fold is not None and data.fold[0] >= data.fold[1]:
         shown = format_value(data.fold)
         yield Problem("data.fold", f"{shown} is not a fold and the number of folds, such as [0, 5]")
@@ -110,15 +106,6 @@ def _data_rules(c: Config) -> Iterator[Problem]:
                 key,
                 f"works only for datasets of files, and data.name is {data.name!r}; set it to null",
             )
-    is_synthetic = data.name == "synthetic"
-    if is_synthetic and data.classes is not None:
-        yield Problem(
-            "data.classes", "has no meaning for data.name synthetic; use data.kwargs.num_classes"
-        )
-    if is_synthetic and data.fraction < 1:
-        yield Problem(
-            "data.fraction", "has no meaning for data.name synthetic; use data.kwargs.train_images"
-        )
     if data.channels == 2:
         yield Problem("data.channels", "2 is neither 1 nor 3")
     if data.channels != 3 and c.distill.kind != "none":

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import stat
 import sys
 import threading
 import traceback
@@ -29,9 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 
-from imagenet_cls.config.schema import DataConfig, Size, height_width
+from imagenet_cls.config.schema import Size, height_width
 from imagenet_cls.data.image_set import ImageSet, stack_targets
-from imagenet_cls.data.map_style import MapImages
 from imagenet_cls.data.samplers import EpochSampler, MicroBatchSampler, SampleKey
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform, size_px_at
 from imagenet_cls.errors import ResourceError, UserError
@@ -56,49 +54,12 @@ _failed_iterators: list[Any] = []
 _received: defaultdict[int, dict[int, torch.Tensor]] = defaultdict(dict)
 # The workers of each iterator that have not been ended.
 _open_workers: list[list[BaseProcess]] = []
-_NOT_AFTER_FORK = (
-    ("h5py", "File"),
-    ("lmdb", "Environment"),
-    ("sqlite3", "Connection"),
-    ("tables", "File"),
-)
 _OUT_OF_MEMORY = (
     "No space left on device",
     "Cannot allocate memory",
     "shared memory",
     "DefaultCPUAllocator",
 )
-
-
-def open_file_warning(data: DataConfig, source: ImageSet) -> str | None:
-    """A warning if a user's dataset holds an open file which forked workers would share: its
-    position, too, so that they would read each other's bytes.
-    """
-    images = source.images
-    if START_METHOD != "fork" or data.num_workers == 0 or not isinstance(images, MapImages):
-        return None
-    for name, value in getattr(images.dataset, "__dict__", {}).items():
-        if _is_open_file(value):
-            return (
-                f"warning: the dataset holds an open file, its attribute {name}; data workers "
-                "share its position, and may read wrong images: open it in __getitem__, or set "
-                "data.num_workers=0"
-            )
-    return None
-
-
-def _is_open_file(value: Any) -> bool:
-    """Whether it is a regular file open for reading, or of a library whose files and databases must
-    not be used after a fork.
-    """
-    library = type(value).__module__.partition(".")[0]
-    if (library, type(value).__name__) in _NOT_AFTER_FORK:
-        return bool(value)  # false for a closed file of h5py
-    try:
-        value = getattr(value, "fp", value)  # of a zipfile
-        return value.readable() and stat.S_ISREG(os.fstat(value.fileno()).st_mode)
-    except Exception:  # no file, or a closed one; a user's class may raise anything
-        return False
 
 
 class TrainBatch(NamedTuple):

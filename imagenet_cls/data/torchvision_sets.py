@@ -1,7 +1,6 @@
 """The datasets of torchvision: `torchvision:NAME`."""
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -138,8 +137,7 @@ def _with_files(factory: Any, arguments: dict[str, Any], root: Path) -> Any:
                 return factory(**arguments, download=True)
     except (RuntimeError, OSError) as error:
         reason = f"its files are missing, and the download failed: {first_line(error).rstrip(':')}"
-    remedy = f"Put its files under {root}, as torchvision documents them."
-    folder = root / factory.__name__ / "raw"  # of MNIST and the sets derived from it
-    if any(folder.glob("*-ubyte.gz")):
-        remedy = f"Unpack its files: gunzip --keep {shlex.quote(str(folder))}/*.gz"
-    raise DataError(f"torchvision:{factory.__name__}: {reason}", remedy)
+    raise DataError(
+        f"torchvision:{factory.__name__}: {reason}",
+        f"Put its files, unpacked, under {root}, as torchvision documents them.",
+    )

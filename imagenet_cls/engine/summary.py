@@ -178,13 +178,7 @@ def start_warnings(parts: TrainingParts) -> list[str]:
             f"the model has {parts.num_classes} outputs (model.num_classes), the data "
             f"{num_classes} classes"
         )
-    has_one_label = not parts.evaluation.task.is_multilabel
-    if has_one_label and sum(";" in name for name in parts.data.classes) > num_classes / 2:
-        warnings.append(
-            "most classes have `;` in their names; if it separates labels, set data.labels=multi "
-            "loss.name=bce checkpoint.best=map"
-        )
-    if has_one_label and num_classes == 1:
+    if num_classes == 1 and not parts.evaluation.task.is_multilabel:
         warnings.append("the data has one class: there is nothing to tell apart")
     val_targets = parts.data.val.targets
     if val_targets is not None and config.eval.classes == "all":

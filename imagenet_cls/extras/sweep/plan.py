@@ -79,10 +79,10 @@ def read_runs(folder: Path) -> dict[str, SweepRun]:
     with explain_content_errors(CheckpointError, file):
         runs = []
         for row in json.loads(file.read_bytes()):
-            # Earlier versions could search. The values of these runs are numbers.
-            if row.pop("search", []):
-                row["values"] = {key: str(value) for key, value in row["values"].items()}
+            # Earlier versions could search, with numbers as values.
+            row.pop("search", None)
             row.pop("pruned", None)
+            row["values"] = {key: str(value) for key, value in row["values"].items()}
             runs.append(SweepRun(**row))
         for run in runs:  # a TypeError for other types
             "".join([run.name, *run.values, *run.conditions, *run.values.values()])

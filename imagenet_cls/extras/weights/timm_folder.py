@@ -149,14 +149,12 @@ def model_card(
     """The argument of timm's `generate_readme`. Contains no paths of data or weights."""
     config = predictor.config
     kind = predictor.weights
-    expect = config.expect
     state = state_of_newest(predictor.path)
     assert state is not None  # the predictor has read it
     progress = state["progress"]
     details: dict[str, Any] = {
         "Architecture": predictor.model.pretrained_cfg["architecture"],  # type: ignore[index]
         "Data": "a local folder" if is_local(config.data.name) else config.data.name,
-        "Classes": len(predictor.classes),
         "Weights": f"{kind} of step {state['step']}",
         "Preprocessing": {key: str(value) for key, value in preprocessing.items()},
     }
@@ -179,12 +177,6 @@ def model_card(
             not_in_timm.append("data.exif")
         if not_in_timm:
             details["Not in timm's transform, but in the result"] = ", ".join(not_in_timm)
-    if expect.claimed_top1_pct is not None:
-        details["Top-1 that the source of the recipe claims"] = (
-            f"{expect.claimed_top1_pct:g} % ({expect.source})"
-        )
-    if expect.note:
-        details["Note on the recipe"] = expect.note
     if config.model.checkpoint is not None:
         details["Initial weights"] = f"{Path(config.model.checkpoint).name}; see their license"
     elif config.model.pretrained and not config.model.name.startswith(_FOLDER):
@@ -196,10 +188,6 @@ def model_card(
         if is_recipe and not value.startswith(_FOLDER):
             settings[key] = printable(value)
     details["Settings that differ from the defaults"] = settings
-    details["Ranks"] = state["world_size"]
-    details["Versions"] = {
-        name: printable(str(version)) for name, version in state["versions"].items()
-    }
     usage = (
         "```python\nimport timm\n\n"
         'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or '

@@ -1,14 +1,12 @@
 """Datasets of torchvision that hold all images in one array: the bits of the path by Pillow."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torchvision.datasets
-from helpers import write_files
 from test_data_loader import same
 
 from imagenet_cls.config.schema import (
@@ -23,7 +21,6 @@ from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions
 from imagenet_cls.data.map_style import ArrayImages, MapImages
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.transforms import TrainTransform
-from imagenet_cls.errors import DataError
 
 DRAWS = np.random.RandomState(0)
 PIXELS = DRAWS.randint(0, 256, (40, 3, 28, 28)).astype(np.uint8)
@@ -139,12 +136,3 @@ def test_policy_that_writes_into_its_image_does_not_change_the_dataset(
     augment = AugmentConfig(size_px=28, crop="resize", hflip_prob=0.0, policy=policy)
     batches_of(source, augment, channels)
     assert torch.equal(images.pixels, before)
-
-
-def test_packed_files_are_an_error_with_the_command_that_unpacks_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", ["http://127.0.0.1:1/"])
-    write_files(tmp_path, {"MNIST/raw/train-images-idx3-ubyte.gz": ""})
-    with pytest.raises(DataError, match=f"gunzip --keep {tmp_path}"):
-        open_datasets(DataConfig(name="torchvision:MNIST", root=str(tmp_path)))

@@ -3,7 +3,6 @@ process.
 """
 
 import functools
-import io
 import multiprocessing
 import os
 import signal
@@ -12,30 +11,24 @@ import sys
 import tempfile
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from helpers import environment, wait_for
 from test_data_loader import same
 from torch.multiprocessing import reductions
 
-from imagenet_cls.config.schema import AugmentConfig, DataConfig, ErasingConfig, EvalConfig
+from imagenet_cls.config.schema import AugmentConfig, ErasingConfig, EvalConfig
 from imagenet_cls.data.image_set import Images, ImageSet, all_images
 from imagenet_cls.data.loader import (
     TrainBatch,
     TrainLoader,
     WorkerOptions,
     eval_batches,
-    open_file_warning,
 )
-from imagenet_cls.data.map_style import MapImages
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.errors import ResourceError
@@ -134,23 +127,6 @@ def first_batch(
     epoch = loader.epoch(0)
     next(epoch)
     return loader, epoch
-
-
-def test_dataset_that_holds_an_open_file_is_warned_about(tmp_path: Path) -> None:
-    def warning(num_workers: int = 2, **attributes: Any) -> str | None:
-        images = MapImages(SimpleNamespace(**attributes), "own", ("a",), None, "single")
-        config = DataConfig("my_data:Own", num_workers=num_workers)
-        return open_file_warning(config, ImageSet(images, np.arange(1), None, ("a",)))
-
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("1", "x")
-    h5py_file = type("File", (), {"__module__": "h5py._hl.files"})()
-    with (tmp_path / "a.zip").open("rb") as file, zipfile.ZipFile(file) as archive:
-        for opened in (file, archive, h5py_file):
-            assert " opened;" in (warning(size=1, opened=opened) or ""), opened
-        assert warning(num_workers=0, opened=file) is None
-    with (tmp_path / "log.txt").open("a") as log:
-        assert warning(file=file, archive=archive, log=log, memory=io.BytesIO(b"x")) is None
 
 
 def test_workers_of_a_process_with_killed_and_hung_workers_all_end(tmp_path: Path) -> None:
