@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import stat
 import struct
 import tarfile
@@ -211,7 +212,7 @@ def zip_members(file: FileIO) -> Iterator[Member]:
             except UnicodeDecodeError:
                 problem = (
                     "has a name that is no UTF-8, and the zip does not state its encoding (unpack "
-                    f"it, such as by unzip -O gbk {path})"
+                    f"it, such as by unzip -O gbk {shlex.quote(str(path))})"
                 )
             if stat.S_ISLNK(info.external_attr >> 16):
                 problem = "is a link"

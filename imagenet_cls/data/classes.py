@@ -291,8 +291,9 @@ def match_classes(
 def _remedy_for_extra(extra: str, classes: Sequence[str], path: Path) -> str:
     if (path / "val_annotations.txt").is_file():  # Tiny ImageNet
         return (
-            f"Sort its images into class folders: (cd {path} && while read file class rest; do "
-            "mkdir -p $class; mv images/$file $class/; done < val_annotations.txt; rmdir images)"
+            f"Sort its images into class folders: (cd {shlex.quote(str(path))} && "
+            "while read file class rest; do mkdir -p $class; mv images/$file $class/; done < "
+            "val_annotations.txt; rmdir images)"
         )
     for name in classes:
         if _look_equal(name, extra):

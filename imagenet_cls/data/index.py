@@ -299,8 +299,9 @@ def has_image_suffix(name: str) -> bool:
 def describe_unread(unread: Mapping[bytes, int]) -> str:
     """Numbers of files by suffix, the largest first: `12 .txt, 3 .svg, 1 without a suffix`."""
     ranked = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
-    names = [(os.fsdecode(suffix) or "without a suffix", count) for suffix, count in ranked]
-    return join_names([f"{count:,} {name}" for name, count in names], 5)
+    return join_names(
+        [f"{count:,} {os.fsdecode(suffix) or 'without a suffix'}" for suffix, count in ranked], 5
+    )
 
 
 def class_folders(root: Path) -> list[str]:
@@ -324,7 +325,7 @@ def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
             raise DataError(
                 f"{root}: holds compressed archives, which are not read: "
                 f"{join_names([os.fsdecode(name) for name in compressed])}.",
-                f"Unpack them to .tar: gunzip {root}/*gz",
+                f"Unpack them to .tar: gunzip {shlex.quote(str(root))}/*gz",
             )
         remedy = (
             "Put the images of each class into a folder of its name, or correct the path (in a "

@@ -51,7 +51,6 @@ _PART_COLUMN = re.compile(
 _MAX_PARTS = 9  # different values in such a column
 BAD_IMAGES_FILE = "bad_images.txt"
 _ZERO_OR_ONE = ("0", "1", "0.0", "1.0")  # in the column of a class
-_BINARY = (*_ZERO_OR_ONE, "true", "false")
 LIST_REMEDY = "Set data.root, data.train and data.val to the lists."
 
 _Row = tuple[int, str, tuple[str, ...]]  # line number (from 1), path, labels
@@ -100,7 +99,7 @@ def index_list(
     if columns and not class_file.is_file():
         classes = classes or columns  # in their order
     target_of, names = resolve_labels(labels, classes, file, class_file)
-    labels_of: dict[str, set[str]] = {}
+    labels_of: dict[str, tuple[str, ...]] = {}
     for number, path, image_labels in [(1, "", columns), *rows]:
         unknown = [label for label in image_labels if label not in target_of]
         if unknown:
@@ -111,7 +110,8 @@ def index_list(
                 "Correct the list, or list all classes, one per line, in a classes.txt next to the "
                 "training list.",
             )
-        if labels_of.setdefault(path, {*image_labels}) != {*image_labels}:
+        first = labels_of.setdefault(path, image_labels)
+        if first is not image_labels and {*first} != {*image_labels}:
             raise DataError(
                 f"{file}:{number}: an earlier line has other labels for {format_value(path)}.",
                 "Write one line for each image; several labels of it with `;` between, and "
@@ -144,7 +144,8 @@ def _missing_suffix(row: _Row, file: Path, folder: Path) -> bytes:
     places = (file.parent, *sorted(folder.glob("*/")))
     below = next((place for place in places if _suffixes(place / path)), None)
     if below is not None:
-        remedy = f"It is in {below}: data.root={below} data.train={file.resolve()}"
+        keys = shlex.join([f"data.root={below}", f"data.train={file.resolve()}"])
+        remedy = f"It is in {below}: {keys}"
     raise DataError(f"{file}:{number}: no image {folder / path}.", remedy)
 
 
@@ -251,7 +252,7 @@ def _csv_rows(
                 "Write a list for each part, and name them in data.train and data.val; or delete "
                 "the column.",
             )
-    binary = [i for i, found in values.items() if found.issubset(_BINARY)]
+    binary = [i for i, found in values.items() if found <= {*_ZERO_OR_ONE, "true", "false"}]
     # a single label may stand beside a binary column that is no class, and other columns
     least = 2 if multilabel else max(2, len(values))
     if rows and columns.label in binary and len(binary) >= least:
@@ -346,7 +347,7 @@ def read_bad_images(path: Path) -> set[str]:
 
     A line has a path, perhaps followed by a tab and the reason. Raises DataError.
     """
-    verify = f"{command_line('verify-data')} DATA_ROOT --out {path}"
+    verify = f"{command_line('verify-data')} DATA_ROOT --out {shlex.quote(str(path))}"
     text = read_text(path, f"Correct data.exclude, or make the list: {verify}")
     return {line.partition("\t")[0] for line in text.split("\n") if line.strip()}
 

@@ -1,6 +1,7 @@
 """Images to evaluate apart from any training part, such as a separate test set."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ def locate_test_set(path: Path, config: DataConfig, list_root: str | None = None
         part = next((p for p in parts if (path / p).is_dir() or find_archives(path, p)), ".")
         names = sorted(map(os.fsdecode, list_folder(os.fsencode(path)).folders))
         if part == "." and may_be_parts(names):
-            commands = " or ".join(f"--data {path / name}" for name in names)
+            commands = " or ".join(f"--data {shlex.quote(str(path / name))}" for name in names)
             raise DataError(
                 f"{path}: holds the parts {join_names(names)}.", f"Name one: {commands}"
             )

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torchvision.datasets import ImageFolder
 
 from imagenet_cls.data.classes import match_classes
 from imagenet_cls.data.image_set import indexed_images
-from imagenet_cls.data.index import IMAGE_SUFFIXES, describe_unread, index_folder
+from imagenet_cls.data.index import IMAGE_SUFFIXES, index_folder
 from imagenet_cls.errors import DataError
 
 
@@ -58,11 +59,6 @@ def test_index_folder_skips_hidden_files_and_counts_other_files(tmp_path: Path) 
     assert [index.name(i) for i in range(len(index))] == images
     assert index.path(2).is_file() and index.digest
     assert index.unread == {b".txt": 2, b"": 1, b".eps": 1, b".png": 1}
-
-
-def test_most_frequent_suffixes_of_unread_files_are_described() -> None:
-    many = {b".%d" % i: 10 - i for i in range(7)}
-    assert describe_unread(many) == "10 .0, 9 .1, 8 .2, 7 .3, 6 .4, ..."
 
 
 def test_suffixes_are_listed_on_the_page() -> None:
@@ -153,6 +149,15 @@ def test_match_classes_with_other_classes_raises(
 ) -> None:
     with pytest.raises(DataError, match=named):
         match_classes(found, classes, "val")
+
+
+def test_command_for_tiny_imagenet_sorts_its_images(tmp_path: Path) -> None:
+    val = touch(tmp_path / "tiny imagenet", "images/1.JPEG")
+    (val / "val_annotations.txt").write_text("1.JPEG\tn1\t0\t0\t62\t57\n")
+    with pytest.raises(DataError) as error:
+        match_classes(["images"], ["n1"], val)
+    subprocess.run(re.findall(r"\(cd .*\)", str(error.value))[0], shell=True, check=True)
+    assert index_folder(val).classes == ("n1",)
 
 
 def test_index_does_not_depend_on_the_order_of_the_file_system(

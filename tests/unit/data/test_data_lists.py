@@ -11,7 +11,7 @@ from imagenet_cls.errors import DataError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    names = ("a 1.jpg", "b.jpg", "c.jpg", "0001", "two.png", "two.gif")
+    names = ("a 1.jpg", "b.jpg", "c.jpg", "two.png", "two.gif")
     write_files(tmp_path / "images", dict.fromkeys(names, "x"))
     return tmp_path
 
@@ -41,11 +41,6 @@ def test_index_list_of_each_form_has_its_paths_and_labels(
     index = index_list(write(folder, name, text), folder)
     assert [index.name(i) for i in range(2)] == ["images/a 1.jpg", "images/b.jpg"]
     assert index.classes == ("cat", "dog") and index.targets.tolist() == [1, 0]
-
-
-def test_index_list_csv_without_header_of_paths_without_suffixes(folder: Path) -> None:
-    index = index_list(write(folder, "t.csv", "images/0001,cat\nimages/0002,dog\n"), folder)
-    assert index.names.tolist() == [b"images/0001", b"images/0002"]
 
 
 @pytest.mark.parametrize(
