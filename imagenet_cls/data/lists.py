@@ -286,7 +286,8 @@ def _find_columns(
         for i, cell in enumerate(cells[: len(names)])
         if names[i] and _suffixes(folder / cell)
     ]
-    path = next((i for i in named if i in found), next(iter([*found, *named]), 0))
+    candidates = [*(i for i in named if i in found), *found, *named]
+    path = candidates[0] if candidates else 0
     if len(found) > 1 and path not in named:
         raise DataError(
             f"{where}: the columns {join_names([header[i] for i in found])} may have the paths.",

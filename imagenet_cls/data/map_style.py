@@ -175,9 +175,8 @@ def classes_of_dataset(dataset: Any, name: str, targets: np.ndarray | None) -> t
             ", ".join(entry) if isinstance(entry, (tuple, list)) else str(entry)
             for entry in classes
         ]
-        counts = Counter(
-            names
-        )  # ImageNet has two cranes; `imagenet_order` ignores what follows a comma
+        # ImageNet has two cranes. `imagenet_order` ignores what follows a comma.
+        counts = Counter(names)
         return tuple(f"{name}, {i}" if counts[name] > 1 else name for i, name in enumerate(names))
     by_name = getattr(dataset, "class_to_idx", None)
     if by_name:
