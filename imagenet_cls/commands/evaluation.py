@@ -65,5 +65,5 @@ def write_evaluation(evaluation: WeightsEvaluation, arguments: argparse.Namespac
         write_output(out, text.getvalue().encode("utf-8", "surrogateescape"))
         print(f"wrote {len(evaluation.images)} predictions to {out}")
     if report is not None:
-        load_extra("test.py --report")(report, arguments.link_js).write(evaluation)
+        load_extra("test.py --report")(report).write(evaluation)
         print(f"wrote {report / 'report.html'}")

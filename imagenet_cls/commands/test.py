@@ -80,12 +80,6 @@ def evaluation_parser() -> argparse.ArgumentParser:
         "mistakes; with data.labels multi without confusion and calibration",
     )
     parser.add_argument(
-        "--link-js",
-        action="store_true",
-        help="write plotly.min.js (5 MB) beside the page, and link to it, instead of a copy in "
-        "the page",
-    )
-    parser.add_argument(
         "--results",
         type=cli.path,
         metavar="FILE",
@@ -186,17 +180,13 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         )
     if arguments.out is not None and arguments.out == arguments.results:
         raise UsageError("--out and --results name the same file.", "Give two files.")
-    if arguments.link_js and not arguments.report:
-        raise UsageError(
-            "--link-js is an option of --report.", "Add --report DIR, or leave it out."
-        )
     if arguments.node_rank == 0:
         if arguments.checkpoint is not None:
             cli.checkpoint_path(str(arguments.checkpoint))
         check_output_path(arguments.out)
         check_output_path(arguments.results, "--results")
         if arguments.report is not None:
-            load_extra("test.py --report")(arguments.report, arguments.link_js)
+            load_extra("test.py --report")(arguments.report)
         if "data.val" in map(key_of, arguments.overrides):
             check_images(arguments.data, loaded.config.data)
 

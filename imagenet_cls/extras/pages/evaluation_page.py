@@ -155,13 +155,12 @@ def evaluation_page(
     statistics: Mapping[str, Any],
     confusion: np.ndarray | None,
     thumbnails: Mapping[int, bytes],
-    link_js: bool = False,
 ) -> bytes:
     """The page of an evaluation. statistics: also `model`, `origin`, `weights`, `messages`,
     `settings`, and `metrics` by weights.
 
     confusion: None with several labels for an image. thumbnails: JPEG files of `mistakes` and
-    `hits`, by index. link_js: see `render`.
+    `hits`, by index.
     """
     classes = statistics["classes"]
     by_f1 = sorted(
@@ -189,7 +188,6 @@ def evaluation_page(
     return render(
         "evaluation.html",
         figures,
-        link_js,
         title=f"Evaluation of {statistics['model']} ({statistics['origin']})",
         has_top5=has_top5,
         result=result,

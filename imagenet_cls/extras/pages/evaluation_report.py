@@ -14,12 +14,7 @@ from torch.nn import functional
 
 from imagenet_cls.errors import UsageError
 from imagenet_cls.extras.pages.evaluation_page import evaluation_page, evaluation_statistics
-from imagenet_cls.extras.pages.render import (
-    PLOTLY_FILE,
-    plotly_script,
-    to_jpeg,
-    utf8_text,
-)
+from imagenet_cls.extras.pages.render import to_jpeg, utf8_text
 from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.inference.evaluate_weights import WeightsEvaluation, prediction_rows
 from imagenet_cls.lookup import check_packages
@@ -34,15 +29,13 @@ _REMEDY = "Name another folder with --report."
 class EvaluationReport:
     """A folder with report.html, report.json and, with one label for an image, confusion.csv.
 
-    An earlier report in it will be replaced. link_js: whether the page links to Plotly's script
-    beside it, instead of a copy in the page. Raises UsageError for a folder with another page and
+    An earlier report in it will be replaced. Raises UsageError for a folder with another page and
     for missing packages, ResourceError if it can't be written.
     """
 
-    def __init__(self, folder: Path, link_js: bool):
+    def __init__(self, folder: Path):
         check_packages("report", "jinja2", "plotly")
         self.folder = folder
-        self.link_js = link_js
         self.page = folder / "report.html"
         if folder.is_file():
             raise UsageError(f"{folder} is a file.", _REMEDY)
@@ -95,7 +88,7 @@ class EvaluationReport:
             pixels, _ = images.load(example["index"])
             picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
             thumbnails[example["index"]] = to_jpeg(picture, _THUMBNAIL_PX)
-        page = evaluation_page(statistics, confusion, thumbnails, self.link_js)
+        page = evaluation_page(statistics, confusion, thumbnails)
         folder = self.folder
         with explain_write_errors(folder, _REMEDY):
             folder.mkdir(exist_ok=True)
@@ -104,8 +97,6 @@ class EvaluationReport:
                 names = [row["name"] for row in statistics["classes"]]
                 write_file(folder / "confusion.csv", confusion_table(confusion, names))
             write_file(folder / "report.json", finite_json(statistics))
-            if self.link_js:
-                write_file(folder / PLOTLY_FILE, plotly_script())
             write_file(self.page, page)
 
 

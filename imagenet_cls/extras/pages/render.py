@@ -13,7 +13,6 @@ from PIL import Image
 
 from imagenet_cls.text import printable
 
-PLOTLY_FILE = "plotly.min.js"
 DURATION = "duration"  # the format of a number of hours
 _TEMPLATES = Path(__file__).parent / "templates"
 _SECONDS_BELOW_HOURS = 2 / 60
@@ -27,19 +26,10 @@ def utf8_text(value: Any) -> str:
     return printable(str(value)).encode(errors="backslashreplace").decode()
 
 
-def plotly_script() -> str:
-    """The content of `PLOTLY_FILE`, about 5 MB."""
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs()
-
-
-def render(template: str, figures: Sequence[Any], link_js: bool, **values: Any) -> bytes:
-    """A page. template: a file of the folder templates/. figures: their data, for its script.
-
-    link_js: whether the page links to `PLOTLY_FILE` beside it, which is not written here.
-    """
+def render(template: str, figures: Sequence[Any], **values: Any) -> bytes:
+    """A page. template: a file of the folder templates/. figures: their data, for its script."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from plotly.offline import get_plotlyjs
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -50,9 +40,7 @@ def render(template: str, figures: Sequence[Any], link_js: bool, **values: Any) 
         finalize=_encodable,
     )
     environment.filters |= {"cell": format_cell, "data_url": data_url}
-    script = None
-    if not link_js:
-        script = plotly_script() if figures else ""
+    script = get_plotlyjs() if figures else ""  # about 5 MB
     page = environment.get_template(template)
     return page.render(figures=figures, script=script, **values).encode()
 

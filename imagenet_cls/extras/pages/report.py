@@ -50,12 +50,6 @@ def report_command(argv: Sequence[str]) -> None:
         help="the page; an earlier page is replaced; default: report.html, in the folder of "
         "one run, or in the current folder for several runs",
     )
-    parser.add_argument(
-        "--link-js",
-        action="store_true",
-        help="write plotly.min.js (5 MB) beside the page, and link to it, instead of a copy in "
-        "the page",
-    )
     arguments = cli.parse(parser, argv)
     paths = list(dict.fromkeys(arguments.runs))
     runs = []
@@ -77,19 +71,17 @@ def report_command(argv: Sequence[str]) -> None:
         raise UsageError(f"--out {out}: the page is an HTML file.", "Name it *.html.")
     if arguments.out or len(runs) > 1:  # else the run folder's own page, perhaps an old one
         check_replaced(out)
-    write_page(runs, out, arguments.link_js)
+    write_page(runs, out)
 
 
 def write_page(
     runs: Sequence[Path],
     out: Path,
-    link_js: bool = False,
     settings: tuple[Sequence[tuple[str, str]], Sequence[Sequence[Any]]] | None = None,
 ) -> None:
     """Write the page of run folders. settings: columns and rows of a table above the runs, see
     `table` in templates/macros.html; None for `_MAIN_KEYS` of a single run. Raises a UserError.
     """
-    from imagenet_cls.extras.pages.render import PLOTLY_FILE, plotly_script
     from imagenet_cls.extras.pages.runs_page import read_run, run_names, runs_page
 
     check_packages("report", "jinja2", "plotly")
@@ -118,12 +110,8 @@ def write_page(
         checkpoints = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
         records.append(read_run(run, name, checkpoints))
     config_texts = [texts.get(run) for run in runs]
-    page = runs_page(
-        records, batches, config_texts, differences, notes, out.parent, link_js, settings
-    )
+    page = runs_page(records, batches, config_texts, differences, notes, out.parent, settings)
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
-    if link_js:
-        write_output(out.with_name(PLOTLY_FILE), plotly_script())
     write_output(out, page)
     print(f"wrote {out}")

@@ -184,7 +184,6 @@ def runs_page(
     differences: Mapping[str, Sequence[str | None]],
     notes: Sequence[str],
     folder: Path,
-    link_js: bool,
     settings: tuple[Sequence[tuple[str, str]], Sequence[Sequence[Any]]] | None = None,
 ) -> bytes:
     """The page of the runs. Raises CheckpointError for records with missing values.
@@ -192,8 +191,8 @@ def runs_page(
     global_batches: the global batch size of each run, None if unknown. config_texts: the content of
     config.yaml of each run, None if it can't be read. differences: values of the
     configs by key, in the order of the runs. notes: to be said first. folder: the folder of the
-    page, from which the links to checkpoints lead. link_js: see `render`. settings: columns and
-    rows of the table of settings of a sweep or of a single run.
+    page, from which the links to checkpoints lead. settings: columns and rows of the table
+    of settings of a sweep or of a single run.
     """
     statistics = []
     for run, global_batch in zip(runs, global_batches, strict=True):
@@ -211,7 +210,6 @@ def runs_page(
     return render(
         "runs.html",
         curve_figures([run.metrics for run in runs]),
-        link_js,
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         notes=notes,
         settings=settings,
