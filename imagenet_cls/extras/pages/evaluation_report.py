@@ -15,7 +15,12 @@ from torch.nn import functional
 from imagenet_cls.errors import UsageError
 from imagenet_cls.extras.pages.evaluation_page import evaluation_page, evaluation_statistics
 from imagenet_cls.extras.pages.render import to_jpeg, utf8_text
-from imagenet_cls.files import explain_write_errors, write_file
+from imagenet_cls.files import (
+    check_output_path,
+    check_replaced,
+    explain_write_errors,
+    write_file,
+)
 from imagenet_cls.inference.evaluate_weights import WeightsEvaluation, prediction_rows
 from imagenet_cls.lookup import check_packages
 from imagenet_cls.report.jsonl import finite_json
@@ -39,20 +44,14 @@ class EvaluationReport:
         self.page = folder / "report.html"
         if folder.is_file():
             raise UsageError(f"{folder} is a file.", _REMEDY)
-        is_new = not self.page.exists()
-        others = [folder / name for name in ("report.json", "confusion.csv")]
-        found = [path for path in others if path.exists()]
-        if is_new and found:
-            raise UsageError(f"{found[0]} was not written by this command.", _REMEDY)
-        if not is_new and others[0] not in found:
-            raise UsageError(f"{self.page} was not written by this command.", _REMEDY)
-        has_folder = folder.exists()
+        is_new = not folder.exists()
         with explain_write_errors(folder, _REMEDY):
             folder.mkdir(parents=True, exist_ok=True)
-            self.page.touch()
-            if is_new:
-                self.page.unlink()
-            if not has_folder:  # a later check may fail
+            check_replaced(self.page, "--report")
+            if not self.page.exists():
+                for name in ("report.json", "confusion.csv"):
+                    check_output_path(folder / name, "--report")
+            if is_new:  # a later check may fail
                 folder.rmdir()
 
     def write(self, evaluation: WeightsEvaluation) -> None:
