@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 _USAGE = "CONFIG|DATA [key=value ...] [--from LR] [--to LR] [--steps N] [--out FILE.png]"
 _ROWS = 20  # of the table
-_MIN_STEPS = 20
 
 
 def find_lr_command(argv: Sequence[str]) -> None:
@@ -46,7 +45,7 @@ def find_lr_command(argv: Sequence[str]) -> None:
         metavar="LR",
         help="of the last step (default: 10)",
     )
-    add("--steps", type=cli.positive, default=100, metavar="N", help="at most (default: 100)")
+    add("--steps", type=cli.number(20), default=100, metavar="N", help="at most (default: 100)")
     add_picture_option(parser, "lr")
     arguments = cli.parse(parser, argv)
     if arguments.low >= arguments.high:
@@ -54,8 +53,6 @@ def find_lr_command(argv: Sequence[str]) -> None:
             f"--from {arguments.low:g} is not below --to {arguments.high:g}.",
             "Correct one of them.",
         )
-    if arguments.steps < _MIN_STEPS:
-        raise UsageError(f"--steps {arguments.steps} are too few.", f"Give {_MIN_STEPS} or more.")
     loaded = cli.load_one_config(arguments, parser)
     path = picture_path(arguments, loaded, "lr")
     config, context = join_alone(loaded)

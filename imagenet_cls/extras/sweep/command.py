@@ -66,7 +66,7 @@ def sweep_parser() -> argparse.ArgumentParser:
     add("--out", type=cli.path, required=True, metavar="DIR", help="the folder of the sweep")
     add(
         "--folds",
-        type=cli.positive,
+        type=cli.number(2),
         metavar="K",
         help="train K runs for each combination, each of which holds out another fold",
     )
@@ -97,8 +97,6 @@ def run_sweep(arguments: argparse.Namespace) -> list[str]:
     check_is_no_rank()
     out = arguments.out
     overrides, source = cli.split_overrides(arguments, ["one config or dataset"])
-    if arguments.folds == 1:
-        raise UsageError("--folds 1 leaves no training images.", "Give two folds or more.")
     runs, configs = load_grid(out, source, overrides, arguments.folds)
     grid = list(zip(runs, configs, strict=True))
     started = {run.name for run in runs}
@@ -254,7 +252,8 @@ class Runner:
             return
         del self.running[slot]
         if code == 0:
-            self.record(run)
+            self.known[run.name] = run
+            write_runs(self.out, self.known.values())
             outcome = "finished"
         elif self.stop_signals:
             outcome = "stopped"
@@ -262,10 +261,6 @@ class Runner:
             self.failed.append(run.name)
             outcome = f"failed with exit code {128 - code if code < 0 else code}: {self.log(run)}"
         print(f"{run.name}: {outcome}", flush=True)
-
-    def record(self, run: SweepRun) -> None:
-        self.known[run.name] = run
-        write_runs(self.out, self.known.values())
 
     def log(self, run: SweepRun) -> Path:
         return self.out / f"{run.name}.log"

@@ -22,9 +22,7 @@ from imagenet_cls.files import explain_write_errors, write_file
 
 # Keys whose values repeat a setting: the table has their mean.
 REPEATS = ("seed", "data.fold")
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-_RANGE = re.compile(rf"(?:log:)?{_NUMBER}\.\.{_NUMBER}")
-_WHOLE_RANGE = re.compile(r"([-+]?\d+)\.\.([-+]?\d+)")
+_RANGE = re.compile(r"([-+]?\d+)\.\.([-+]?\d+)")
 # Larger ranges and grids are most likely typing errors.
 _MAX_VALUES = 1000
 _MAX_RUNS = 10_000
@@ -115,10 +113,10 @@ def split_values(text: str) -> list[str]:
 
 def expand_range(key: str, text: str) -> list[str]:
     """The whole numbers of `0..2`; any other value as it is. Raises UsageError."""
-    if _RANGE.fullmatch(text) is None:
+    match = _RANGE.fullmatch(text)
+    if match is None:
         return [text]
-    match = _WHOLE_RANGE.fullmatch(text)
-    numbers = range(int(match[1]), int(match[2]) + 1) if match else range(0)
+    numbers = range(int(match[1]), int(match[2]) + 1)
     if not 0 < len(numbers) <= _MAX_VALUES:
         raise UsageError(
             f"{key}={text}: a range has 1 to {_MAX_VALUES} whole numbers.",
