@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imagenet_cls.config.keys import ALIASES, is_text, sections, split_optional, value_types
+from imagenet_cls.config.keys import is_text, split_optional, value_types
 from imagenet_cls.config.layers import CONFIGS, shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.reader import dump_inline, parse, value_of
@@ -19,8 +19,7 @@ from imagenet_cls.data.archives import is_archive, part_folders
 from imagenet_cls.data.classes import may_lack_classes
 from imagenet_cls.data.index import list_folder
 from imagenet_cls.errors import ConfigError, UsageError
-from imagenet_cls.lookup import nearest
-from imagenet_cls.text import count_of, join_names, shorten
+from imagenet_cls.text import count_of, join_names
 
 if TYPE_CHECKING:
     from imagenet_cls.data.datasets import DataSets
@@ -109,20 +108,13 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     has_checkpoint = any(
         key_of(text) == "model.checkpoint" and text != "model.checkpoint=null" for text in overrides
     )
-    typos = typos_of_short_keys(overrides)
-    overrides = [text for text in overrides if text not in typos]
     overrides = expand_short_keys(overrides, pretrained=not has_checkpoint)
     derived = data_overrides(path)
     if has_checkpoint:  # replaces the published weights of the config
         derived.append("model.pretrained=false")
     derived = _without(derived, overrides)
     config = MULTILABEL if "data.labels=multi" in overrides else OWN_DATASET
-    try:
-        loaded = load_config(config, [*derived, *overrides])
-    except ConfigError as error:
-        raise ConfigError([*typos.values(), *error.lines]) from None
-    if typos:
-        raise ConfigError(list(typos.values()))
+    loaded = load_config(config, [*derived, *overrides])
     if loaded.config.data.name not in ("folder", "list"):
         raise UsageError(
             f"data.name={loaded.config.data.name} beside {source}: that dataset is not a path.",
@@ -147,20 +139,6 @@ def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     full = path.resolve()
     name = full.name if full.is_dir() else full.stem
     return replace(loaded, name=name, notes=[*notes, *loaded.notes], data=data)
-
-
-def typos_of_short_keys(overrides: Sequence[str]) -> dict[str, str]:
-    """A line about each override with an unknown key that is similar to a short one."""
-    typos = {}
-    for override in overrides:
-        key = key_of(override)
-        similar = nearest(key, SHORT_KEYS)
-        if "." in key or key in {*SHORT_KEYS, *sections(), *value_types()} or not similar:
-            continue
-        short = similar[0]
-        if ALIASES.get(key, SHORT_KEYS[short][0]) in SHORT_KEYS[short]:  # no name of another key
-            typos[override] = f"{shorten(override, 100)}: unknown key; did you mean {short!r}?"
-    return typos
 
 
 def expand_short_keys(overrides: Sequence[str], pretrained: bool) -> list[str]:

@@ -169,7 +169,7 @@ def test_list_of_several_labels_in_a_row_needs_the_key(photos: Path) -> None:
     [
         ("modle=resnet18", "model"),
         ("model_ema=0.9", "ema.decay"),
-        ("sise=64 epoch=1 train.epoch=2", "size epochs train.epochs"),
+        ("train.epoch=2 epoch=1", "train.epochs train.epochs"),
     ],
 )
 def test_typos_of_short_and_other_keys_are_reported_at_once(
