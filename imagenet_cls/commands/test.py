@@ -18,7 +18,6 @@ from imagenet_cls.commands.own_data import is_config, key_of, value_of_override
 from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config, load_stored_config
 from imagenet_cls.config.rules import EVALUATED, check_trusted
-from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import UsageError
 from imagenet_cls.files import check_output_path
@@ -44,7 +43,7 @@ def evaluate_command(argv: Sequence[str]) -> int:
 
 def check_start(arguments: argparse.Namespace, loaded: LoadedConfig, starts_ranks: bool) -> None:
     """Raise a UserError for what is wrong before a rank has started."""
-    check_files(arguments, loaded)
+    check_files(arguments)
     if starts_ranks:
         check_components(loaded, ranks_to_start(arguments), training=False)
 
@@ -168,7 +167,7 @@ def load_config_of_run(
     return loaded
 
 
-def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
+def check_files(arguments: argparse.Namespace) -> None:
     """Raise a UserError for options that exclude each other and, on the first machine, for paths
     that can't be used.
     """
@@ -187,23 +186,8 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         check_output_path(arguments.results, "--results")
         if arguments.report is not None:
             load_extra("test.py --report")(arguments.report)
-        if "data.val" in map(key_of, arguments.overrides):
-            check_images(arguments.data, loaded.config.data)
-
-
-def check_images(test_set: Path | None, data: DataConfig) -> None:
-    """Raise UsageError for an override of data.val beside --data, or where --data is meant."""
-    val = data.val
-    if val is None or data.name not in ("folder", "list"):
-        return
-    if test_set is not None:
-        raise UsageError("--data and data.val name different images.", "Leave out one of them.")
-    path = Path(data.root).expanduser() / val
-    if Path(val).exists() and not path.exists():
-        raise UsageError(
-            f"data.val={val} is looked for in data.root, and there is no {path}.",
-            f"To evaluate the images in {val}: --data {val}",
-        )
+        if arguments.data is not None and "data.val" in map(key_of, arguments.overrides):
+            raise UsageError("--data and data.val name different images.", "Leave out one of them.")
 
 
 def evaluate_on_rank(
@@ -215,5 +199,5 @@ def evaluate_on_rank(
     from imagenet_cls.parallel.collectives import run_on_main
 
     check_on_all_ranks(loaded, context, training=False)
-    run_on_main(context, lambda: check_files(arguments, loaded))  # not all launchers have done it
+    run_on_main(context, lambda: check_files(arguments))  # not all launchers have done it
     run_evaluation(arguments, loaded.config, context)

@@ -22,7 +22,6 @@ from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError, DataError, UsageError
 from imagenet_cls.files import is_url
 from imagenet_cls.lookup import did_you_mean
-from imagenet_cls.text import command_line
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import RankContext
@@ -137,13 +136,6 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
     if arguments.device is not None:
         overrides.append(f"device={arguments.device}")
     if not sources:
-        for override in overrides:
-            key, _, path = override.partition("=")
-            if key == "data":
-                raise UsageError(
-                    f"{override}: a dataset is given by its path alone.",
-                    f"Write: {command_line('train')} {path}",
-                )
         if arguments.resume_from is not None:
             raise UsageError(
                 f"The checkpoint {arguments.resume_from} is given without a config or dataset.",

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, Sampler
 
-from imagenet_cls.errors import DataError
 from imagenet_cls.seeding import generator
 
 SampleKey = tuple[int, int, int]  # epoch, index, repeat
@@ -56,7 +55,7 @@ class EpochSampler(DistributedSampler[SampleKey]):
     ):
         """accumulation: k above. devices: the devices of this rank; N above is world_size *
         devices. balance: see `class_quotas`; above 0 it needs the targets of the images, int64.
-        Raises DataError for an epoch without a whole global batch.
+        An epoch has at least one global batch (`engine.plan.plan_run`).
         """
         passes = world_size * devices * accumulation  # forward passes of a step
         assert global_batch_size >= passes and (devices == 1 or global_batch_size % passes == 0), (
@@ -64,13 +63,6 @@ class EpochSampler(DistributedSampler[SampleKey]):
             devices,
         )
         num_samples = samples_per_epoch(num_images, repeats_multiple)
-        if num_samples < global_batch_size:
-            multiple = "" if repeats_multiple is None else " (see data.repeats_multiple)"
-            raise DataError(
-                f"An epoch of {num_samples} training images{multiple} is smaller than one global "
-                f"batch of {global_batch_size}.",
-                f"Set train.global_batch_size to at most {num_samples}.",
-            )
         images: Any = range(num_images)  # torch only asks for its length
         super().__init__(images, world_size, rank, shuffle=True, seed=seed, drop_last=True)
         self.num_images = num_images
@@ -160,18 +152,9 @@ class MicroBatchSampler(Sampler[list[SampleKey]]):
 
 
 def samples_per_epoch(num_images: int, repeats_multiple: int | None = None) -> int:
-    """The number of images, rounded down to a multiple of `repeats_multiple`. Raises DataError if
-    that is 0.
-    """
-    if repeats_multiple is None:
-        return num_images
-    if num_images < repeats_multiple:
-        raise DataError(
-            f"{num_images} training images are fewer than data.repeats_multiple, "
-            f"{repeats_multiple}.",
-            "Set it to null.",
-        )
-    return num_images // repeats_multiple * repeats_multiple
+    """The number of images, rounded down to a multiple of `repeats_multiple`, perhaps 0."""
+    multiple = repeats_multiple or 1
+    return num_images // multiple * multiple
 
 
 def class_quotas(counts: np.ndarray, balance: float, num_samples: int) -> np.ndarray:

@@ -112,7 +112,7 @@ def plan_run(
         raise DataError(
             f"The training set has {num_samples} images an epoch, fewer than one batch "
             f"(train.global_batch_size={train.global_batch_size}).",
-            f"Give a train.global_batch_size of at most {num_samples}, or more images.",
+            "Give a smaller train.global_batch_size, data.repeats_multiple=null, or more images.",
         )
     num_devices = world_size * devices_per_rank
     # DataParallel divides each micro-batch among its devices in equal parts.

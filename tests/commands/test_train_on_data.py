@@ -192,7 +192,7 @@ def test_too_few_images_to_hold_any_out_are_an_error(photos: Path, source: str) 
 @pytest.mark.parametrize(
     ("word", "named"),
     [
-        ("data=photos", "train photos"),  # a dataset as a key
+        ("data=photos", "data: 'photos'"),  # a dataset as a key
         ("phtos", "'photos'"),
         ("sets/phtos", "'sets/photos'"),
     ],

@@ -183,7 +183,7 @@ def test_mistakes_in_the_place_are_errors_that_name_the_option(
 ) -> None:
     words = [run_folder, *ALLOW]
     for more in (["data.val=testset"], ["data.val=testset", "data.val_fraction=null"]):
-        assert "--data testset" in fails(2, evaluate_command, *words, *more)
+        assert "photos/testset" in fails(3, evaluate_command, *words, *more)
     fails(2, evaluate_command, *words, "data.val=testset", "--data", "testset")
     fails(3, evaluate_command, *words, "--data", "nowhere")
     for name, content in (

@@ -98,20 +98,6 @@ def test_micro_batches_depend_only_on_their_number(
                     assert distinct == min(len(part), batch // repeats)
 
 
-@pytest.mark.parametrize(
-    ("num_images", "batch", "multiple", "key"),
-    [
-        (10, 16, None, "train.global_batch_size"),
-        (700, 600, 256, "data.repeats_multiple"),
-    ],
-)
-def test_sampler_without_a_whole_batch_raises(
-    num_images: int, batch: int, multiple: int | None, key: str
-) -> None:
-    with pytest.raises(DataError, match=key):
-        EpochSampler(num_images, batch, 0, 1, seed=0, repeats=3, repeats_multiple=multiple)
-
-
 def test_ranks_need_not_divide_repeats_multiple() -> None:
     """Every number of ranks reads the same epoch."""
 
