@@ -14,7 +14,6 @@ from imagenet_cls.data.samplers import (
     class_quotas,
     shard_for_eval,
 )
-from imagenet_cls.errors import DataError
 from imagenet_cls.seeding import generator
 
 TARGETS = np.repeat([2, 0, 3, 1], [60, 30, 7, 6])  # 103 images; not in the order of the classes
