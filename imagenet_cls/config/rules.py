@@ -84,8 +84,8 @@ def _data_rules(c: Config) -> Iterator[Problem]:
     data = c.data
     opener = data_opener(data.name)
     has_paths = opener is not None and opener.has_paths
-    if has_paths and data.val is None and data.val_fraction is None and data.fold is None:
-        remedy = "name a folder, or set data.val_fraction: 0.1"
+    if data.val is None and data.val_fraction is None and data.fold is None:
+        remedy = "name a part, or set data.val_fraction: 0.1"
         yield Problem("data.val", f"is null like data.val_fraction and data.fold; {remedy}")
     if data.fold is not None and data.fold[0] >= data.fold[1]:
         shown = format_value(data.fold)

@@ -27,7 +27,7 @@ def split_by_config(
 
     names, classes: `split_keys` and `strata` of an `ImageSet`. images: equal where rows are of the
     same image. Such rows stay together: the name and the class of the first one count. Raises
-    DataError if the config holds out none, and for a name that `data.group` does not match.
+    DataError for a name that `data.group` does not match.
     """
     first_row: dict[Hashable, int] = {}
     rows = [first_row.setdefault(image, row) for row, image in enumerate(images)]
@@ -39,13 +39,9 @@ def split_by_config(
         mask = stratified_fold_mask(names, classes, config.fold)
     elif config.fold is not None:
         mask = fold_mask(names if groups is None else groups, config.fold)
-    elif config.val_fraction is not None:
-        mask = held_out_mask(names, classes, config.val_fraction, groups)
     else:
-        raise DataError(
-            "No validation images: data.val and data.val_fraction are null.",
-            "Set data.val_fraction=0.1.",
-        )
+        assert config.val_fraction is not None  # by the rules of a config
+        mask = held_out_mask(names, classes, config.val_fraction, groups)
     is_held_out = mask[image_of_row]
     return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 

@@ -179,8 +179,7 @@ RULES = [
     ("eval.resize_px=224 eval.crop_px=[192,224]", "eval.crop_px=[192,256]"),
     # data
     ("data.val= data.val_fraction=0.1", "data.val_fraction="),
-    ("data.val= data.name=synthetic", "data.name=digits"),
-    ("data.val= data.name=torchvision:CIFAR10", "data.group=a"),
+    ("data.val= data.val_fraction=0.1 data.name=torchvision:CIFAR10", "data.group=a"),
     (FOLD, "data.fold=[5,5]"),
     (f"{FOLD} data.group=[^_]*", "data.group=[^_*"),
     ("data.classes=[b,a]", "data.classes=[a,b,a]"),
