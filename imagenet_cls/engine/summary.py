@@ -11,7 +11,6 @@ import torch
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import Progress, best_metric, best_weights
 from imagenet_cls.config.metrics import MIN_CLASSES_FOR_TOP5, main_metric
-from imagenet_cls.config.schema import EmaConfig, MixConfig
 from imagenet_cls.data.classes import HOLD_OUT_ADVICE
 from imagenet_cls.data.image_set import EncodedImages, FileImages, ImageSet
 from imagenet_cls.data.index import describe_unread
@@ -54,7 +53,6 @@ def startup_table(
         torch.bfloat16: "bf16 autocast",
         torch.float16: "fp16 autocast with a loss scale",
     }[parts.autocast_dtype]
-    loss = config.loss
     rows = {
         "model": f"{config.model.name}, {parameters:.2f} M parameters, "
         f"{count_of(classes, 'class')}",
@@ -72,19 +70,12 @@ def startup_table(
         f"{count_of(plan.epochs, 'epoch')})",
         "optimizer": f"{config.optimizer.name}, lr {parts.schedule.horizon.peak_lr:g}, "
         f"{config.schedule.name}",
-        "layer decay": config.optimizer.layer_decay,
-        "policy": config.augment.policy,
-        "mixing": _describe_mixing(config.mix),
-        "loss": f"{loss.name}, label smoothing {loss.label_smoothing:g}",
-        "teacher": config.distill.teacher.name,
-        "EMA": _describe_ema(config.ema),
-        "seed": str(config.seed),
         "epoch lines": f"train loss and {task.train_metric.title}, {shown_results}; "
         f"*: best {config.checkpoint.best} so far",
         "run folder": "none: a dry run creates none" if work_dir is None else str(work_dir),
         "resumes at": f"step {progress.step}" if progress.step else "",
     }
-    return [(label, str(text)) for label, text in rows.items() if text]
+    return [(label, text) for label, text in rows.items() if text]
 
 
 def _describe_batch(plan: Plan) -> str:
@@ -94,21 +85,6 @@ def _describe_batch(plan: Plan) -> str:
     steps = count_of(plan.accumulation, "accumulation step")
     per_pass = " or ".join(map(str, part_sizes(plan.global_batch, plan.forward_passes)))
     return f"{plan.global_batch} = {devices} x {steps} x {per_pass} per device"
-
-
-def _describe_mixing(mix: MixConfig) -> str:
-    alphas = {"mixup": mix.mixup_alpha, "cutmix": mix.cutmix_alpha}
-    return ", ".join(f"{name} {alpha}" for name, alpha in alphas.items() if alpha)
-
-
-def _describe_ema(ema: EmaConfig) -> str:
-    if ema.half_life_images is not None:
-        average = f"half-life {ema.half_life_images:,.0f} images"
-    elif ema.decay is not None:
-        average = f"decay {ema.decay}"
-    else:
-        return ""
-    return f"{average}, every {count_of(ema.every_steps, 'step')}"
 
 
 def describe_class_sizes(source: ImageSet, task: Task) -> str:

@@ -1,12 +1,10 @@
 """The start-up table, the line of an epoch, and the last lines of a run."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from helpers import arguments, single_rank
 
 from imagenet_cls.checkpoint.format import checkpoint_path
@@ -61,16 +59,12 @@ def test_other_values_of_an_evaluation_are_shown_with_metrics_of_the_config_only
         assert line.startswith(f"  {title}  loss 0.1000  balanced accuracy 90.00 %  mean_target")
 
 
-@pytest.mark.parametrize("decay", [0.98, 0.0])
-def test_startup_table_fits_80_columns_and_names_the_ema_and_the_decoder(
-    digits: Path, call: Callable, decay: float
-) -> None:
-    words = arguments(digits, "work_dirs/no_run", ema__decay=decay, data__num_workers="auto")
+def test_startup_table_fits_80_columns_and_names_the_decoder(digits: Path, call: Callable) -> None:
+    words = arguments(digits, "work_dirs/no_run", data__num_workers="auto")
     code, out, _ = call(train_command, *words, "--dry-run")
     decoder = find_turbojpeg()
     assert code == 0 and max(map(len, out.splitlines())) <= 80
     assert decoder is None or f"regions, by {Path(decoder.path).name}\n" in out
-    assert re.search("^EMA ", out, re.MULTILINE)
 
 
 def test_last_lines_name_the_best_results_and_what_is_missing(tmp_path: Path) -> None:
