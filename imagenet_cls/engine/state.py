@@ -36,7 +36,6 @@ from imagenet_cls.models.weights import state_dict_mismatch
 from imagenet_cls.optim.optimizers import optimizer_of_layer
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import RankContext
-from imagenet_cls.report.jsonl import missing_steps
 from imagenet_cls.report.reporter import Reporter
 from imagenet_cls.text import command_line, format_value
 from imagenet_cls.versions import library_versions
@@ -222,10 +221,6 @@ def read_checkpoint_to_resume(
         return None, [message] if options.resume else []
     with invalid_content_errors(snapshot.path):
         step = snapshot.state["progress"]["step"]
-    if snapshot.path is not None and snapshot.path.parent == folder.checkpoints:
-        path = folder.path / "metrics.jsonl"
-        if missing := missing_steps(path, step):
-            notes.append(f"warning: {path} lacks the records of {missing} of the {step} steps")
     messages = [f"{line}; using an older checkpoint" for line in damaged]
     return snapshot, [*messages, f"resumed from {snapshot.path} at step {step}", *notes]
 

@@ -197,22 +197,6 @@ def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
         write_file(path, b"".join(kept))
 
 
-def missing_steps(path: Path, step: int) -> int:
-    """How many of the steps up to `step` have no record in a file. Those before an event that comes
-    first do not count: the run continues another one's checkpoint.
-
-    Raises CheckpointError as `read_metrics`.
-    """
-    first = 0
-    found = set()
-    for _, record in _read_lines(path) if path.is_file() else ():
-        if record["kind"] == "train":
-            found.add(record["step"])
-        elif record["kind"] == "event" and not found:
-            first = record["step"]
-    return len(set(range(first + 1, step + 1)) - found)
-
-
 def _checked(key: str, value: Any) -> Any:
     """A value of a record: a text, or a number, which may be written as `"NaN"`. Raises TypeError,
     ValueError or OverflowError for any other value.

@@ -98,22 +98,6 @@ def test_nan_weights_are_not_saved_and_the_run_resumes_from_before(
     assert state_digest(tmp_path / "run") == state_digest(tmp_path / "whole")
 
 
-def test_resume_says_that_metrics_are_missing(digits: Path, tmp_path: Path) -> None:
-    run, new = tmp_path / "run", tmp_path / "new"
-    train_here(arguments(digits, run, train__max_steps=3))
-
-    def said(folder: Path, *words: str) -> bool:
-        out = succeeds(train_command, *arguments(digits, folder), "--dry-run", *words)
-        return any("metrics.jsonl" in line and "3 steps" in line for line in out.splitlines())
-
-    assert not said(run, "--resume")
-    metrics = run / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines(keepends=True)
-    metrics.write_bytes(b"".join(lines[2:]))
-    assert said(run, "--resume")
-    assert not said(new, "--resume-from", str(run))
-
-
 def test_lost_rank_in_the_broadcast_is_no_error_of_the_checkpoint(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

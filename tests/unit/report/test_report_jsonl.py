@@ -12,7 +12,6 @@ from imagenet_cls.errors import CheckpointError
 from imagenet_cls.report.jsonl import (
     MetricsFile,
     finite_json,
-    missing_steps,
     read_metrics,
     truncate_after,
 )
@@ -81,24 +80,6 @@ def test_truncate_keeps_earlier_lines_byte_for_byte(tmp_path, step, evaluated_st
     lines = path.read_bytes().splitlines(keepends=True)
     truncate_after(path, step, evaluated_step)
     assert path.read_bytes() == b"".join(lines[number] for number in kept)
-
-
-@pytest.mark.parametrize(
-    ("steps", "event", "missing"),
-    [
-        ([1, 2, 3, 4, 5, 6], 0, 0),
-        ([1, 2], None, 3),
-        ([3, 4, 5], None, 2),
-        ([3, 4, 5], 2, 0),  # continues a checkpoint of another folder
-        ([], 2, 3),
-        ([], None, 5),
-    ],
-)
-def test_missing_steps_are_those_up_to_the_checkpoint(tmp_path, steps, event, missing):
-    first = [] if event is None else [{"kind": "event", "step": event, "message": "resumed"}]
-    path = write(tmp_path / "m.jsonl", first + [train_record(step) for step in steps])
-    assert missing_steps(path, 5) == missing
-    assert missing_steps(tmp_path / "none", 5) == 5
 
 
 @pytest.mark.parametrize(
