@@ -166,11 +166,10 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """Raise a UserError if data is missing. On the first machine also if initial weights are
     missing, or the run folder can't be used.
     """
-    from imagenet_cls.data.classes import may_lack_classes
     from imagenet_cls.data.paths import check_paths
 
     if loaded.data is None:
-        check_paths(loaded.config.data, allow_missing=may_lack_classes(loaded.config))
+        check_paths(loaded.config.data)
     if arguments.node_rank != 0:
         return
     options = run_options(arguments, loaded)
