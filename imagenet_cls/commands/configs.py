@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from imagenet_cls.commands import cli
-from imagenet_cls.config.layers import CONFIGS, shipped_configs
+from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config, format_size
-from imagenet_cls.errors import UsageError
 from imagenet_cls.text import format_columns
 
 
@@ -18,22 +17,11 @@ def configs_command(argv: Sequence[str]) -> None:
         "List the shipped configs, with dataset, the top-1 accuracy that the source claims, image "
         "size in training and evaluation, and source.",
     )
-    parser.add_argument(
-        "word", nargs="?", default="", metavar="WORD", help="only those whose line contains it"
-    )
-    arguments = cli.parse(parser, argv)
+    cli.parse(parser, argv)
     rows = []
     for name, path in sorted(shipped_configs().items(), key=lambda item: item[1]):
-        folder = str(path.parent.relative_to(CONFIGS))
-        row = [name, *describe_config(load_config(path).config)]
-        if arguments.word.lower() in " ".join([folder, *row]).lower():
-            rows.append(row)
+        rows.append([name, *describe_config(load_config(path).config)])
     rows.sort(key=lambda row: row[1] != "imagenet")
-    if not rows:
-        raise UsageError(
-            f"No shipped config has {arguments.word!r} in its name, folder or source.",
-            "Leave out WORD to list all.",
-        )
     print(format_columns([["config", "dataset", "claimed top-1", "size", "source"], *rows]))
 
 
