@@ -14,12 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO, TypeVar
 
-from imagenet_cls.commands.own_data import (
-    SHORT_KEYS,
-    is_config,
-    is_data,
-    load_config_or_data,
-)
+from imagenet_cls.commands.own_data import is_config, is_data, load_config_or_data
 from imagenet_cls.config import keys
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.config.schema import POSITIVE, Range
@@ -192,7 +187,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
             resumed = following
     arguments, unknown = parser.parse_known_intermixed_args(words)
     following_words = dict(zip(words, [*words, ""][1:], strict=True))
-    short_keys = {}
     given = [word for word in vars(arguments).get("arguments", []) if not is_override(word)]
     is_source = len(given) == 1 and (is_config(resumed) or is_data(resumed))
     if resumed in given and not is_source:
@@ -200,8 +194,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
             f"--resume {resumed}: --resume takes no checkpoint.",
             f"To resume from one, give its config or dataset, and --resume-from {resumed}.",
         )
-    if unknown and any(is_data(word) for word in given):
-        short_keys = {of_config[0]: short for short, of_config in SHORT_KEYS.items()}
     errors = []
     for word in unknown:
         if not word.startswith("-"):
@@ -210,7 +202,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         following = following_words[word]
         if not value and not _NOT_A_VALUE.fullmatch(following):
             value = following
-        if text := keys.instead_of_option(option, value or None, short_keys):
+        if text := keys.instead_of_option(option, value or None):
             shown = f"{option} {value}".rstrip()
             errors.append(f"{shown}: {text}")
     if errors:

@@ -2,7 +2,7 @@
 
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from itertools import accumulate
@@ -69,6 +69,7 @@ ADVICE = {
     "train.precision": "auto, the default, is bf16 on GPUs that have it",
     "optimizer.lr_base_batch": "the batch size that optimizer.lr is meant for",
     "optimizer.lr_scales": "by parameter names: '{\"head.*\": 10}'",
+    "model.name": "beside a dataset: model",
     "model.head_only": "or model.freeze, with patterns",
     "augment.size_px": "in evaluation: eval.crop_px; beside a dataset, size sets both",
     "eval.mode": "crop, squash or pad",
@@ -193,11 +194,9 @@ def describe_type(hint: Any) -> str:
     return " or ".join(names)
 
 
-def instead_of_option(option: str, value: str | None, short_keys: Mapping[str, str]) -> str | None:
+def instead_of_option(option: str, value: str | None) -> str | None:
     """What to write instead of an unknown command-line option: `write optimizer.lr=0.1` for `--lr
     0.1`, or None.
-
-    short_keys: the short keys that are allowed, by the key of the config.
     """
     name = option.lstrip("-").replace("-", "_")
     same_name = [key for key in value_types() if name in (key, key.rpartition(".")[2])]
@@ -205,8 +204,6 @@ def instead_of_option(option: str, value: str | None, short_keys: Mapping[str, s
     if setting is None:
         return ADVICE.get(name)
     key, equals, _ = setting.partition("=")
-    if key in short_keys:
-        return f"write {short_keys[key]}={value or 'VALUE'}"
     if not equals:
         is_switch = value is None and value_types()[key] is bool
         setting += "=true" if is_switch else f"={value or 'VALUE'}"

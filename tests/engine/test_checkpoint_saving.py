@@ -20,7 +20,6 @@ from helpers import (
     fails,
     losses,
     state_digest,
-    succeeds,
     train_here,
 )
 from torch import nn
