@@ -266,8 +266,6 @@ def _device_rules(c: Config) -> Iterator[Problem]:
     ids = c.parallel.device_ids
     if c.device == "cpu" and c.parallel.backend == "nccl":
         yield Problem("parallel.backend", "'nccl' needs GPUs and device is 'cpu'; use gloo or auto")
-    if c.device == "cpu" and c.train.precision == "fp16":
-        yield Problem("train.precision", "'fp16' needs a GPU and device is 'cpu'; use fp32 or bf16")
     if ids is not None and len(set(ids)) < len(ids):
         yield Problem("parallel.device_ids", f"{format_value(ids)} lists a GPU twice")
     if (":" in c.device or c.device == "mps") and (ids is not None or is_dp):

@@ -210,7 +210,6 @@ RULES = [
     # training and devices
     ("schedule.cooldown_epochs=90", "schedule.warmup_epochs=1"),
     ("train.sam_rho=0.1", "train.precision=fp16"),
-    ("train.precision=fp16", "device=cpu"),
     ("parallel.backend=nccl device=cuda", "device=cpu"),
     ("parallel.device_ids=[1,0]", "parallel.device_ids=[0,0]"),
     ("parallel.device_ids=[1,0]", "device=cuda:1"),
