@@ -15,13 +15,11 @@ from imagenet_cls.commands.distributed import (
     run_on_ranks,
 )
 from imagenet_cls.commands.own_data import is_config, key_of, value_of_override
-from imagenet_cls.config.layers import shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config, load_stored_config
 from imagenet_cls.config.rules import EVALUATED, check_trusted
 from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import UsageError
 from imagenet_cls.files import check_output_path
-from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import command_line
 
 if TYPE_CHECKING:
@@ -142,11 +140,9 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
         )
     if is_run:
         return load_config_of_run(source, overrides, arguments.allow_import)
-    if not is_config(paths[0]):
-        beside = [str(path) for path in source.parent.glob("*")]
-        near = "" if source.exists() else did_you_mean(paths[0], [*beside, *shipped_configs()])
+    if source.exists() and not is_config(paths[0]):
         raise UsageError(
-            f"{source}: neither a run folder, a checkpoint folder nor a config{near or '.'}",
+            f"{source}: neither a run folder, a checkpoint folder nor a config.",
             "Give a run folder such as work_dirs/demo; or a config, and then a file of weights.",
         )
     return load_config(source, overrides)
