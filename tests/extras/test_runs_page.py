@@ -172,14 +172,13 @@ def test_page_has_the_config_of_each_run(run: Path, copy: Path, tmp_path: Path) 
     config = (run / "config.yaml").read_text()
     one = page_of(tmp_path / "page.html", run)
     assert configs_of(one) == [config]
-    assert ">model.name</button></th>" in one and "helpers:plain" in cells(one)
 
     (copy / "config.yaml").write_text(config + "# </pre>\n")
     invalid = write_records(tmp_path / "invalid", TRAIN)
     (invalid / "config.yaml").write_text("unknown: 1\n")
     page = page_of(tmp_path / "page.html", invalid, run, copy)
     assert configs_of(page) == [config, config + "# </pre>\n"]
-    assert ">model.name</button></th>" not in page and page.count("is not compared") == 1
+    assert page.count("is not compared") == 1
 
 
 def test_hours_of_a_run_that_continues_another_are_of_its_own_steps(tmp_path: Path) -> None:

@@ -8,23 +8,12 @@ from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.trained_run import TrainedRun
 from imagenet_cls.config.compare import differing_values
-from imagenet_cls.config.load import comparable_values, load_config
+from imagenet_cls.config.load import load_config
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import UsageError, UserError
 from imagenet_cls.files import check_replaced, explain_write_errors, write_output
 from imagenet_cls.lookup import check_packages
 from imagenet_cls.text import first_line
-
-# The settings of a single run that the page shows in a table.
-_MAIN_KEYS = (
-    "model.name",
-    "data.name",
-    "data.root",
-    "train.epochs",
-    "train.global_batch_size",
-    "optimizer.lr",
-    "augment.size_px",
-)
 
 
 def report_command(argv: Sequence[str]) -> None:
@@ -80,7 +69,7 @@ def write_page(
     settings: tuple[Sequence[tuple[str, str]], Sequence[Sequence[Any]]] | None = None,
 ) -> None:
     """Write the page of run folders. settings: columns and rows of a table above the runs, see
-    `table` in templates/macros.html; None for `_MAIN_KEYS` of a single run. Raises a UserError.
+    `table` in templates/macros.html. Raises a UserError.
     """
     from imagenet_cls.extras.pages.runs_page import read_run, run_names, runs_page
 
@@ -101,9 +90,6 @@ def write_page(
     for key, values in differing_values(list(configs.values())).items():
         by_run = dict(zip(configs, values, strict=True))
         differences[key] = [by_run.get(run) for run in runs]
-    if len(runs) == 1 and configs and settings is None:
-        by_key = comparable_values(configs[runs[0]])
-        settings = [(key, "") for key in _MAIN_KEYS], [[by_key[key] for key in _MAIN_KEYS]]
     batches = [configs[run].train.global_batch_size if run in configs else None for run in runs]
     records = []
     for run, name in zip(runs, run_names(runs), strict=True):

@@ -192,7 +192,7 @@ def runs_page(
     config.yaml of each run, None if it can't be read. differences: values of the
     configs by key, in the order of the runs. notes: to be said first. folder: the folder of the
     page, from which the links to checkpoints lead. settings: columns and rows of the table
-    of settings of a sweep or of a single run.
+    of settings of a sweep.
     """
     statistics = []
     for run, global_batch in zip(runs, global_batches, strict=True):
