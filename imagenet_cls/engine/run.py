@@ -94,12 +94,10 @@ class Run:
         """This rank's micro-batches of an epoch, from its step `first_step` on, already copied to a
         GPU if there is one.
 
-        Adds the time that the loop waits for a batch to the meter, and passes the first batch of a
-        new run to the reporter.
+        Adds the time that the loop waits for a batch to the meter.
         """
         parts = self.parts
         batches = parts.prefetch(parts.train_loader.epoch(epoch, first_step))
-        is_first = self.progress.step == 0
         self.meter.restart_clock()
         while True:
             wait_started = time.perf_counter()
@@ -107,12 +105,6 @@ class Run:
             if batch is None:
                 return
             self.meter.add_wait(time.perf_counter() - wait_started)
-            if is_first:
-                # no variable refers to the images after this call
-                self.reporter.first_batch(
-                    batch.images[: len(batch.targets)], batch.targets, parts.data.classes
-                )
-                is_first = False
             yield batch
 
     def after_step(self, result: StepResult) -> None:

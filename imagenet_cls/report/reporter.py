@@ -4,9 +4,8 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from imagenet_cls.config.metrics import BY_FIELD, TRAIN_METRICS
 from imagenet_cls.config.schema import Config
@@ -24,10 +23,6 @@ from imagenet_cls.report.jsonl import (
 from imagenet_cls.report.writers import Row, Writer, open_writers
 from imagenet_cls.text import first_line
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_MAX_IMAGES = 32
 _TRAIN_FIELDS = (
     "loss",
     *(metric.field for metric in TRAIN_METRICS.values()),
@@ -86,21 +81,6 @@ class Reporter:
         """Print and record an event of the run, such as a resume or skipped steps."""
         self._record([{"kind": "event", "step": step, "message": message}])
         self.message(message)
-
-    def first_batch(self, images: "Tensor", targets: "Tensor", classes: Sequence[str]) -> None:
-        """Pass the first augmented images, at most 32, and their class names to the writers.
-
-        images: uint8 (B, C, H, W), on any device; not read without a writer. targets: see
-        `data.targets`. classes: by target.
-        """
-        if not self._writers:
-            return
-        labels = [
-            classes[target] if isinstance(target, int) else "; ".join(compress(classes, target))
-            for target in targets[:_MAX_IMAGES].tolist()
-        ]
-        shown = images[:_MAX_IMAGES].cpu().clone()  # a writer may change it
-        self._to_writers(lambda writer: writer.first_batch(shown, labels))
 
     def report_steps(self, records: Sequence[Record]) -> None:
         """Report the steps since the last call, if any: one record for each; the last one also has

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from imagenet_cls.config.load import dump_yaml
 from imagenet_cls.config.schema import Config, LogConfig
@@ -16,9 +16,6 @@ from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import Problem, ResourceError
 from imagenet_cls.lookup import NameNotFoundError, find_factory
 from imagenet_cls.text import first_line
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Row = tuple[int, dict[str, float]]
 """A step, and its scalars by tag, such as `train/loss`, `val/top1_pct` and `val_ema/top1_pct`."""
@@ -45,11 +42,6 @@ class Writer:
         """
         raise NotImplementedError
 
-    def first_batch(self, images: "Tensor", labels: Sequence[str]) -> None:
-        """Show the first batch of a run: uint8 images (B, C, H, W) on the CPU, and their labels. C
-        is `data.channels`.
-        """
-
     def flush(self) -> None:
         """Write everything to the files, before a checkpoint. Called by another thread."""
 
@@ -58,7 +50,7 @@ class Writer:
 
 
 class TensorBoard(Writer):
-    """TensorBoard's event files: scalars, the config and the first batch.
+    """TensorBoard's event files: scalars and the config.
 
     TensorBoard hides the events of earlier processes from the resumed step on (`purge_step`). A
     thread writes the files, so that an error is raised by a later call.
@@ -69,23 +61,16 @@ class TensorBoard(Writer):
         from torch.utils.tensorboard import SummaryWriter
 
         self.last_step = resume_step - 1 if any(folder.glob("events.*")) else 0
-        self._first_step = max(resume_step, 1)
-        self._writer = SummaryWriter(str(folder), purge_step=self._first_step, max_queue=1000)
+        first_step = max(resume_step, 1)
+        self._writer = SummaryWriter(str(folder), purge_step=first_step, max_queue=1000)
         # indented lines are code in Markdown
         code = "\n".join("    " + line for line in dump_yaml(config).splitlines())
-        self._writer.add_text("config", code, self._first_step)
+        self._writer.add_text("config", code, first_step)
 
     def write(self, rows: Sequence[Row]) -> None:
         for step, values in rows:
             for tag, value in values.items():
                 self._writer.add_scalar(tag, value, step)
-
-    def first_batch(self, images: "Tensor", labels: Sequence[str]) -> None:
-        from torchvision.utils import make_grid
-
-        listing = "\n".join(f"{number}. {label}" for number, label in enumerate(labels, start=1))
-        self._writer.add_image("train/first_batch", make_grid(images, nrow=8), self._first_step)
-        self._writer.add_text("train/first_batch_labels", listing, self._first_step)
 
     def flush(self) -> None:
         self._writer.flush()

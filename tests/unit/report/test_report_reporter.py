@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracker import AppendOnly, read_rows
 
@@ -41,7 +40,7 @@ def make_reporter(folder: Path, resume_step: int = 0, *writers: str, **changes: 
 
 
 def read_events(folder: Path) -> EventAccumulator:
-    guidance = {"scalars": 0, "images": 0, "tensors": 0}
+    guidance = {"scalars": 0, "tensors": 0}
     return EventAccumulator(str(folder / "tensorboard"), size_guidance=guidance).Reload()
 
 
@@ -56,8 +55,6 @@ def wait_for_the_next_second() -> None:
 
 def report_all(reporter: Reporter) -> None:
     reporter.table([("device", "cpu")])
-    images = torch.randint(0, 256, (40, 3, 8, 8), dtype=torch.uint8)
-    reporter.first_batch(images, torch.arange(40) % 3, ("ant", "bee", "cat"))
     reporter.report_steps([])
     reporter.report_steps(train_records(1, 3))
     reporter.sync()
@@ -85,14 +82,8 @@ def test_main_rank_writes_every_output(tmp_path, capsys):
     assert steps_of(events, "train/images_per_sec") == [3, 6]
     values = [events.Scalars(f"{group}/top1_pct")[0].value for group in ("val", "val_ema")]
     assert values == [97.5, 98.5]
-    assert events.Tags()["images"] == ["train/first_batch"]
-    config, labels = (
-        events.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode()
-        for tag in ("config", "train/first_batch_labels")
-    )
+    config = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "      name: resnet50" in config
-    lines = labels.splitlines()
-    assert lines[:4] == ["1. ant", "2. bee", "3. cat", "4. ant"] and len(lines) == 32
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
@@ -102,21 +93,11 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_first_batch_is_not_read_without_a_writer(tmp_path):
-    """Tensors on the meta device have no values to read."""
-    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8, device="meta")
-    targets = torch.zeros(2, dtype=torch.int64, device="meta")
-    with make_reporter(tmp_path) as reporter:
-        reporter.first_batch(images, targets, ("ant",))
-
-
 @pytest.mark.parametrize("resume_step", [0, 4])
 def test_history_after_resume_has_each_step_once(tmp_path, resume_step):
     """0: the first attempt died before its first checkpoint, and the second starts from scratch."""
-    image = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     for resumed, loss in ((0, 1.0), (resume_step, 2.0)):
         with make_reporter(tmp_path, resumed, "tensorboard") as reporter:
-            reporter.first_batch(image, torch.tensor([0]), ("ant",))
             reporter.report_steps(train_records(resumed + 1, 7, loss))
         wait_for_the_next_second()
     expected = [(step, 1.0 if step <= resume_step else 2.0) for step in range(1, 8)]
@@ -124,8 +105,6 @@ def test_history_after_resume_has_each_step_once(tmp_path, resume_step):
     assert [(record["step"], record["loss"]) for record in records] == expected
     events = read_events(tmp_path)
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == expected
-    shown = [event.step for event in events.Images("train/first_batch")]
-    assert shown == sorted({1, resume_step or 1})
 
 
 def test_full_disk_is_an_error_of_each_method(tmp_path, monkeypatch):
@@ -186,14 +165,6 @@ def test_writer_that_fails_is_reported_once_and_the_run_continues(
     assert capsys.readouterr().out.count("no space in the tracker") == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 6
     assert len(steps_of(read_events(tmp_path), "train/loss")) == 6
-
-
-def test_writer_that_changes_the_first_batch_changes_a_copy(tmp_path, monkeypatch):
-    monkeypatch.setattr(AppendOnly, "first_batch", lambda self, images, labels: images.zero_())
-    images = torch.ones(2, 3, 8, 8, dtype=torch.uint8)
-    with make_reporter(tmp_path, 0, TRACKER) as reporter:
-        reporter.first_batch(images, torch.tensor([0, 0]), ("ant",))
-    assert images.all()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
