@@ -18,6 +18,7 @@ from torchvision.transforms.functional import to_pil_image
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.data.builtin import ComposedDigits
 from imagenet_cls.extras.pages.report import report_command
+from imagenet_cls.files import OUTPUT_MARK
 
 THRESHOLD = 0.25
 ALLOW = ["--allow-import", "helpers:plain"]
@@ -41,7 +42,7 @@ def written(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("written")
     for name in ("report.html", "report.json", "confusion.csv"):
-        (folder / name).write_text("old")
+        (folder / name).write_text(OUTPUT_MARK)
     words = [run, *ALLOW]
     files = ["--out", folder / "rows.json", "--results", folder / "results.json"]
     succeeds(evaluate_command, *words, *files, "--report", folder)
