@@ -496,7 +496,7 @@ def read_weights(path: Path, averaged: bool = True) -> Any:
     """The EMA weights in a file, or with averaged=False the raw ones, or else its only ones, and
     their description.
     """
-    from imagenet_cls.models.weight_files import read_all_weights
+    from imagenet_cls.models.weight_files import read_weight_file
 
-    weights = read_all_weights(path)
+    weights = read_weight_file(path)
     return weights.get("ema" if averaged else "raw") or next(iter(weights.values()))

@@ -5,6 +5,7 @@ The newest intact one to resume from, the best one to predict with.
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,39 +22,27 @@ from imagenet_cls.errors import CheckpointError
 from imagenet_cls.text import first_line
 
 
-def newest_intact(folder: Path) -> tuple[Snapshot | None, list[str]]:
+def newest_intact(candidates: Sequence[Path]) -> tuple[Snapshot | None, list[str]]:
     """The newest checkpoint that verifies, if there is any, and a message for each newer one that
     is damaged.
 
-    Raises CheckpointError if all are damaged: a start from step 0 would lose the run.
+    candidates: newest first, such as those of `checkpoints_in`. Raises CheckpointError if all are
+    damaged: a start from step 0 would lose the run.
     """
     damage: list[str] = []
-    for path in list_checkpoints(folder):
+    for path in candidates:
         try:
             return read_checkpoint(path), damage
         except CheckpointError as error:
             damage.append(first_line(error))
     if damage:
-        which = (
-            "the only checkpoint is" if len(damage) == 1 else f"all {len(damage)} checkpoints are"
-        )
         raise CheckpointError(
-            f"{folder}: {which} damaged; the newest: {damage[0]}",
+            f"{candidates[0].parent}: no checkpoint of {len(damage)} is intact; the newest: "
+            f"{damage[0]}",
             "Restore one from a backup, or train again; train.py with --overwrite removes "
             "this run.",
         )
     return None, []
-
-
-def load_newest(path: Path) -> tuple[Snapshot, list[str]]:
-    """A checkpoint, or the newest intact one of a run folder, and messages about damaged ones."""
-    path = _link_target(path)
-    candidates = _candidates(path)
-    if candidates == [path]:
-        return read_checkpoint(path), []
-    snapshot, damage = newest_intact(candidates[0].parent)
-    assert snapshot is not None
-    return snapshot, damage
 
 
 def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
@@ -65,16 +54,18 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     best checkpoint is missing or damaged, too: then the newest one is returned. Raises
     CheckpointError.
     """
-    path = _link_target(path)
-    candidates = _candidates(path)
-    if candidates == [path]:
-        snapshot = read_checkpoint(path)
+    candidates = checkpoints_in(path)
+    if candidates == [_link_target(path)]:
+        snapshot = read_checkpoint(candidates[0])
         best = snapshot.state["progress"]["best"]
         if not best or snapshot.ema is None:
             return snapshot, None, []
         return snapshot, best_weights(best), []
-    newest, damage = load_newest(path)
+    newest, damage = newest_intact(candidates)
+    assert newest is not None
     best = newest.state["progress"]["best"]  # was checked when it was read
+    if "averaged" in newest.state:
+        return newest, None, damage
     if not best:
         note = f"{newest.path}: the newest checkpoint, since the run has no evaluation yet"
         return newest, None, [*damage, note]
@@ -100,7 +91,7 @@ def state_of_newest(path: Path) -> dict[str, Any] | None:
     folder = path if path.is_dir() else path.parent
     if not (path.is_dir() or (folder / "manifest.json").is_file()):
         return None
-    for checkpoint in _candidates(_link_target(folder)):
+    for checkpoint in checkpoints_in(folder):
         with suppress(CheckpointError), invalid_content_errors(checkpoint):
             content = verified_files(checkpoint, "state.json")["state.json"]
             state: dict[str, Any] = json.loads(content)
@@ -117,13 +108,27 @@ def _link_target(path: Path) -> Path:
     return path.parent / path.readlink() if path.is_symlink() else path
 
 
-def _candidates(path: Path) -> list[Path]:
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or a run folder with checkpoints."""
+    return _is_complete(path) or bool(_list_run(path))
+
+
+def _is_complete(path: Path) -> bool:
+    return os.path.isfile(path / "manifest.json")  # noqa: PTH113 (pathlib raises without permission)
+
+
+def _list_run(path: Path) -> list[Path]:
+    return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+
+
+def checkpoints_in(path: Path) -> list[Path]:
     """[path] for a checkpoint; the checkpoints of a run folder, newest first. Raises
     CheckpointError.
     """
-    if os.path.isfile(path / "manifest.json"):  # noqa: PTH113 (pathlib raises without permission)
+    path = _link_target(path)
+    if _is_complete(path):
         return [path]
-    candidates = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    candidates = _list_run(path)
     if not candidates:
         remedy = "Give a folder like work_dirs/demo/checkpoints/step-0000176, or a run folder."
         if path.suffix == ".pt2":

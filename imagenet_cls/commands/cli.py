@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from imagenet_cls.commands.own_data import is_config, is_data, load_config_or_data
 from imagenet_cls.config import keys
@@ -157,18 +157,40 @@ def add_allow_import(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add CHECKPOINT, --weights and --allow-import, for `inference.predictor.Predictor`."""
+def add_weights_arguments(parser: argparse.ArgumentParser, following: str = "") -> None:
+    """Add what `weights_arguments` returns. following: the name of the words after WEIGHTS, which
+    are their help, too.
+    """
     parser.add_argument(
-        "checkpoint",
-        type=checkpoint_path,
-        metavar="CHECKPOINT",
-        help="a checkpoint, its model.safetensors or ema.safetensors, or a run folder (its best "
-        "one)",
+        "words",
+        type=not_empty,
+        nargs="+",
+        metavar=f"[CONFIG] WEIGHTS {following}".strip(),
+        help="WEIGHTS: a run folder (its best checkpoint), a checkpoint or a file in it, the name "
+        "of a model with published weights, such as resnet50.a1_in1k, a folder as the Hugging Face "
+        "Hub has it; or with --model or CONFIG a file of another program",
     )
+    parser.add_argument("--model", metavar="NAME", help="the model of a file of weights")
     text = "default: the kind of weights with the best result of the run"
     parser.add_argument("--weights", choices=("raw", "ema"), help=text)
     add_allow_import(parser)
+
+
+def weights_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The arguments of a `Predictor`, and the words that follow the weights. Raises UsageError."""
+    config, *others = arguments.words
+    if Path(config).suffix not in (".yaml", ".yml"):
+        config, others = None, arguments.words
+    if not others:
+        raise UsageError("No weights given.", "Name them after the config.")
+    options = {
+        "checkpoint": others[0],
+        "weights": arguments.weights,
+        "allow_import": arguments.allow_import,
+        "model": arguments.model,
+        "config": config,
+    }
+    return options, others[1:]
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -20,18 +20,13 @@ if TYPE_CHECKING:
 
 
 def predict_command(argv: Sequence[str]) -> None:
-    """Classify images with a checkpoint folder or an ONNX file."""
+    """Classify images with any weights, or with an ONNX file."""
     parser = cli.build_parser(
-        "predict", "Classify images with a checkpoint folder, or an ONNX file of export.py."
+        "predict",
+        "Classify images with any weights, or with an ONNX file of export.py. IMAGE: files, "
+        "folders, or quoted patterns.",
     )
-    cli.add_weights_arguments(parser)
-    parser.add_argument(
-        "images",
-        type=cli.not_empty,
-        metavar="IMAGE",
-        nargs="+",
-        help="image files, folders, or quoted patterns",
-    )
+    cli.add_weights_arguments(parser, "IMAGE ...")
     parser.add_argument(
         "--top",
         type=cli.positive,
@@ -63,7 +58,7 @@ def predict_command(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--logits", action="store_true", help="with --json: the logits of all classes, too"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.logits and not arguments.json:
         raise UsageError("--logits needs --json.", "Add it.")
     if arguments.features and (arguments.top is not None or arguments.threshold is not None):
@@ -71,8 +66,11 @@ def predict_command(argv: Sequence[str]) -> None:
     check_output_path(arguments.features, "--features")
     from imagenet_cls.inference.predictor import OnnxPredictor, Predictor, find_images
 
-    paths = find_images(arguments.images)
-    if arguments.checkpoint.suffix == ".onnx":
+    options, images = cli.weights_arguments(arguments)
+    if not images:
+        raise UsageError("No images given.", "Name files or folders after the weights.")
+    paths = find_images(images)
+    if options["checkpoint"].endswith(".onnx"):
         if arguments.weights or arguments.device not in ("auto", "cpu"):
             raise UsageError(
                 "An ONNX file has one set of weights and runs on the CPU.",
@@ -82,15 +80,11 @@ def predict_command(argv: Sequence[str]) -> None:
             raise UsageError(
                 "An ONNX file holds no features, only logits.", "Use --features with a checkpoint."
             )
-        predictor: Predictor = OnnxPredictor(arguments.checkpoint, arguments.threshold)
-    else:
-        predictor = Predictor(
-            arguments.checkpoint,
-            arguments.device,
-            arguments.weights,
-            arguments.allow_import,
-            arguments.threshold,
+        predictor: Predictor = OnnxPredictor(
+            cli.checkpoint_path(options["checkpoint"]), arguments.threshold
         )
+    else:
+        predictor = Predictor(**options, device=arguments.device, threshold=arguments.threshold)
     for line in predictor.warnings:
         print(printable(line), file=sys.stderr)
     if arguments.features is not None:
@@ -125,8 +119,12 @@ def print_predictions(
     if arguments.csv or arguments.json:
         write_predictions(sys.stdout, rows(), arguments.csv, predictor.task)
         return errors
+    from imagenet_cls.data.classes import with_readable_name
+
     for row in rows():
-        ranked = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["top"])
+        ranked = ", ".join(
+            f"{with_readable_name(name)} {100 * share:.1f} %" for name, share in row["top"]
+        )
         print(printable(f"{row['image']}: {ranked or 'none'}"))
     return errors
 

@@ -379,10 +379,7 @@ def imagenet_outputs(classes: Sequence[str], count: int) -> tuple[str, ...]:
     The classes are named by WordNet ids, or all by the numbers from 0. Those of ImageNet-1k may
     also be named as for `imagenet_order`, and keep their names.
     """
-    from timm.data import ImageNetInfo, infer_imagenet_subset  # imports torch
-
-    subset = infer_imagenet_subset({"num_classes": count})  # the version with so many classes
-    wordnet_ids = tuple(ImageNetInfo(subset).label_names()) if subset else ()
+    wordnet_ids = imagenet_ids(count)
     if set(classes) <= set(wordnet_ids) or set(classes) == set(map(str, range(count))):
         return wordnet_ids
     if count != IMAGENET_CLASSES:
@@ -395,6 +392,38 @@ def imagenet_outputs(classes: Sequence[str], count: int) -> tuple[str, ...]:
     for name, output in zip(classes, order, strict=False):
         names[output] = name
     return tuple(names)
+
+
+def imagenet_ids(count: int) -> tuple[str, ...]:
+    """The WordNet ids of the version of ImageNet with `count` classes, in the order of the outputs
+    of published weights; empty if there is none.
+    """
+    from timm.data import ImageNetInfo, infer_imagenet_subset  # imports torch
+
+    subset = infer_imagenet_subset({"num_classes": count})
+    return tuple(ImageNetInfo(subset).label_names()) if subset else ()
+
+
+def readable_name(name: str) -> str:
+    """`tiger cat` for a class that is named by its WordNet id, else ""."""
+    if not re.fullmatch(r"n\d{8}", name):
+        return ""
+    return _wordnet_names().get(name, "")
+
+
+def with_readable_name(name: str) -> str:
+    """`tiger cat (n02123159)` for a WordNet id, else the name as it is."""
+    readable = readable_name(name)
+    return f"{readable} ({name})" if readable else name
+
+
+@cache
+def _wordnet_names() -> dict[str, str]:
+    from timm.data import ImageNetInfo  # imports torch
+
+    info = ImageNetInfo("imagenet-22k")
+    names = {*imagenet_ids(IMAGENET_CLASSES), *info.label_names()}
+    return {name: info.label_name_to_description(name).partition(",")[0] for name in names}
 
 
 def _match_imagenet(classes: Sequence[str]) -> tuple[list[int], list[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from imagenet_cls.checkpoint.folders import list_checkpoints
 from imagenet_cls.checkpoint.format import (
     Snapshot,
     config_from_state,
@@ -24,7 +25,7 @@ from imagenet_cls.checkpoint.optimizer_state import (
 )
 from imagenet_cls.checkpoint.progress import Progress, read_progress
 from imagenet_cls.checkpoint.saver import CheckpointSaver
-from imagenet_cls.checkpoint.select import load_newest, newest_intact
+from imagenet_cls.checkpoint.select import checkpoints_in, newest_intact
 from imagenet_cls.config.keys import keys_without_recipe
 from imagenet_cls.config.load import comparable_values
 from imagenet_cls.config.rules import ineffective_keys
@@ -208,10 +209,10 @@ def read_checkpoint_to_resume(
     damaged: list[str] = []
     notes: list[str] = []
     if options.resume:
-        snapshot, damaged = newest_intact(folder.checkpoints)
+        snapshot, damaged = newest_intact(list_checkpoints(folder.checkpoints))
     if options.resume_from is not None:
         if snapshot is None:
-            snapshot, damaged = load_newest(options.resume_from)
+            snapshot, damaged = newest_intact(checkpoints_in(options.resume_from))
         else:
             notes = [
                 f"--resume-from {options.resume_from} is not used: the run folder has checkpoints"

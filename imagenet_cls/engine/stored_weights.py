@@ -1,4 +1,4 @@
-"""Read the weights of a file, a checkpoint or a run, and what is known about their training."""
+"""`open_weights`: the weights of any source, and what is known about their training."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -10,64 +10,141 @@ from safetensors import safe_open
 from torch import Tensor
 
 from imagenet_cls.checkpoint.format import METADATA, invalid_content_errors, stored_mean_std
-from imagenet_cls.checkpoint.select import load_best, state_of_newest
+from imagenet_cls.checkpoint.select import is_checkpoint, load_best, state_of_newest
+from imagenet_cls.config.schema import ModelConfig
+from imagenet_cls.data.classes import imagenet_ids
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.files import is_url
+from imagenet_cls.lookup import is_user_factory
+from imagenet_cls.models.factory import (
+    FOLDER,
+    build_model,
+    model_mean_std,
+    model_problems,
+    published_weights,
+)
 from imagenet_cls.models.teacher import MeanStd
-from imagenet_cls.models.weight_files import download_weights, is_safetensors, read_all_weights
+from imagenet_cls.models.weight_files import download_weights, is_safetensors, read_weight_file
+
+_KINDS = {"model.safetensors": "raw", "ema.safetensors": "ema"}  # files in a checkpoint
+# Files of weights in a folder as the Hugging Face Hub has them, beside config.json.
+_HUB_FILES = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
 
 
 @dataclass(frozen=True)
-class StoredWeights:
-    """Weights in a file or checkpoint folder, on the CPU, and how they were trained, if known.
+class Weights:
+    """Weights on the CPU, and how they were trained, if known.
 
-    tensors: the weights by name. origin: where they are from, for messages. kind: `raw` or `ema`.
-    path, state: the checkpoint and its `state.json`; None for a file.
+    tensors: by name, with the prefixes of wrappers, see `models.weights.load_weights`. kind: `raw`
+    or `ema`. by_kind: the tensors of each kind that the source has. origin: where they are from,
+    for messages. mean_std: of their images. classes: the names of the outputs. model: the model's
+    name, if the source is one. path, state: the checkpoint and its `state.json`; None for another
+    source.
     """
 
     tensors: dict[str, Tensor]
-    origin: str
     kind: str
+    by_kind: Mapping[str, dict[str, Tensor]]
+    origin: str
     mean_std: MeanStd | None = None
     classes: Sequence[str] | None = None
+    model: str | None = None
     warnings: Sequence[str] = ()
     path: Path | None = None
     state: Mapping[str, Any] | None = None
 
 
-def read_stored_weights(source: str | Path, kind: str | None = None) -> StoredWeights:
-    """The weights of a file, a URL or a checkpoint; of a run folder, those of its best checkpoint.
+def open_weights(source: str | Path, kind: str | None = None) -> Weights:
+    """Read weights. No code of the source is run.
 
-    kind: `raw` or `ema`. None: the kind that evaluated best in the run; otherwise the EMA if there
-    is one. Raises CheckpointError or ResourceError.
+    source: a file of any library or the URL of one; a checkpoint, or a run folder, whose best
+    checkpoint is read; a folder as the Hugging Face Hub has it, with config.json; or the name of a
+    model with published weights (`resnet50.a1_in1k`, `torchvision:resnet50`, `hf-hub:USER/NAME`,
+    `local-dir:PATH`). A file or folder comes before a model of the same name. kind: `raw` or `ema`.
+    None: the kind that evaluated best in the run; otherwise the EMA if there is one. Raises
+    CheckpointError or ResourceError.
     """
     path = download_weights(str(source)) if is_url(source) else Path(source)
-    if not path.is_dir():
-        found = read_all_weights(path)
-        default = "ema" if "ema" in found else "raw"
-        kind = kind or default
-        check_kind(found, kind, path)
-        tensors, origin = found[kind]
-        return StoredWeights(tensors, origin, kind, classes=stated_classes(path))
+    if path.is_dir():
+        if not is_checkpoint(path) and (path / "config.json").is_file():
+            return _open_hub_folder(path)
+        return _open_checkpoint(path, kind)
+    if path.name in _KINDS and (path.parent / "manifest.json").is_file():
+        own = _KINDS[path.name]
+        check_kind([own], kind or own, path)
+        return _open_checkpoint(path.parent, own)
+    if not path.exists() and not is_user_factory(str(source)):  # whose check would import it
+        config = ModelConfig(str(source), pretrained=True)
+        if not (problems := model_problems(config)):
+            return _open_published(config)
+        raise CheckpointError(
+            f"{source}: no file or folder of this name. As a model: {problems[0].message}",
+            "Correct the path or the name.",
+        )
+    if path.name in _HUB_FILES and (path.parent / "config.json").is_file():
+        return _open_hub_folder(path.parent)
+    found = read_weight_file(path)
+    kind = kind or ("ema" if "ema" in found else "raw")
+    check_kind(found, kind, path)
+    tensors, origin = found[kind]
+    by_kind = {name: state for name, (state, _) in found.items()}
+    return Weights(tensors, kind, by_kind, origin, classes=stated_classes(path))
+
+
+def _open_checkpoint(path: Path, kind: str | None) -> Weights:
     snapshot, best, damage = load_best(path)
     with invalid_content_errors(snapshot.path):
-        weights = {"raw": snapshot.model}
+        by_kind = {"raw": snapshot.model}
         if snapshot.ema is not None:
-            weights["ema"] = snapshot.ema
-        default = "raw" if best == "raw" or snapshot.ema is None else "ema"
-        kind = kind or default
-        check_kind(weights, kind, path)
-        note = ", its best" if best == kind else ""
-        return StoredWeights(
-            tensors=weights[kind],
-            origin=f"{path} (step {snapshot.state['step']}, {kind}{note})",
-            kind=kind,
-            mean_std=stored_mean_std(snapshot.state),
-            classes=[*map(str, snapshot.state["classes"])],
+            by_kind["ema"] = snapshot.ema
+        kind = kind or best or ("ema" if "ema" in by_kind else "raw")
+        check_kind(by_kind, kind, path)
+        averaged = len(snapshot.state.get("averaged", []))
+        note = f", an average of {averaged} checkpoints" if averaged else ""
+        return Weights(
+            by_kind[kind],
+            kind,
+            by_kind,
+            f"{snapshot.path}, step {snapshot.state['step']}{note}",
+            stored_mean_std(snapshot.state),
+            [*map(str, snapshot.state["classes"])],
             warnings=damage,
             path=snapshot.path,
             state=snapshot.state,
         )
+
+
+def _open_hub_folder(path: Path) -> Weights:
+    file = next((path / name for name in _HUB_FILES if (path / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(
+            f"{path}: config.json, but none of {', '.join(_HUB_FILES)}.", "Copy the weights there."
+        )
+    [(tensors, origin)] = read_weight_file(file).values()
+    with invalid_content_errors(path / "config.json"):
+        is_of_timm = "architecture" in json.loads((path / "config.json").read_bytes())
+    name = f"{FOLDER}{path}" if is_of_timm else None
+    return Weights(tensors, "raw", {"raw": tensors}, origin, model=name)
+
+
+def _open_published(config: ModelConfig) -> Weights:
+    model = build_model(config)
+    description, count = published_weights(config, model)
+    tensors = model.state_dict()
+    return Weights(
+        tensors,
+        "raw",
+        {"raw": tensors},
+        f"published weights ({description})",
+        model_mean_std(model),
+        imagenet_ids(count),
+        model=config.name,
+    )
 
 
 def stated_classes(path: Path) -> list[str] | None:

@@ -17,7 +17,7 @@ from imagenet_cls.config.schema import (
 )
 from imagenet_cls.data.classes import IMAGENET_CLASSES, class_difference, imagenet_order
 from imagenet_cls.data.transforms import sizes_px
-from imagenet_cls.engine.stored_weights import read_stored_weights
+from imagenet_cls.engine.stored_weights import open_weights
 from imagenet_cls.errors import ConfigError, DataError, out_of_memory_line
 from imagenet_cls.models.adapt import (
     checkpoint_activations,
@@ -96,15 +96,20 @@ def build_initial_model(
     model = build_model(config.model, num_classes, config.data.channels)
     check_model_parameters(model, config.model.name)
     trained_mean_std: MeanStd | None = None
-    known_classes: Sequence[str] | None = None
     if config.model.checkpoint is not None:
         with prefix_errors("model.checkpoint"):
-            stored = read_stored_weights(config.model.checkpoint)
-            sentence = load_weights(model, stored.tensors, num_classes)
-        sentence = f"starts from the weights of {stored.origin}: {sentence}"
+            stored = open_weights(config.model.checkpoint)
+            difference = class_difference(stored.classes, classes)
+            is_reordered = difference and sorted(stored.classes or ()) == sorted(classes)
+            keep_head = not difference or is_reordered
+            sentence = load_weights(model, stored.tensors, num_classes, keep_head=keep_head)
+            if is_reordered:
+                sentence += permute_outputs(model, [*map(stored.classes.index, classes)])
+            elif difference:
+                sentence += f"; the head is for other classes: {difference}"
+        sentence = f"starts from the weights of {stored.origin} ({stored.kind}): {sentence}"
         messages = [*stored.warnings, *sentence.split("\n")]
         trained_mean_std = stored.mean_std
-        known_classes = stored.classes
     else:
         messages = [describe_initial_weights(config.model, model, num_classes)]
         if config.model.pretrained:
@@ -124,8 +129,6 @@ def build_initial_model(
             f"data.std={trained_mean_std[1]}, and this run uses data.mean={mean_std[0]} "
             f"data.std={mean_std[1]}"
         )
-    if difference := class_difference(known_classes, classes):
-        messages.append(f"the head of the initial weights is kept, but {difference}")
     return model, messages
 
 
@@ -146,7 +149,7 @@ def build_distillation_teacher(
         return None
 
     def read(path: str) -> tuple[dict[str, Tensor], MeanStd | None]:
-        stored = read_stored_weights(path)
+        stored = open_weights(path)
         if difference := class_difference(stored.classes, classes):
             raise ConfigError(
                 [

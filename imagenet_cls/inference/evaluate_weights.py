@@ -18,6 +18,7 @@ from imagenet_cls.data.classes import (
     classes_of_outputs,
     may_lack_classes,
     natural_key,
+    with_readable_name,
 )
 from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.files import has_training_part
@@ -308,7 +309,7 @@ class OutputRecorder:
 
 def class_table(evaluation: WeightsEvaluation) -> list[str]:
     """The lines of `Task.class_table`; none for more than 50 classes."""
-    names = [printable(name) for name in evaluation.images.classes]
+    names = [printable(with_readable_name(name)) for name in evaluation.images.classes]
     if evaluation.rows is None or len(names) > _MAX_CLASSES_IN_TABLE:
         return []
     header, *rows = evaluation.task.class_table(evaluation.rows, names)

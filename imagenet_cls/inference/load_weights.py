@@ -12,20 +12,21 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from imagenet_cls.checkpoint.format import (
     config_from_state,
     invalid_content_errors,
-    stored_mean_std,
 )
 from imagenet_cls.checkpoint.progress import read_progress
-from imagenet_cls.checkpoint.select import load_best
+from imagenet_cls.checkpoint.select import is_checkpoint
 from imagenet_cls.config.keys import keys_without_recipe, value_types
+from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.rules import check_trusted, check_value
-from imagenet_cls.config.schema import Config, format_size
-from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_order
-from imagenet_cls.engine.stored_weights import check_kind, read_stored_weights
+from imagenet_cls.config.schema import Config, ModelConfig, format_size
+from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_ids, imagenet_order
+from imagenet_cls.engine.stored_weights import Weights, check_kind, open_weights
 from imagenet_cls.engine.training_model import choose_mean_std, memory_format
 from imagenet_cls.errors import (
     CheckpointError,
@@ -36,9 +37,16 @@ from imagenet_cls.errors import (
 )
 from imagenet_cls.lookup import import_from_cwd
 from imagenet_cls.models.adapt import resize_model, size_remedy
-from imagenet_cls.models.factory import RESERVED, build_model, published_weights
+from imagenet_cls.models.factory import (
+    RESERVED,
+    build_model,
+    model_problems,
+    published_evaluation,
+    published_weights,
+)
 from imagenet_cls.models.head import permute_outputs
 from imagenet_cls.models.weights import (
+    count_outputs,
     load_weights,
     prefix_errors,
     state_dict_mismatch,
@@ -131,7 +139,7 @@ def load_on_all_ranks(
     collective.
 
     classes: the names of the data's classes, for weights that do not name their own. ignore_head:
-    see `load_weights_of_config`.
+    see `models_of_config`.
     """
 
     @cache  # rank 0 uses the models that it has read for the others
@@ -156,11 +164,16 @@ def read_models(
     config: Config, source: WeightsSource, classes: Sequence[str], ignore_head: bool
 ) -> TrainedModels:
     """`load_on_all_ranks` on one rank."""
-    if source.path is not None and source.path.is_dir():
+    path = source.path or config.model.checkpoint
+    if source.path is not None and source.path.is_dir() and is_checkpoint(source.path):
         trusted = {config.model.name, *config.imports, *source.allow_import}
-        trained = load_checkpoint(source.path, trusted)
+        trained = models_of_checkpoint(open_weights(source.path), trusted)
+    elif path is None:
+        trained = models_of_config(config, None, classes, ignore_head)
     else:
-        trained = load_weights_of_config(config, source.path, classes, ignore_head, source.kind)
+        with nullcontext() if source.path is not None else prefix_errors("model.checkpoint"):
+            weights = open_weights(path, source.kind)
+            trained = models_of_config(config, weights, classes, ignore_head)
     if source.kind is None:
         return trained
     kind = trained.select(source.kind)
@@ -174,44 +187,90 @@ def describe_weights(config: Config, trained: TrainedModels) -> list[str]:
     return [*trained.warnings, trained.origin, *evaluation_differences(config, trained)]
 
 
-def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
-    """The models of a checkpoint, or of the best one of a run folder. Raises CheckpointError.
+def load_alone(
+    source: str | Path,
+    kind: str | None = None,
+    trusted: Collection[str] = (),
+    name: str | None = None,
+    config: Config | None = None,
+) -> TrainedModels:
+    """The models of any source of `open_weights`, without data.
+
+    name: of the model, for a file that is no checkpoint. config: in place of the name; without one,
+    images are prepared as those of the published weights of the model. Raises UsageError without
+    both for such a file, CheckpointError, ConfigError and ResourceError.
+    """
+    weights = open_weights(source, kind)
+    if name is None and config is None:
+        if weights.state is not None:
+            return models_of_checkpoint(weights, trusted)
+        name = weights.model
+        if name is None:
+            raise UsageError(
+                f"{source}: a file of weights does not state its model.",
+                f"Name it: --model resnet50; or its config: {command_line('predict')} CONFIG "
+                f"{source} IMAGES. In Python: Predictor({str(source)!r}, model='resnet50').",
+            )
+    section = config.model if config is not None else ModelConfig(str(name))
+    if problems := model_problems(section):
+        raise ConfigError([f"{problem.key}: {problem.message}" for problem in problems])
+    with torch.device("meta"):  # for names and shapes
+        network = build_model(replace(section, pretrained=False, checkpoint=None))
+    warnings = [*weights.warnings]
+    if config is None:
+        evaluation = published_evaluation(network)
+        config = config_from_dict(
+            {"model": {"name": name}, "eval": evaluation, "optimizer": {"lr": 1.0}}
+        )
+        values = " ".join(f"eval.{key}={format_value(value)}" for key, value in evaluation.items())
+        warnings.append(f"images are prepared as for the published weights of {name}: {values}")
+    if Path(source).exists() and not model_problems(ModelConfig(str(source))):
+        warnings.append(f"{source} is read from this path; it is also the name of a model")
+    count = count_outputs(network, weights.tensors)
+    stated = (getattr(network, "pretrained_cfg", None) or {}).get("label_names")
+    classes = weights.classes or stated
+    if classes is None:
+        classes = imagenet_ids(count)
+        if classes:
+            warnings.append(f"its {count} outputs are assumed to be the classes of ImageNet")
+    names = classes or [*map(str, range(count))]
+    trained = models_of_config(config, weights, names)
+    return replace(trained, classes=tuple(classes), warnings=warnings, path=Path(source))
+
+
+def models_of_checkpoint(weights: Weights, trusted: Collection[str]) -> TrainedModels:
+    """The models of a checkpoint. Raises CheckpointError.
 
     trusted: factories and modules that its config may name, besides the models of libraries.
     """
-    snapshot, best, damage = load_best(path)
-    config = config_from_state(snapshot.state, snapshot.path)
-    check_trusted(config, ("model.",), trusted, snapshot.path)
+    path, state = weights.path, weights.state
+    assert state is not None
+    config = config_from_state(state, path)
+    check_trusted(config, ("model.",), trusted, path)
     for name in RESERVED:
         if name in config.model.kwargs:
             raise CheckpointError(
-                f"{snapshot.path}: its config sets model.kwargs.{name}, which is not allowed in a "
+                f"{path}: its config sets model.kwargs.{name}, which is not allowed in a "
                 "checkpoint; nothing was run.",
                 "Use another checkpoint.",
             )
-    with invalid_content_errors(snapshot.path):
-        averaged = len(snapshot.state.get("averaged", []))
-        note = f", an average of {averaged} checkpoints" if averaged else ""
-        mean, std = stored_mean_std(snapshot.state)
-        num_classes = snapshot.state["num_classes"]
-        classes = tuple(map(str, snapshot.state["classes"]))
-        progress = read_progress(snapshot.state["progress"])
+    with invalid_content_errors(path):
+        num_classes = state["num_classes"]
+        progress = read_progress(state["progress"])
         best_thresholds = {}
         for name, result in progress.latest.items():
             if progress.evaluated_step == progress.step and "best_threshold" in result:
                 best_thresholds[name] = float(result["best_threshold"])
                 check_value("eval.threshold", best_thresholds[name])
     models = {}
-    for name, stored in (("raw", snapshot.model), ("ema", snapshot.ema)):
-        if stored is None:
-            continue
+    for name, stored in weights.by_kind.items():
         try:
             model = build_untrained_model(config, num_classes)
         except Exception as error:
             if isinstance(error, ResourceError) or out_of_memory_line(error) is not None:
                 raise
             raise CheckpointError(
-                f"{snapshot.path}: its model {config.model.name} can't be built here "
+                f"{path}: its model {config.model.name} can't be built here "
                 f"({type(error).__name__}: {first_line(error)[:200]}).",
                 "Start from the folder that has its module, with the library versions named in its "
                 "state.json.",
@@ -219,7 +278,7 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
         tensors = without_split_bn(stored)
         if mismatch := state_dict_mismatch(model.state_dict(), tensors):
             raise CheckpointError(
-                f"{snapshot.path}: does not fit {config.model.name} as the installed library "
+                f"{path}: does not fit {config.model.name} as the installed library "
                 f"builds it: {mismatch}.",
                 "Install the versions named in its state.json.",
             )
@@ -229,15 +288,14 @@ def load_checkpoint(path: Path, trusted: Collection[str]) -> TrainedModels:
         models,
         config,
         num_classes,
-        classes,
-        mean,
-        std,
-        origin=f"{snapshot.path}, step {snapshot.state['step']}{note}",
-        path=snapshot.path,
-        warnings=damage,
-        best=best,
-        data_digest=snapshot.state.get("data_digest"),
-        val_digest=snapshot.state.get("val_digest"),
+        tuple(weights.classes or ()),
+        *weights.mean_std,
+        origin=weights.origin,
+        path=path,
+        warnings=weights.warnings,
+        best=weights.kind,
+        data_digest=state.get("data_digest"),
+        val_digest=state.get("val_digest"),
         best_thresholds=best_thresholds,
     )
 
@@ -250,35 +308,32 @@ def build_untrained_model(config: Config, num_classes: int) -> nn.Module:
     return build_model(model, num_classes, config.data.channels).eval()
 
 
-def load_weights_of_config(
+def models_of_config(
     config: Config,
-    file: Path | None,
+    weights: Weights | None,
     classes: Sequence[str],
     ignore_head: bool = False,
-    kind: str | None = None,
 ) -> TrainedModels:
-    """The config's model with the weights of a file, or without one with the weights that the
-    config names.
+    """The config's model with these weights, or without them with its published ones.
 
     classes: names of the outputs, in their order, for weights that do not name them. ignore_head:
-    the head is not used, so it may be missing or have other outputs. kind: see
-    `read_stored_weights`. Raises CheckpointError if the weights do not fit the model, UsageError if
-    the config names none, DataError if published weights are for other classes.
+    the head is not used, so it may be missing or have other outputs. Raises CheckpointError if the
+    weights do not fit the model, UsageError if the config names none, DataError if published
+    weights are for other classes.
     """
-    if file is None and not config.model.pretrained and config.model.checkpoint is None:
+    if weights is None and not config.model.pretrained:
         raise UsageError(
             "No weights to evaluate.",
             f"Name a checkpoint ({command_line('test')} CONFIG CHECKPOINT), or set "
             "model.pretrained=true for the published ones.",
         )
-    path = file or config.model.checkpoint
     known = None
     count = task_of(config).num_outputs(config.model.num_classes, len(classes))
     model = build_model(
-        replace(config.model, pretrained=path is None), count, config.data.channels
+        replace(config.model, pretrained=weights is None), count, config.data.channels
     ).eval()
     mean, std = choose_mean_std(config.data, model)
-    if path is None:
+    if weights is None:
         source, had = published_weights(config.model, model)
         if had != count and not ignore_head:
             raise CheckpointError(
@@ -295,18 +350,16 @@ def load_weights_of_config(
         elif names and not ignore_head:
             known = tuple(names)
         return TrainedModels({"raw": model}, config, count, known, mean, std, origin)
-    with nullcontext() if file is not None else prefix_errors("model.checkpoint"):
-        stored = read_stored_weights(path, kind)
-        # A new, random head is fine for training, but its predictions are chance.
-        sentence = load_weights(model, stored.tensors, count, head_may_differ=ignore_head)
+    # A new, random head is fine for training, but its predictions are chance.
+    sentence = load_weights(model, weights.tensors, count, head_may_differ=ignore_head)
     sentence = sentence.partition("\n")[0]  # a warning is about the head, which is not used then
-    origin = f"{stored.origin}: {sentence}"
-    if stored.classes is not None and not ignore_head:
-        known = tuple(stored.classes)
+    origin = f"{weights.origin}: {sentence}"
+    if weights.classes is not None and not ignore_head:
+        known = tuple(weights.classes)
     elif not ignore_head:
         origin += f"; its outputs are taken for the classes in this order: {join_names(classes)}"
-    models = {stored.kind: model}
-    return TrainedModels(models, config, count, known, mean, std, origin, warnings=stored.warnings)
+    models = {weights.kind: model}
+    return TrainedModels(models, config, count, known, mean, std, origin, warnings=weights.warnings)
 
 
 def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:

@@ -20,6 +20,7 @@ from imagenet_cls.checkpoint.format import (
     invalid_content_errors,
     stored_mean_std,
 )
+from imagenet_cls.config.load import load_config
 from imagenet_cls.config.rules import check_value
 from imagenet_cls.config.schema import SHARE, EvalConfig, format_size
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
@@ -31,7 +32,7 @@ from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, out_of_memory_line
 from imagenet_cls.files import check_regular, read_regular
-from imagenet_cls.inference.load_weights import TrainedModels, load_checkpoint
+from imagenet_cls.inference.load_weights import TrainedModels, load_alone
 from imagenet_cls.lookup import check_packages
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors
 from imagenet_cls.parallel.environment import RankInfo
@@ -41,7 +42,6 @@ from imagenet_cls.text import first_line
 AnyImage = str | Path | Image.Image | np.ndarray | Tensor
 """A file, a Pillow image, a uint8 array (H, W, 3), or a uint8 tensor (3, H, W)."""
 
-_KINDS = {"model.safetensors": "raw", "ema.safetensors": "ema"}
 _BATCH = 32
 _MAX_IMAGE_PIXELS = 2**26  # of one image; 0.8 GB in float32
 _MAX_PIXELS = 2**25  # of a batch of small images or of one large one; 0.4 GB in float32
@@ -61,13 +61,14 @@ class ImageBatch:
 
 
 class Predictor:
-    """Classifies images with a checkpoint folder alone. They are prepared, and mirrored with
-    `eval.flip_tta`, as in the evaluations of the run.
+    """Classifies images, without a dataset. They are prepared, and mirrored with `eval.flip_tta`,
+    as in the evaluations of the run, or as for the published weights of the model.
 
-    checkpoint: a checkpoint folder, the file of raw or EMA weights in it, or a run folder, whose
-    best checkpoint is read. device: as in the config. weights: `raw` or `ema`. By default a file is
-    read as it is; a run folder or a checkpoint gives the kind of weights that evaluated best in the
-    run, and without evaluations the EMA if there is one. allow_import: factories and modules that
+    checkpoint: any source of `engine.stored_weights.open_weights`: a run folder or a checkpoint, a
+    file, or a model's name. model: the name of the model, for a file that is no checkpoint. config:
+    a config file, in place of `model`. device: as in the config. weights: `raw` or `ema`. By
+    default a run folder or a checkpoint gives the kind of weights that evaluated best in the run;
+    otherwise it is the EMA if there is one. allow_import: factories and modules that
     the config may name, besides the models of libraries. threshold: with `data.labels` multi, the
     minimum probability (0 to 1) of a predicted class; by default the one with the highest
     micro F1 on the validation images if the checkpoint was evaluated, else `eval.threshold`. Raises
@@ -84,24 +85,18 @@ class Predictor:
         weights: str | None = None,
         allow_import: Collection[str] = (),
         threshold: float | None = None,
+        model: str | None = None,
+        config: str | os.PathLike[str] | None = None,
     ):
         torch_device = choose_device(device, RankInfo())
         if torch_device.type == "cuda":
             with explain_start_errors(torch_device):
                 torch.ones(1, device=torch_device)
-        path = Path(checkpoint)
-        if path.is_file() and (path.parent / "manifest.json").is_file():
-            if path.name not in _KINDS:
-                raise CheckpointError(
-                    f"{path} holds no weights of a model.",
-                    f"Give {' or '.join(_KINDS)}, or the folder.",
-                )
-            weights = weights or _KINDS[path.name]
-            path = path.parent
-        trained = load_checkpoint(path, allow_import)
+        loaded = None if config is None else load_config(Path(config)).config
+        trained = load_alone(os.fspath(checkpoint), weights, allow_import, model, loaded)
         kind = trained.select(weights)
-        model = trained.models[kind].to(torch_device)
-        self._set_up(trained, kind, model, torch_device, threshold)
+        network = trained.models[kind].to(torch_device)
+        self._set_up(trained, kind, network, torch_device, threshold)
 
     def _set_up(
         self,

@@ -16,7 +16,7 @@ import huggingface_hub
 import timm
 import torchvision
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_data_config
 from torch import nn
 
 import imagenet_cls.models.cifar  # noqa: F401 (registers its models with timm)
@@ -35,6 +35,8 @@ from imagenet_cls.lookup import (
 from imagenet_cls.models.head import head_names
 from imagenet_cls.text import first_line
 
+# timm's crop_mode for each value of `eval.mode`
+CROP_MODES = {"crop": "center", "squash": "squash", "pad": "border"}
 TORCHVISION = "torchvision:"
 # timm's sources of a config and weights, besides its own models
 HUB, FOLDER = "hf-hub:", "local-dir:"
@@ -48,10 +50,13 @@ if "HF_HUB_VERBOSITY" not in os.environ:
 RESERVED = ("pretrained", "num_classes", "model_name", "checkpoint_path", "device")
 
 
-def build_model(config: ModelConfig, num_classes: int, channels: int = 3) -> nn.Module:
+def build_model(
+    config: ModelConfig, num_classes: int | None = None, channels: int = 3
+) -> nn.Module:
     """Build the model on the CPU, in float32 and training mode, with `num_classes` outputs.
 
-    channels: the channels of the images; timm's models are built for them. Published weights
+    num_classes: None: as many as the published weights have. channels: the channels of the images;
+    timm's models are built for them. Published weights
     (`model.pretrained`) are downloaded once; a head of another size is initialized.
     `model.checkpoint` is not read: see `weights.load_weights`. Raises ResourceError if published
     weights can't be downloaded, CheckpointError where they don't fit the kwargs, ConfigError for
@@ -92,7 +97,7 @@ def build_model(config: ModelConfig, num_classes: int, channels: int = 3) -> nn.
             raise
 
 
-def _build(config: ModelConfig, num_classes: int, channels: int) -> nn.Module:
+def _build(config: ModelConfig, num_classes: int | None, channels: int) -> nn.Module:
     if config.name.startswith(TORCHVISION):
         return _build_torchvision(config, num_classes)
     if is_user_factory(config.name):
@@ -109,7 +114,7 @@ def _build(config: ModelConfig, num_classes: int, channels: int) -> nn.Module:
     )
 
 
-def _build_torchvision(config: ModelConfig, num_classes: int) -> nn.Module:
+def _build_torchvision(config: ModelConfig, num_classes: int | None) -> nn.Module:
     name = config.name.removeprefix(TORCHVISION)
     if name not in torchvision.models.list_models(module=torchvision.models):
         # Models for other tasks would download a backbone that a checkpoint's config names in
@@ -119,15 +124,24 @@ def _build_torchvision(config: ModelConfig, num_classes: int) -> nn.Module:
         # torchvision rejects another num_classes together with weights: build with the weights'
         # head, then replace it.
         model = torchvision.models.get_model(name, **{"weights": "DEFAULT", **config.kwargs})
-        replace_head(model, num_classes)
+        if num_classes is not None:
+            replace_head(model, num_classes)
     else:
         # Other ranks and checkpoints build this model without the weights that the run started
         # from.
         kwargs = {key: value for key, value in config.kwargs.items() if key != "weights"}
-        model = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
-    # As timm's models have it, for `model_mean_std`.
+        if num_classes is not None:
+            kwargs["num_classes"] = num_classes
+        model = torchvision.models.get_model(name, weights=None, **kwargs)
+    # As timm's models have it, for `model_mean_std` and `published_evaluation`.
     preset = _torchvision_weights(config).transforms()
-    model.pretrained_cfg = {"mean": preset.mean, "std": preset.std}
+    model.pretrained_cfg = {
+        "mean": preset.mean,
+        "std": preset.std,
+        "input_size": (3, *(preset.crop_size * 2)),
+        "resize_px": preset.resize_size[0],
+        "interpolation": preset.interpolation.value,
+    }
     return model
 
 
@@ -254,6 +268,23 @@ def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], li
     if channels == 3:
         return mean, std
     return [fmean(mean)], [fmean(std)]
+
+
+def published_evaluation(model: nn.Module) -> dict[str, Any]:
+    """The values of the section `eval` with which the published weights of a model were evaluated;
+    for other models those of timm's defaults.
+    """
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    data = resolve_data_config(pretrained_cfg=cfg or {"input_size": (3, 224, 224)})
+    modes = {mode: ours for ours, mode in CROP_MODES.items()}
+    _, height, width = data["input_size"]
+    return {
+        "crop_px": height if height == width else [height, width],
+        "crop_pct": data["crop_pct"],
+        "resize_px": cfg.get("resize_px"),
+        "interpolation": data["interpolation"],
+        "mode": modes[data["crop_mode"]],
+    }
 
 
 def model_problems(config: ModelConfig, channels: int = 3) -> list[Problem]:

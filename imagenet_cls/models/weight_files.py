@@ -1,21 +1,23 @@
 """Reads the weights of any checkpoint file, or of the URL of one. No code in a checkpoint is run.
 
-Formats, recognized by content and not by suffix: safetensors, and what `torch.save` wrote for timm
-(`state_dict`), torchvision's reference scripts (`model`), pytorch/examples (`state_dict`), or a
-bare state dict; with a moving average as in timm's files (`state_dict_ema`) or torchvision's and
-DeiT's (`model_ema`); of a model that was wrapped by DataParallel, DistributedDataParallel,
-AveragedModel (`module.`) or torch.compile (`_orig_mod.`), in any order.
+Formats, recognized by content and not by suffix: safetensors, also in several files with an index,
+and what `torch.save` wrote for timm (`state_dict`), torchvision's reference scripts (`model`),
+pytorch/examples (`state_dict`), or a bare state dict; with a moving average as in timm's files
+(`state_dict_ema`) or torchvision's and DeiT's (`model_ema`). Names keep the prefixes of wrappers:
+see `weights.load_weights`.
 """
 
-import argparse
 import hashlib
+import json
 import re
+import shlex
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import safetensors
@@ -23,8 +25,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from imagenet_cls.errors import CheckpointError, ResourceError
-from imagenet_cls.text import first_line, shorten
+from imagenet_cls.errors import CheckpointError, ResourceError, explain_content_errors
+from imagenet_cls.text import first_line, join_names, shorten
 
 # The networks in checkpoints of DINO and I-JEPA. The averaged one is first, which the authors use.
 PRETRAINING_KEYS = ("teacher", "student", "target_encoder", "encoder")
@@ -32,20 +34,56 @@ PRETRAINING_KEYS = ("teacher", "student", "target_encoder", "encoder")
 # preference.
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module", *PRETRAINING_KEYS)
 AVERAGE_KEYS = ("state_dict_ema", "model_ema")
+# What values beside the weights use in files of torch before 1.6, whose names can't be listed.
+_OLD_GLOBALS = (
+    "argparse.Namespace",
+    "collections.defaultdict",
+    "numpy.core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "pathlib.PosixPath",
+    "_codecs.encode",
+)
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
 
 
-def read_all_weights(path: Path) -> dict[str, tuple[dict[str, Tensor], str]]:
+def read_weight_file(path: Path) -> dict[str, tuple[dict[str, Tensor], str]]:
     """The trained weights in a file (`raw`) and their moving average (`ema`), if it has both.
 
-    Each has the tensors by parameter name, on the CPU, without prefixes of wrappers, and a
-    description: the file, and which state dict it is if there are several. Raises CheckpointError
-    for a file that is missing, truncated, no checkpoint, or needs code to load.
+    Each has the tensors by name, on the CPU, and a description: the file, and which state dict it
+    is if there are several. path: also the index of a state dict in several files, or one of these
+    files. Raises CheckpointError for a file that is missing, truncated, no checkpoint, or needs
+    code to load.
     """
     if not path.is_file():
         raise CheckpointError(f"No checkpoint {str(path)!r}: no such file.", "Check the path.")
+    part = _SHARD.fullmatch(path.name)
+    if part and int(part[2]) > 1:
+        index = path.with_name(f"{part[1]}{part[3]}.index.json")
+        if not index.is_file():
+            raise CheckpointError(
+                f"{str(path)!r} is one of {int(part[2])} files, and there is no {index.name}.",
+                "Copy all of them and the index into one folder.",
+            )
+        path = index
+    if path.name.endswith(".index.json"):
+        return {"raw": (_read_shards(path), str(path))}
     if is_safetensors(path):
-        return {"raw": (_strip_prefixes(_read_safetensors(path)), str(path))}
+        return {"raw": (_read_safetensors(path), str(path))}
     return _find_state_dicts(_read_pickle(path), path)
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors of the files that an index of Hugging Face names, each in the index's folder."""
+    state: dict[str, Tensor] = {}
+    with explain_content_errors(CheckpointError, index):
+        names = json.loads(index.read_bytes())["weight_map"]
+        for name in sorted({*names.values()}):
+            shard = index.with_name(name)  # an error for a path
+            read = _read_safetensors if is_safetensors(shard) else _read_pickle
+            state |= read(shard)
+        return {name: state[name] for name in names}
 
 
 def download_weights(url: str) -> Path:
@@ -105,15 +143,42 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
+class _Unread(list):  # type: ignore[type-arg]
+    """Stands for an object beside the weights. Nothing is built or kept.
+
+    It is a list since torch's restricted loader appends to lists only.
+    """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # it may be a key
+
+    def __init__(self, *arguments: Any, **options: Any): ...
+
+    def append(self, item: Any) -> None: ...
+
+    def extend(self, items: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+class _UnreadDict:
+    """Stands for a subclass of dict: that loader sets items of dicts only."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        return OrderedDict()
+
+
 def _read_pickle(path: Path) -> Any:
-    """What `torch.save` wrote: tensors, plain containers and values, and argparse.Namespace, in
-    which timm's and torchvision's scripts store their options. It only holds attributes, to which
-    the same restriction applies.
+    """What `torch.save` wrote: tensors, plain containers and values. All other classes and
+    functions that it names, such as numpy's, are replaced: none of them is called or imported.
     """
     try:
         # Pass a file object: for a path, torch.load uses the suffix.
-        with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:
+            try:
+                names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # type: ignore[arg-type]
+            except ValueError:  # not a zip file
+                names = [*_OLD_GLOBALS]
+            return _load(file, {name: type(name, (_Unread,), {}) for name in names})
     # A broken file makes torch.load raise nearly anything: UnpicklingError, EOFError, KeyError,
     # RuntimeError, ...
     except Exception as error:
@@ -124,6 +189,22 @@ def _read_pickle(path: Path) -> Any:
         ) from error
 
 
+def _load(file: BinaryIO, stand_ins: dict[str, type]) -> Any:
+    """torch.load with a class in place of each class or function that is named. A class whose
+    object gets items is a dict: then the file is read again.
+    """
+    file.seek(0)
+    classes = [(stand_in, name) for name, stand_in in stand_ins.items()]
+    try:
+        with torch.serialization.safe_globals(classes):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        for name, stand_in in stand_ins.items():
+            if str(stand_in) in str(error):  # never that of a dict
+                return _load(file, stand_ins | {name: _UnreadDict})
+        raise
+
+
 def _one_line(error: Exception) -> str:
     # Around its error, torch's restricted loader has advice, also to load without restriction.
     text = re.split(r"WeightsUnpickler error:|from a trusted source\.", str(error))[-1]
@@ -132,52 +213,65 @@ def _one_line(error: Exception) -> str:
 
 
 def _find_state_dicts(content: Any, path: Path) -> dict[str, tuple[dict[str, Tensor], str]]:
-    """The state dicts of a checkpoint, bare or under the libraries' keys, by kind of weights."""
-    found = {}
-    if isinstance(content, Mapping):
-        nested = {key: _tensors_in(content.get(key)) for key in (*NESTED_KEYS, *AVERAGE_KEYS)}
-        trained = next((key for key in NESTED_KEYS if nested[key]), None)
-        average = next((key for key in AVERAGE_KEYS if nested[key]), None)
-        if trained is not None:
-            note = ""
-            if trained in PRETRAINING_KEYS:
-                note = f" ({trained})"
-            elif average is not None:
-                note = f" ({trained}, not its average {average})"
-            found["raw"] = _strip_prefixes(nested[trained]), f"{path}{note}"
-        if average is not None:
-            note = average if trained is None else f"{average}, not {trained}"
-            found["ema"] = _strip_prefixes(nested[average]), f"{path} (its average {note})"
+    """The state dicts of a checkpoint, bare or under a key, by kind of weights."""
+    nested = dict(content) if isinstance(content, Mapping) else {}
+    for key, value in {"": content, **nested}.items():
+        if key in ("", *NESTED_KEYS) and isinstance(value, _Unread):
+            _raise_for_object(path, key, value)
+    bare = _tensors_in(nested)
+    states = {key: state for key, value in nested.items() if (state := _tensors_in(value))}
+    trained = next((key for key in NESTED_KEYS if key in states), None)
+    average = next((key for key in AVERAGE_KEYS if key in states), None)
+    if trained is None and average is None:
         # A checkpoint's top level may hold a single tensor (pytorch/examples' best_acc1), which is
         # no model.
-        if not found and len(state := _tensors_in(content)) * 2 > len(content):
-            found["raw"] = _strip_prefixes(state), str(path)
+        if len(bare) * 2 > len(nested):
+            return {"raw": (bare, str(path))}
+        if len(states) == 1:
+            (trained,) = states
+    found = {}
+    if trained is not None:
+        note = ""
+        if average is not None:
+            note = f" ({trained}, not its average {average})"
+        elif trained not in NESTED_KEYS or trained in PRETRAINING_KEYS:
+            note = f" ({trained})"
+        found["raw"] = states[trained], f"{path}{note}"
+    if average is not None:
+        note = average if trained is None else f"{average}, not {trained}"
+        found["ema"] = states[average], f"{path} (its average {note})"
     if found:
         return found
-    names = type(content).__name__
-    if isinstance(content, Mapping):
-        names = ", ".join(map(str, list(content)[:5])) or "nothing"
+    problem = f"no weights: found {join_names([*map(str, nested)]) or type(content).__name__}"
+    if states:
+        problem = f"weights under each of {join_names([*states])}: which to use is not known"
     raise CheckpointError(
-        f"{str(path)!r} holds no weights: found {names}.",
+        f"{str(path)!r} holds {problem}.",
         f"Give a state dict, bare or under one of {', '.join((*NESTED_KEYS, *AVERAGE_KEYS))}.",
     )
 
 
+def _raise_for_object(path: Path, key: str, value: _Unread) -> None:
+    item = f"[{key!r}]" if key else ""
+    load = f"torch.load({str(path)!r}, weights_only=False){item}"
+    command = f"import torch; torch.save({load}.state_dict(), 'weights.pth')"
+    raise CheckpointError(
+        f"{str(path)!r} holds an object of the class {type(value).__name__}, and no code of a file "
+        "is run.",
+        "If you trust it, save its state dict where this class can be imported:\n"
+        f"python -c {shlex.quote(command)}",
+    )
+
+
 def _tensors_in(content: Any) -> dict[str, Tensor]:
+    """The tensors of a state dict by name, without AveragedModel's counter, which is no weight. A
+    dict of integers alone, such as states of generators, has none.
+    """
     if not isinstance(content, Mapping):
         return {}
-    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
-
-
-def _strip_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Remove `_orig_mod.` of torch.compile and `_fsdp_wrapped_module.` of FSDP everywhere, since
-    both also wrap parts of a model; every leading `module.` that all names share, and with it
-    AveragedModel's counter `n_averaged`, which is no weight.
-    """
-    wrapper = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module)\.")
-    state = {wrapper.sub("", name): value for name, value in state.items()}
-    while True:
-        weights = {name: value for name, value in state.items() if name != "n_averaged"}
-        if not weights or not all(name.startswith("module.") for name in weights):
-            return state
-        state = {name.removeprefix("module."): value for name, value in weights.items()}
+    tensors = {
+        str(name): value
+        for name, value in content.items()
+        if isinstance(value, Tensor) and name != "n_averaged"
+    }
+    return tensors if any(map(torch.is_floating_point, tensors.values())) else {}

@@ -6,10 +6,13 @@ v3, MoCo v2 and v3, CLIP and others).
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from io import StringIO
 
+from timm.models import adapt_input_conv
 from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer as TorchvisionTransformer
 from torchvision.models.vision_transformer import interpolate_embeddings
@@ -19,8 +22,11 @@ from imagenet_cls.models.factory import new_head_note
 from imagenet_cls.models.head import head_names
 from imagenet_cls.text import join_names
 
-# "": the encoder alone, or beside tensors that `PRETRAINING_ONLY` matches.
-ENCODER_PREFIXES = ("", "backbone.", "encoder.")
+# What wraps a model or parts of it: DataParallel and DistributedDataParallel, torch.compile, FSDP
+# and activation checkpointing.
+WRAPPER = re.compile(
+    r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 # Where pre-training code alone puts the encoder among other networks, in order of preference: MoCo
 # evaluates `encoder_q.` and `base_encoder.`, DINOv2 the teacher. A head there is no classifier.
 PRETRAINING_PREFIXES = (
@@ -32,6 +38,7 @@ PRETRAINING_PREFIXES = (
     "teacher.backbone.",
     "student.backbone.",
 )
+KNOWN_PREFIXES = ("backbone.", "encoder.", *PRETRAINING_PREFIXES)
 # Tensors beside an encoder that only pre-training uses. Any other tensor that the model lacks is an
 # error.
 PRETRAINING_ONLY = re.compile(
@@ -55,109 +62,216 @@ def prefix_errors(key: str) -> Iterator[None]:
         raise CheckpointError(f"{key}: {error.problem}", error.remedy) from error
 
 
+@dataclass(frozen=True)
+class NamedWeights:
+    """Weights by a model's names of its parameters, as far as the names are known.
+
+    prefix: what was removed from the names. others: the tensors whose names lack it, by their own
+    names. notes: what else was done.
+    """
+
+    tensors: dict[str, Tensor]
+    prefix: str
+    others: dict[str, Tensor]
+    notes: list[str]
+
+
 def load_weights(
-    model: nn.Module, state: Mapping[str, Tensor], num_classes: int, head_may_differ: bool = True
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    num_classes: int,
+    head_may_differ: bool = True,
+    keep_head: bool = True,
 ) -> str:
     """Load `state` into `model`, in place. Returns one sentence about what was done, and perhaps a
     line with a warning.
 
-    All names and shapes must match, with these exceptions: a prefix of all names is removed;
-    position embeddings of another grid are resized, and an original author's names translated, by
-    the model's library; further BatchNorm layers of `model.split_bn` are ignored; counters
-    `num_batches_tracked` may be missing (torch < 0.4.1). Where head_may_differ, a head of another
-    size stays as initialized, and the state may be the encoder of a pre-training file. num_classes:
-    the model's, to find its head. Raises CheckpointError with counts and the first three names of
-    each kind.
+    All names and shapes must match, with these exceptions: names may have a prefix, see
+    `name_weights`; the head may have any name, if it is the only layer of its size beside the
+    other weights; position embeddings of another grid are resized, and an original author's names
+    translated, by the model's library; a first convolution for three channels is converted as timm
+    does; further BatchNorm layers of `model.split_bn` are ignored; counters `num_batches_tracked`
+    may be missing (torch < 0.4.1). Where head_may_differ, a head of another size stays as
+    initialized, and the state may be the encoder of a pre-training file. num_classes: the model's,
+    to find its head. keep_head: with False, the head stays as initialized. Raises CheckpointError
+    with counts and the first three names of each kind.
     """
     expected = model.state_dict()
     head = [name for name in head_names(model, num_classes) if name in expected]
     given = without_split_bn(state)
-    state, notes = _convert_if_needed(model, given, head)
-    given_head = [name for name in head if name in state]
-    resized = [name for name in given_head if _differs_in_size(expected[name], state[name])]
-    left_out = given_head if head_may_differ and resized else []
-    loaded = {name: value for name, value in state.items() if name not in left_out}
+    named = name_weights(model, given, head)
+    part, others = named.tensors, named.others
+    _convert_channels(part, expected, named.notes)
+    if named.prefix in PRETRAINING_PREFIXES:
+        others |= {named.prefix + name: part.pop(name) for name in head if name in part}
+    elif not any(name in part for name in head):
+        _rename_head(part, others, expected, head)
+    is_encoder = head_may_differ and not any(name in part for name in head)
+    for name in part.keys() - expected.keys():
+        is_replaced = name.startswith("norm.") and "fc_norm.weight" in expected
+        if is_encoder and (PRETRAINING_ONLY.match(name) or is_replaced):
+            others[named.prefix + name] = part.pop(name)
+    resized = [name for name in head if name in part and _differs_in_size(expected, part, name)]
+    new = []
+    if head_may_differ and (resized or not keep_head):
+        new = head
+    elif is_encoder:
+        missing = [name for name in expected if name not in part]
+        new = [name for name in missing if name in head or NEAR_HEAD.match(name)]
+    loaded = {name: value for name, value in part.items() if name not in new}
     required = {
         name: value
         for name, value in expected.items()
-        if name in loaded or not (name in left_out or _is_counter(name))
+        if name in loaded or not (name in new or _is_counter(name))
     }
-    sentence = ", ".join([f"loaded {len(loaded)} tensors", *notes])
-    if left_out:
-        old_classes = state[left_out[0]].shape[0]
-        new_classes = expected[left_out[0]].shape[0]
-        sentence += f"; {new_head_note(left_out, old_classes, new_classes)}"
+    note = f", without the prefix {named.prefix}" if named.prefix else ""
     if mismatch := state_dict_mismatch(required, loaded):
-        prefix = next(iter(given), "").partition(".")[0] + "."
-        is_wrapper = all(name.startswith(prefix) and name not in expected for name in given)
-        if given and is_wrapper and prefix not in PRETRAINING_PREFIXES:
-            inner = {name.removeprefix(prefix): value for name, value in given.items()}
-            with prefix_errors(f"without the prefix {prefix} of all names"):
-                sentence = load_weights(model, inner, num_classes, head_may_differ)
-            return f"removed the prefix {prefix} of all names, {sentence}"
-        encoder = _find_encoder(model, given, head) if head_may_differ else None
-        if encoder is None:
-            classes = f"model.num_classes={state[resized[0]].shape[0]}, " if resized else ""
-            raise CheckpointError(
-                f"The checkpoint's weights don't fit this model: {mismatch}.",
-                f"Set {classes}model.name and model.kwargs as the checkpoint was trained.",
+        classes = f"model.num_classes={len(part[resized[0]])}, " if resized else ""
+        remedy = f"Set {classes}model.name and model.kwargs as the checkpoint was trained."
+        reshaped = _names_with_other_shape(required, loaded)
+        if required.keys() == loaded.keys() and all("pos" in name for name in reshaped):
+            remedy = (
+                f"The position embeddings of {type(model).__name__} are not resized: build it for "
+                "the size of the weights, such as by model.kwargs.img_size."
             )
-        loaded, sentence = encoder
+        raise CheckpointError(
+            f"The checkpoint's weights don't fit this model: {mismatch}{note}.", remedy
+        )
     model.load_state_dict(loaded, strict=False)  # only the head and counters may be missing
+    sentence = ", ".join([f"loaded {len(loaded)} tensors{note}", *named.notes])
+    if dropped := len(given) - len(part):
+        sentence += f", dropped {dropped} ({join_names([*others]) or 'by the translation'})"
+    if resized and new:
+        return f"{sentence}; {new_head_note(head, len(part[resized[0]]), num_classes)}"
+    if new:
+        sentence += f", newly initialized {len(new)} ({', '.join(new)})"
+    of_size = [
+        name for name in others if new and head and others[name].shape == expected[head[0]].shape
+    ]
+    if of_size:
+        sentence += (
+            f"\nwarning: the head is newly initialized, but {join_names(of_size)} in the file has "
+            f"its size; to use it, rename it to {named.prefix}{head[0]}"
+        )
     return sentence
 
 
-def _find_encoder(
-    model: nn.Module, state: Mapping[str, Tensor], head: list[str]
-) -> tuple[dict[str, Tensor], str] | None:
-    """The encoder's tensors in a file of pre-training, without a head, and a sentence about them.
+def name_weights(model: nn.Module, state: Mapping[str, Tensor], head: list[str]) -> NamedWeights:
+    """The weights under the prefix whose removal fits most of the model's names and shapes. Names
+    that fit as they are have none.
 
-    None if the file has no encoder of this model.
+    Wrappers, which may be inside of names, are removed first, unless the model has such names.
+    Raises CheckpointError if two prefixes fit equally well, and none is known from pre-training
+    code. head: the names of the model's head.
     """
     expected = model.state_dict()
-    for prefix in (*ENCODER_PREFIXES, *PRETRAINING_PREFIXES):
+    if not any(map(WRAPPER.search, expected)):
+        state = without_wrappers(state)
+    best: list[NamedWeights] = []
+    most = -1
+    for prefix in _prefixes(state, len(expected)):
         named = {
             name.removeprefix(prefix): value
             for name, value in state.items()
-            if name.startswith(prefix)
+            # timm would take the output of CLIP's image towers for a classifier.
+            if name.startswith(prefix) and not IMAGE_TEXT_PROJECTION.fullmatch(name)
         }
+        others = {name: state[name] for name in state if name.removeprefix(prefix) not in named}
         part, notes = _convert_if_needed(model, _join_chunks(named, expected), head)
-        if not prefix and any(name in head for name in part):
-            continue  # a classifier
-        loaded = {name: value for name, value in part.items() if name not in head}
-        for name in loaded.keys() - expected.keys():
-            is_replaced = name.startswith("norm.") and "fc_norm.weight" in expected
-            if PRETRAINING_ONLY.match(name) or is_replaced:
-                del loaded[name]
-        initial = {
-            name
-            for name in expected.keys() - loaded.keys()
-            if name in head or NEAR_HEAD.match(name) or _is_counter(name)
-        }
-        required = {name: value for name, value in expected.items() if name not in initial}
-        if not state_dict_mismatch(required, loaded):
-            new = [name for name in expected if name in initial and not _is_counter(name)]
-            parts = [
-                f"loaded {len(loaded)} tensors",
-                *notes,
-                f"dropped {len(state) - len(loaded)}",
-                f"newly initialized {len(new)} ({', '.join(new)})",
-            ]
-            encoder, warning = f"an encoder ({prefix}*)", ""
-            of_size = [
-                name
-                for name, value in state.items()
-                if head and value.shape == expected[head[0]].shape
-                if name.removeprefix(prefix) not in loaded
-            ]
-            if of_size:
-                encoder += " without its head"
-                warning = (
-                    f"\nwarning: the head is newly initialized, but {join_names(of_size)} in the "
-                    f"file has its size; to use it, rename it to {prefix}{head[0]}"
-                )
-            return loaded, f"found {encoder}: {', '.join(parts)}{warning}"
-    return None
+        fits = len(expected.keys() & part) - len(_names_with_other_shape(expected, part))
+        if fits > most:
+            best, most = [], fits
+        if fits == most:
+            best.append(NamedWeights(part, prefix, others, notes))
+    prefixes = [found.prefix for found in best]
+    if len(best) > 1 and prefixes[0] not in ("", *KNOWN_PREFIXES):
+        raise CheckpointError(
+            f"The file has this model's weights under each of the prefixes {join_names(prefixes)}.",
+            "Save those to use alone.",
+        )
+    return best[0]
+
+
+def _prefixes(state: Mapping[str, Tensor], count: int) -> list[str]:
+    """The prefixes, with dots, that at least half as many names have as the `count` of a model, in
+    order of preference.
+    """
+    counts: Counter[str] = Counter()
+    for name in state:
+        counts.update(name[: dot.end()] for dot in re.finditer(r"\.", name))
+    found = [prefix for prefix, names in counts.items() if 2 * names >= count]
+    return ["", *sorted(found, key=lambda prefix: (*KNOWN_PREFIXES, prefix).index(prefix))]
+
+
+def count_outputs(model: nn.Module, state: Mapping[str, Tensor]) -> int:
+    """The number of outputs of weights: of the layer with the name of the model's head, or of the
+    only layer that the model lacks and that takes as many features. Raises CheckpointError without
+    one.
+
+    model: with any number of outputs, perhaps on the meta device.
+    """
+    expected = model.state_dict()
+    head = head_names(model, getattr(model, "num_classes", 1000))[:1]
+    named = name_weights(model, state, head)
+    found = [
+        len(value)
+        for name, value in {**named.others, **named.tensors}.items()
+        if (name in head or name not in expected) and value.ndim > 1
+        if head and value.shape[1:] == expected[head[0]].shape[1:]
+    ]
+    if len(found) != 1:
+        raise CheckpointError(
+            "The weights have no known classifier.", "Give a config that sets model.num_classes."
+        )
+    return found[0]
+
+
+def _rename_head(
+    part: dict[str, Tensor],
+    others: dict[str, Tensor],
+    expected: Mapping[str, Tensor],
+    head: list[str],
+) -> None:
+    """Give the layer that must be the head its names in the model, in place.
+
+    There is none if several layers have the head's parameters and shapes, or if there are others
+    that only pre-training uses.
+    """
+    unused = {**others, **{name: part[name] for name in part if name not in expected}}
+    fitting = []
+    for owner in {name.rpartition(".")[0] for name in unused}:
+        names = {f"{owner}.{name.rpartition('.')[2]}": name for name in head}
+        is_fitting = all(
+            old in unused and unused[old].shape == expected[new].shape for old, new in names.items()
+        )
+        if names and is_fitting:
+            fitting.append(names)
+    if len(fitting) == 1 and not any(map(PRETRAINING_ONLY.match, unused.keys() - fitting[0])):
+        for old, new in fitting[0].items():
+            (part if old in part else others).pop(old)
+            part[new] = unused[old]
+
+
+def _convert_channels(
+    state: dict[str, Tensor], expected: Mapping[str, Tensor], notes: list[str]
+) -> None:
+    """Convert the first convolution to the model's channels, in place, and add a note. Raises
+    CheckpointError if the weights are for another number than three.
+    """
+    first = next((name for name, value in expected.items() if value.ndim == 4), None)
+    for name in _names_with_other_shape(expected, state):
+        old, new = state[name].shape, expected[name].shape
+        if len(old) != 4 or old[:1] + old[2:] != new[:1] + new[2:]:
+            continue
+        if old[1] == 3:
+            state[name] = adapt_input_conv(new[1], state[name])
+            notes.append(f"{name} converted from 3 to {new[1]} channels as timm does")
+        elif name == first:
+            raise CheckpointError(
+                f"The weights are for images of {old[1]} channels ({name}), and the model takes "
+                f"{new[1]}.",
+                "Use weights for 3 channels, or set data.channels as these were trained.",
+            )
 
 
 def _join_chunks(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -188,19 +302,22 @@ def state_dict_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Ten
     return "; ".join(parts)
 
 
+def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state` by the names that its model has without `WRAPPER`."""
+    return {WRAPPER.sub("", name): value for name, value in state.items()}
+
+
 def without_split_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`state` without the BatchNorm layers that `model.split_bn` adds, which only training uses."""
     return {name: value for name, value in state.items() if ".aux_bn." not in name}
 
 
-def _differs_in_size(expected: Tensor, actual: Tensor) -> bool:
+def _differs_in_size(
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], name: str
+) -> bool:
     """Whether two shapes differ in the first dimension only."""
-    same_rank = expected.ndim == actual.ndim > 0
-    return (
-        same_rank
-        and expected.shape[0] != actual.shape[0]
-        and expected.shape[1:] == actual.shape[1:]
-    )
+    old, new = actual[name].shape, expected[name].shape
+    return old != new and old[1:] == new[1:] and len(old) == len(new)
 
 
 def _is_counter(name: str) -> bool:
@@ -228,10 +345,6 @@ def _convert_if_needed(
     patch size.
     """
     expected = model.state_dict()
-    # timm would take the output of CLIP's image towers for a classifier.
-    state = {
-        name: value for name, value in state.items() if not IMAGE_TEXT_PROJECTION.fullmatch(name)
-    }
     same_names = all(_is_counter(name) for name in expected.keys() ^ state.keys())
     if same_names and set(_names_with_other_shape(expected, state)) <= set(head):
         return state, []

@@ -27,7 +27,7 @@ from imagenet_cls.checkpoint.folders import step_of
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.engine.stored_weights import StoredWeights
+from imagenet_cls.engine.stored_weights import Weights
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.extras.weights.average_checkpoints import average_command, choose, mean_of_weights
 
@@ -57,7 +57,7 @@ def mean_of(paths: list[Path], name: str = "model.safetensors") -> dict[str, tor
 def test_mean_of_weights_half_precision_is_summed_in_double() -> None:
     """A thousand times 1 + 1/128, whose sum bfloat16 can't represent."""
     state = {"weight": torch.full((3,), 1 + 1 / 128, dtype=torch.bfloat16)}
-    mean, _ = mean_of_weights((Path("x"), StoredWeights(state, "x", "raw")) for _ in range(1000))
+    mean, _ = mean_of_weights((Path("x"), Weights(state, "raw", {}, "x")) for _ in range(1000))
     assert mean["weight"].tolist() == [1 + 1 / 128] * 3
 
 
@@ -168,8 +168,8 @@ def test_average_of_weights_files_of_any_origin(run: Path, tmp_path: Path) -> No
     succeeds(average_command, *files, "--out", out)
     assert_close(load_file(out), mean_of([first, second, newest(run)]), rtol=0, atol=0)
     torch.save(trained, tmp_path / "raw.pth")
-    (tmp_path / "b.safetensors").rename(tmp_path / "b")  # one set of weights, of either kind
-    for name, code in (("raw.pth", 4), ("b", 0)):
+    (tmp_path / "b.safetensors").rename(tmp_path / "b")  # it does not say that it is an average
+    for name, code in (("raw.pth", 4), ("b", 4), ("a.pth", 0)):
         words = [tmp_path / "a.pth", tmp_path / name, "--weights", "ema"]
         assert call(average_command, *words, "--out", tmp_path / "ema.safetensors")[0] == code
     # a file and a checkpoint make no checkpoint

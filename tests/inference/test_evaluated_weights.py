@@ -45,7 +45,7 @@ from imagenet_cls.engine.training_model import build_distillation_teacher, build
 from imagenet_cls.errors import CheckpointError, DataError
 from imagenet_cls.extras.weights.average_checkpoints import average_command
 from imagenet_cls.extras.weights.publish import publish_command
-from imagenet_cls.inference.load_weights import load_weights_of_config
+from imagenet_cls.inference.load_weights import models_of_config
 from imagenet_cls.inference.predictor import Predictor
 
 ALLOW = ["--allow-import", "helpers:plain"]
@@ -398,7 +398,7 @@ def test_published_outputs_are_put_in_the_order_of_the_classes(
 ) -> None:
     classes, order = ORDERS[name]
     config = Config(model=published)
-    evaluated = load_weights_of_config(config, None, classes).models["raw"]
+    evaluated = models_of_config(config, None, classes).models["raw"]
     started, (message,) = build_initial_model(config, 1000, classes)
     expected = logits(source)[order]
     torch.testing.assert_close(logits(evaluated)[: len(order)], expected)
@@ -430,7 +430,7 @@ def test_published_weights_with_unknown_classes_start_a_run_but_are_not_evaluate
 ) -> None:
     config = Config(model=published)
     with pytest.raises(DataError):
-        load_weights_of_config(config, None, classes)
+        models_of_config(config, None, classes)
     started, messages = build_initial_model(config, 1000, classes)
     torch.testing.assert_close(logits(started), logits(source))
     assert "head of the published weights is kept" in messages[1]

@@ -18,7 +18,7 @@ from imagenet_cls.files import explain_write_errors, write_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from imagenet_cls.engine.stored_weights import StoredWeights
+    from imagenet_cls.engine.stored_weights import Weights
 
 RULES = {
     "last": "the newest N of a run folder",
@@ -157,25 +157,24 @@ def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
 
 def read_weights(
     paths: Sequence[Path], kind: str, weights_only: bool
-) -> "Iterator[tuple[Path, StoredWeights]]":
+) -> "Iterator[tuple[Path, Weights]]":
     """Each path with its weights.
 
     paths: checkpoints, run folders (their best one), or with `weights_only` files of any library.
     Raises CheckpointError if one is damaged, or of another model or task than the first.
     """
-    from imagenet_cls.engine.stored_weights import read_stored_weights
-    from imagenet_cls.models.weight_files import is_safetensors
+    from imagenet_cls.engine.stored_weights import open_weights
+    from imagenet_cls.models.weights import without_wrappers
 
-    first: StoredWeights | None = None
+    first: Weights | None = None
     for path in paths:
         if path.is_file() and not weights_only:
             raise UsageError(
                 f"{path} is a file, and a checkpoint is a folder.",
                 "Give checkpoints; or average files of weights with --out average.safetensors.",
             )
-        # A file of the format safetensors has one set of weights, of either kind.
-        has_one_kind = path.is_file() and is_safetensors(path)
-        stored = read_stored_weights(path, None if has_one_kind else kind)
+        stored = open_weights(path, kind)
+        stored = replace(stored, tensors=without_wrappers(stored.tensors), by_kind={})
         if stored.warnings:
             raise CheckpointError(stored.warnings[0], "Give the checkpoints to average one by one.")
         if stored.state is not None:
@@ -189,7 +188,7 @@ def read_weights(
         yield path, stored
 
 
-def required_settings(stored: "StoredWeights") -> dict[str, Any]:
+def required_settings(stored: "Weights") -> dict[str, Any]:
     """What must be the same in checkpoints that are averaged: model without dropout, kind of
     labels, classes and preprocessing.
     """
@@ -211,15 +210,15 @@ def required_settings(stored: "StoredWeights") -> dict[str, Any]:
 
 
 def mean_of_weights(
-    all_weights: "Iterable[tuple[Path, StoredWeights]]",
-) -> "tuple[dict[str, Tensor], list[StoredWeights]]":
+    all_weights: "Iterable[tuple[Path, Weights]]",
+) -> "tuple[dict[str, Tensor], list[Weights]]":
     """The mean of weights, summed in float64, and what they are from, without the tensors; one
     state dict at a time is in memory.
 
     Integers are taken from the last one. Raises CheckpointError if names, shapes or dtypes differ.
     """
     sums: dict[str, Tensor] = {}
-    sources: list[StoredWeights] = []
+    sources: list[Weights] = []
     for count, (path, stored) in enumerate(all_weights, start=1):
         sources.append(replace(stored, tensors={}))
         state = stored.tensors

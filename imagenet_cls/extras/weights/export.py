@@ -43,12 +43,15 @@ def export_command(argv: Sequence[str]) -> None:
         metavar="N",
         help="version of ONNX's operators; default: torch's",
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.format is None:
         raise UsageError("No --format is given.", "Add --format onnx or --format torch.")
     suffix = SUFFIXES[arguments.format]
-    is_run = (arguments.checkpoint / "config.yaml").is_file()
-    folder = arguments.checkpoint if is_run else Path()
+    options, others = cli.weights_arguments(arguments)
+    if others:
+        raise UsageError(f"Unexpected argument {others[0]!r}.", "Name the file with --out.")
+    run = Path(options["checkpoint"])
+    folder = run if (run / "config.yaml").is_file() else Path()
     out = arguments.out or folder / f"model{suffix}"
     if out.suffix != suffix:
         raise UsageError(
@@ -66,7 +69,7 @@ def export_command(argv: Sequence[str]) -> None:
 
     if arguments.format == "onnx":
         check_packages("onnx", "onnx", "onnxscript", "onnxruntime")
-    predictor = Predictor(arguments.checkpoint, "cpu", arguments.weights, arguments.allow_import)
+    predictor = Predictor(**options, device="cpu")
     export = export_model(predictor, arguments.format, arguments.preprocess, arguments.opset)
     lines = compare(predictor, export)
     write_output(out, export.content)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from imagenet_cls.commands import cli
 from imagenet_cls.errors import UsageError
@@ -15,14 +16,16 @@ def publish_command(argv: Sequence[str]) -> None:
     parser = cli.build_parser(
         "publish", "Write a trained timm model as a folder for timm and the Hugging Face Hub."
     )
-    cli.add_weights_arguments(parser)
-    parser.add_argument("folder", type=cli.path, metavar="DIR", help="a new or empty folder")
+    cli.add_weights_arguments(parser, "DIR")
     parser.add_argument(
         "--license", metavar="ID", help="of the model, as the Hub names it, such as apache-2.0"
     )
     parser.add_argument("--overwrite", action="store_true", help=f"replace {_FILES} in DIR")
-    arguments = parser.parse_args(argv)
-    folder = arguments.folder
+    arguments = parser.parse_intermixed_args(argv)
+    options, folders = cli.weights_arguments(arguments)
+    if len(folders) != 1:
+        raise UsageError("No folder given.", "Name a new or empty one after the weights.")
+    folder = Path(folders[0])
     if folder.is_file():
         raise UsageError(f"{folder} is a file.", "Give a folder.")
     if folder.is_dir() and any(folder.iterdir()) and not arguments.overwrite:
@@ -39,7 +42,7 @@ def publish_command(argv: Sequence[str]) -> None:
     from imagenet_cls.extras.weights.timm_folder import write_folder
     from imagenet_cls.inference.predictor import Predictor
 
-    predictor = Predictor(arguments.checkpoint, "cpu", arguments.weights, arguments.allow_import)
+    predictor = Predictor(**options, device="cpu")
     write_folder(predictor, folder, arguments.license)
     for line in predictor.warnings:
         print(printable(line))

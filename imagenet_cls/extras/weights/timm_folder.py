@@ -22,13 +22,13 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import CheckpointError, ResourceError, UsageError, explain_content_errors
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.inference.predictor import Predictor
+from imagenet_cls.models.factory import CROP_MODES
 from imagenet_cls.private_names import generate_readme
 from imagenet_cls.report.jsonl import describe_result
 from imagenet_cls.text import first_line, printable
 
 FILES = ("model.safetensors", "config.json", "README.md")
 _FOLDER = "local-dir:"  # the beginning of a model's name
-CROP_MODES = {"crop": "center", "squash": "squash", "pad": "border"}
 # Keys of timm's pretrained_cfg that do not depend on the weights, as tag, license and papers do.
 _ARCHITECTURE_KEYS = (
     "architecture",
@@ -150,14 +150,16 @@ def model_card(
     config = predictor.config
     kind = predictor.weights
     state = state_of_newest(predictor.path)
-    assert state is not None  # the predictor has read it
-    progress = state["progress"]
     details: dict[str, Any] = {
         "Architecture": predictor.model.pretrained_cfg["architecture"],  # type: ignore[index]
-        "Data": "a local folder" if is_local(config.data.name) else config.data.name,
-        "Weights": f"{kind} of step {state['step']}",
+        "Weights": predictor.path.name,
         "Preprocessing": {key: str(value) for key, value in preprocessing.items()},
     }
+    progress: dict[str, Any] = {"latest": {}}
+    if state is not None:  # of a checkpoint
+        progress = state["progress"]
+        details["Data"] = "a local folder" if is_local(config.data.name) else config.data.name
+        details["Weights"] = f"{kind} of step {state['step']}"
     if predictor.threshold is not None:
         details["Outputs"] = (
             "logits for a sigmoid; an image has each class whose probability is at least "

@@ -25,7 +25,7 @@ from imagenet_cls.checkpoint.format import (
     write_manifest,
 )
 from imagenet_cls.checkpoint.progress import Progress, read_progress
-from imagenet_cls.checkpoint.select import load_best, load_newest, newest_intact
+from imagenet_cls.checkpoint.select import checkpoints_in, load_best, newest_intact
 from imagenet_cls.errors import CheckpointError, ResourceError
 
 TENSORS = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
@@ -144,18 +144,18 @@ def test_read_manifest_naming_other_files_is_an_error(
 
 
 def test_newest_intact_skips_and_names_damaged_ones(tmp_path: Path) -> None:
-    assert newest_intact(tmp_path / "none") == (None, [])
+    assert newest_intact([]) == (None, [])
     for step in (1, 2, 10):
         write_checkpoint(tmp_path, snapshot(step))
     (tmp_path / "step-0000010" / "ema.safetensors").write_bytes(b"x")
     (tmp_path / "step-0000002" / "state.json").unlink()
     (tmp_path / "notes").mkdir()
-    found, damage = newest_intact(tmp_path)
+    found, damage = newest_intact(checkpoints_in(tmp_path))
     assert found.state["step"] == 1
     assert "step-0000010" in damage[0] and "step-0000002" in damage[1]
     (tmp_path / "step-0000001" / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="--overwrite"):
-        newest_intact(tmp_path)
+        newest_intact(checkpoints_in(tmp_path))
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert [step_of(path) for path in list_checkpoints(tmp_path)] == [9, 7]
 
 
-def test_load_best_and_load_newest_of_a_run_folder(tmp_path: Path) -> None:
+def test_load_best_and_newest_intact_of_a_run_folder(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     best = {"raw": {"top1_pct": 70.0, "step": 1}, "ema": {"top1_pct": 80.0, "step": 2}}
 
@@ -186,9 +186,9 @@ def test_load_best_and_load_newest_of_a_run_folder(tmp_path: Path) -> None:
         write_checkpoint(folder, snapshot(step, **best))
     for named in (tmp_path, folder):
         assert found(named) == (2, "ema", 0)
-        assert load_newest(named)[0].state["step"] == 3
+        assert newest_intact(checkpoints_in(named))[0].state["step"] == 3
     first = folder / "step-0000001"
-    assert found(first) == (1, "ema", 0) and load_newest(first)[0].state["step"] == 1
+    assert found(first) == (1, "ema", 0) and checkpoints_in(first) == [first]
     (folder / "step-0000002" / "model.safetensors").write_bytes(b"")
     assert found(tmp_path) == (3, None, 1)  # the best one is damaged: the newest
     shutil.rmtree(folder / "step-0000002")
@@ -239,7 +239,7 @@ def test_write_killed_at_any_moment_leaves_intact_checkpoints(
         folder = tmp_path / str(moment)
         write_checkpoint(folder, old)
         was_killed = killed_at(moment, folder, new)
-        found, damage = newest_intact(folder)
+        found, damage = newest_intact(checkpoints_in(folder))
         assert damage == [], moment
         outcomes.add(found.state["note"])
         assert plain(found) == plain(new if found.state["note"] == 0.75 else old)

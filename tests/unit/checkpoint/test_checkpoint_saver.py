@@ -14,7 +14,7 @@ from test_checkpoint_format import snapshot
 from imagenet_cls.checkpoint.format import list_checkpoints, step_of
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.checkpoint.saver import CheckpointSaver
-from imagenet_cls.checkpoint.select import load_best, load_newest
+from imagenet_cls.checkpoint.select import checkpoints_in, load_best
 from imagenet_cls.config.schema import CheckpointConfig
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.files import link
@@ -105,9 +105,9 @@ def test_links_name_the_newest_and_the_best_checkpoint(tmp_path: Path) -> None:
     links = {path.name: path.readlink().name for path in folder.iterdir() if path.is_symlink()}
     assert links == {"last": "step-0000003", "best": "step-0000002"} and saved(tmp_path) == [3, 2]
     assert load_best(tmp_path)[1] == "raw"
-    for load in (load_newest, load_best):
-        for name, target in links.items():
-            assert load(folder / name)[0].path == folder / target
+    for name, target in links.items():
+        assert load_best(folder / name)[0].path == folder / target
+        assert checkpoints_in(folder / name) == [folder / target]
 
 
 def test_number_of_checkpoints_is_bounded_over_sessions_without_the_best_one(

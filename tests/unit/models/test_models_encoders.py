@@ -167,7 +167,7 @@ def test_encoder_of_pretraining_gives_the_same_features(
     with torch.no_grad():
         torch.testing.assert_close(target.forward_features(image), source.forward_features(image))
     assert torch.equal(head.weight, before)
-    counts = re.findall(r"loaded (\d+) .*dropped (\d+), newly initialized (\d+)", sentence)
+    counts = re.findall(r"loaded (\d+) .*dropped (\d+) .*, newly initialized (\d+)", sentence)
     assert counts == [(str(len(weights)), str(dropped), "2")]
 
 
@@ -202,20 +202,45 @@ def test_prefix_of_all_names_is_removed(prefix: str, tmp_path: Path) -> None:
     "rules",
     [
         ((r"^", "backbone."), (r"^backbone\.fc\.", "head.fc.")),  # mmpretrain
+        ((r"^", "model.backbone."), (r"^model\.backbone\.fc\.", "model.head.")),
+        ((r"^", "backbone."),),
         ((r"^fc\.", "fc.1."),),
-        ((r"^fc\.", "head."),),
-        ((r"^", "encoder_q."),),
     ],
 )
-def test_head_of_equal_size_that_is_not_loaded_gives_a_warning(
+def test_head_of_equal_size_is_loaded_from_another_place(
     rules: tuple[tuple[str, str], ...],
 ) -> None:
     source = timm.create_model("test_resnet", num_classes=7)
     state = renamed(source.state_dict(), *rules)
-    sentence = load_weights(timm.create_model("test_resnet", num_classes=7), state, 7)
-    assert sentence.splitlines()[1].startswith("warning: ")
+    target = timm.create_model("test_resnet", num_classes=7)
+    assert "warning" not in load_weights(target, state, 7, head_may_differ=False)
+    assert torch.equal(target.fc.weight, source.fc.weight)
+    sentence = load_weights(target, state, 7, keep_head=False)
+    assert "newly initialized 2 (fc.weight, fc.bias)" in sentence
     other = timm.create_model("test_resnet", num_classes=4)
-    assert "warning" not in load_weights(other, state, 4)
+    assert "newly initialized" in load_weights(other, state, 4)
+
+
+@pytest.mark.parametrize("more", [{"encoder_q.": ""}, {"": "projector.2."}])
+def test_layer_of_the_heads_size_in_a_pretraining_file_is_dropped_with_a_warning(
+    more: dict[str, str],
+) -> None:
+    source = timm.create_model("test_resnet", num_classes=7)
+    [(prefix, layer)] = more.items()
+    state = prefixed(prefix, source.state_dict())
+    if layer:
+        state = renamed(state, (r"^fc\.", layer)) | layers("", "projector.0.weight")
+    target = timm.create_model("test_resnet", num_classes=7)
+    sentence = load_weights(target, state, 7)
+    assert sentence.splitlines()[1].startswith("warning: ")
+    assert not torch.equal(target.fc.weight, source.fc.weight)
+
+
+def test_two_prefixes_that_fit_equally_are_an_error() -> None:
+    state = timm.create_model("test_resnet", num_classes=7).state_dict()
+    model = timm.create_model("test_resnet", num_classes=7)
+    with pytest.raises(CheckpointError, match=r"net\., ema\."):
+        load_weights(model, prefixed("net.", state) | prefixed("ema.", state), 7)
 
 
 def test_encoder_of_another_model_is_an_error() -> None:
