@@ -21,6 +21,12 @@ from imagenet_cls.text import format_value, shorten
 
 # As Python and timm's HRNet word it.
 _REJECTED_ARGUMENT = re.compile(r"([\w.]+)\(\) got .*unexpected keyword argument.*?'(\w+)'")
+# Texts that YAML or Python reads as a bool, null or number. Group 1: those that no library takes as
+# a name (timm takes `none`).
+_CONSTANT = re.compile(
+    r"(True|true|False|false|None|null)"
+    r"|(?i:true|false|none|null|yes|no|on|off|[-+]?\d*\.?\d+(e[-+]?\d+)?)"
+)
 
 
 class NameNotFoundError(LookupError):
@@ -151,8 +157,8 @@ def kwargs_problems(
     reserved: Collection[str] = (),
     more_names: Collection[str] = (),
 ) -> list[Problem]:
-    """Names in a component's `kwargs` that its factory does not take, and arguments without a
-    default that are missing.
+    """Names in a component's `kwargs` that its factory does not take, text in place of other
+    values, and arguments without a default that are missing.
 
     passed: names that the program passes. reserved: others that can't be given. more_names: those
     that `**kwargs` of the signature accepts; without them, every name.
@@ -162,15 +168,18 @@ def kwargs_problems(
     allowed = [
         name for name in [*taken, *more_names] if name not in {*set_by_program, "self", "cls"}
     ]
+    parameters = inspect.signature(factory).parameters
     problems = []
-    for name in kwargs:
+    for name, value in kwargs.items():
         if name in set_by_program:
             problems.append(Problem(f"{key}.{name}", "is set by the program; remove it"))
         elif name not in allowed and not (takes_any and not more_names):
             listing = ", ".join(dict.fromkeys(allowed)) or "none"
             text = f"unknown argument{did_you_mean(name, allowed)} (allowed: {listing})"
             problems.append(Problem(f"{key}.{name}", text))
-    parameters = inspect.signature(factory).parameters
+        elif isinstance(value, str) and _replaces_constant(value, parameters.get(name)):
+            text = f"{value!r} is text; write a number, true, false or null, without quotes"
+            problems.append(Problem(f"{key}.{name}", text))
     given = {*kwargs, *passed, "self", "cls"}
     missing = [
         name
@@ -182,13 +191,28 @@ def kwargs_problems(
     ]
 
 
+def _replaces_constant(text: str, parameter: inspect.Parameter | None) -> bool:
+    """Whether a text is given in place of a bool, null or number, such as 'False', which is true.
+
+    Any text is, where the default is a bool or number; one that reads as a constant, where it is
+    None; only the most common ones for other defaults, and for names that `**kwargs` takes
+    (parameter: None). An annotation with `str` allows all texts.
+    """
+    default = getattr(parameter, "default", inspect.Parameter.empty)
+    if "str" in str(getattr(parameter, "annotation", "")):
+        return False
+    constant = _CONSTANT.fullmatch(text)
+    is_constant = constant is not None and (default is None or constant[1] is not None)
+    return is_constant or isinstance(default, int | float)
+
+
 @contextmanager
 def component(key: str, name: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Raise ConfigError for an exception while a library builds or runs a component.
 
-    key: of its name, such as `model.name`. An argument that a function of the library rejects is
-    named, with a similar one that it takes. UserErrors, out-of-memory errors and the errors of a
-    user's factory pass through.
+    key: of its name, such as `model.name`; the error has that of its kwargs if it has any. An
+    argument that a function of the library rejects is named, with a similar one that it takes.
+    UserErrors, out-of-memory errors and the errors of a user's factory pass through.
     """
     try:
         yield
@@ -199,8 +223,10 @@ def component(key: str, name: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
         if not is_of_library or out_of_memory_line(error) is not None:
             raise
         rejected, allowed = _rejected_argument(error)
+        if kwargs:
+            key = key.replace(".name", ".kwargs")
         if rejected in kwargs:
-            key = f"{key.removesuffix('.name')}.kwargs.{rejected}"
+            key += f".{rejected}"
             listing = f" (allowed: {', '.join(allowed)})" if allowed else ""
             text = f"unknown argument{did_you_mean(rejected, allowed)}{listing}"
         else:

@@ -60,12 +60,11 @@ def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = Non
 
 def problems(config: DataConfig) -> list[Problem]:
     """All problems of the arguments."""
-    found = kwargs_problems("data.kwargs", _images, config.kwargs, passed=("part",))
-    for name, value in config.kwargs.items():
-        text = number_problem(value, COUNT, whole=True)
-        if text is not None:
-            found.append(Problem(f"data.kwargs.{name}", text))
-    return found
+    return kwargs_problems("data.kwargs", _images, config.kwargs, passed=("part",)) or [
+        Problem(f"data.kwargs.{name}", text)
+        for name, value in config.kwargs.items()
+        if (text := number_problem(value, COUNT, whole=True))
+    ]
 
 
 def _images(

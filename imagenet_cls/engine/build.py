@@ -4,6 +4,7 @@ import os
 import shutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ from imagenet_cls.engine.user_metrics import UserMetrics, build_metrics
 from imagenet_cls.errors import ConfigError, UsageError
 from imagenet_cls.guards.agreement import check_same_data
 from imagenet_cls.guards.replicas import check_same_weights, model_digest
-from imagenet_cls.lookup import import_from_cwd
+from imagenet_cls.lookup import component, import_from_cwd
 from imagenet_cls.models.ema import ModelEma, build_ema
 from imagenet_cls.models.head import head_names
 from imagenet_cls.models.teacher import Teacher
@@ -197,6 +198,7 @@ def build(
             optimization.scaler,
             head_names(built.model, num_classes),
             keeps_gradients(train, plan),
+            partial(component, "optimizer.name", config.optimizer.name, config.optimizer.kwargs),
         ),
         train_loader=train_loader,
         evaluation=Evaluation(

@@ -4,7 +4,7 @@ docs/architecture.md lists where a training step waits for the device.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from timm.utils.agc import adaptive_clip_grad
@@ -31,10 +31,12 @@ class Updater:
         scaler: torch.amp.GradScaler,
         head_names: Sequence[str] = (),
         keep_gradients: bool = False,
+        explain_errors: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         """head_names: the names of the head's parameters. keep_gradients: after a step, set
         gradients to zero in the same memory, not to None; needed if the compiled model returns each
-        gradient in the same memory (see `engine.build.keeps_gradients`).
+        gradient in the same memory (see `engine.build.keeps_gradients`). explain_errors: the
+        context of the optimizer's first step.
         """
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.keep_gradients = keep_gradients
@@ -44,6 +46,7 @@ class Updater:
         self.optimizer = optimizer
         self.clip = build_clipper(model, train, head_names)
         self.scaler = scaler
+        self.explain_errors = explain_errors
         # Fused optimizers skip without waiting for the device. Whether those of MPS do is untested.
         on_mps = any(parameter.is_mps for parameter in self.parameters)
         self.optimizer_skips = skips_on_device(optimizer) and not on_mps
@@ -76,8 +79,9 @@ class Updater:
             self.optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
             self.optimizer.step()
             del self.optimizer.found_inf  # type: ignore[attr-defined]
-        elif not skipped.item():
-            self.optimizer.step()
+        elif not skipped.item():  # has waited for the device, so the errors are those of the step
+            with self.explain_errors():
+                self.optimizer.step()
             self.has_stepped = True
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)

@@ -290,7 +290,8 @@ def published_evaluation(model: nn.Module) -> dict[str, Any]:
 def model_problems(config: ModelConfig, channels: int = 3) -> list[Problem]:
     """Problems of the section that show without building the model. channels: `data.channels`.
 
-    timm's and torchvision's factories take `**kwargs`, so `build_model` finds the unknown ones.
+    timm's and torchvision's factories take `**kwargs`, as `create_model` does, so `build_model`
+    finds the unknown ones.
     """
     if is_user_factory(config.name):
         return _factory_problems(config)
@@ -300,13 +301,9 @@ def model_problems(config: ModelConfig, channels: int = 3) -> list[Problem]:
     if is_torchvision and channels != 3:
         text = f"{channels} needs a model of timm or your own; torchvision's take 3"
         return [Problem("data.channels", text)]
-    reserved = [
-        Problem(f"model.kwargs.{name}", "is set by the program; remove it")
-        for name in config.kwargs
-        if name in RESERVED
-    ]
+    problems = kwargs_problems("model.kwargs", timm.create_model, config.kwargs, RESERVED)
     find = _torchvision_problems if is_torchvision else _timm_weights_problems
-    return reserved + find(config)
+    return problems + find(config)
 
 
 def _name_problem(name: str) -> Problem | None:

@@ -80,6 +80,11 @@ def test_bad_recipe_is_an_error_before_anything_is_written(
     assert contents(tmp_path) == {}
 
 
+def test_argument_that_the_first_step_rejects_is_an_error(digits: Path, tmp_path: Path) -> None:
+    words = arguments(digits, tmp_path / "run", optimizer__kwargs="{maximize: 3.5}")
+    assert "optimizer.kwargs: " in fails(2, train_command, *words)
+
+
 VIT = "name: vit_tiny_patch16_224, kwargs: "
 # Text of a config file, the key of its mistake, and a name that the error suggests.
 MISTAKES = [

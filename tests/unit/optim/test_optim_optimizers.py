@@ -83,6 +83,10 @@ def own_sgd(groups, lr, weight_decay, momentum):
     return torch.optim.SGD(groups, lr=lr, weight_decay=weight_decay, momentum=momentum)
 
 
+def own_with_tag(groups, lr, weight_decay, tag: str | None = None):
+    return own_sgd(groups, lr, weight_decay, 0.9)
+
+
 def own_nothing(groups, lr, weight_decay):
     return None
 
@@ -108,6 +112,11 @@ def problem_keys(name: str = "sgd", kwargs: dict | None = None, **settings) -> l
         ("timm:lookahead_lookahead_adamw", {}, "optimizer.name"),
         ("timm:fusedadam", {}, "optimizer.name"),  # needs CUDA
         (f"{__name__}:own_without_lr", {}, "optimizer.name"),
+        # text in place of a bool, a number, null, and an argument without a default
+        ("sgd", {"nesterov": "False"}, "optimizer.kwargs.nesterov"),
+        ("timm:lamb", {"max_grad_norm": "one"}, "optimizer.kwargs.max_grad_norm"),
+        ("sgd", {"fused": "no"}, "optimizer.kwargs.fused"),
+        (f"{__name__}:own_sgd", {"momentum": "None"}, "optimizer.kwargs.momentum"),
     ],
 )
 def test_bad_section_is_a_problem(name: str, kwargs: dict, key: str) -> None:
@@ -124,13 +133,14 @@ def test_lr_scale_that_is_no_number_is_a_problem(factor: object) -> None:
 
 def test_numbers_that_the_constructor_rejects_are_a_config_error() -> None:
     config = OptimizerConfig(name="adamw", lr=0.1, kwargs={"betas": [0.9, 1.5]})
-    with pytest.raises(ConfigError, match=r"^optimizer\.name: "):
+    with pytest.raises(ConfigError, match=r"^optimizer\.kwargs: "):
         build_optimizer(config, parameter_groups(network(), config))
 
 
 def test_user_factory_is_called_with_groups() -> None:
     name = f"{__name__}:own_sgd"
     assert problem_keys(name, {"momentum": 0.9}, layer_decay=0.5, lr_scales={"head.*": 10}) == []
+    assert problem_keys(f"{__name__}:own_with_tag", {"tag": "2012"}) == []
     with pytest.raises(UserError):
         build_optimizer(OptimizerConfig(name=f"{__name__}:own_nothing", lr=0.1), [])
     config = OptimizerConfig(name=name, lr=0.1, kwargs={"momentum": -1})
