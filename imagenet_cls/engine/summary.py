@@ -22,6 +22,7 @@ from imagenet_cls.engine.loaders import describe_workers
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
+from imagenet_cls.optim.groups import layer_lr_scales
 from imagenet_cls.report.jsonl import Record, describe_result
 from imagenet_cls.tasks import Task
 from imagenet_cls.text import command_line, count_of, join_names
@@ -70,6 +71,7 @@ def startup_table(
         f"{count_of(plan.epochs, 'epoch')})",
         "optimizer": f"{config.optimizer.name}, lr {parts.schedule.horizon.peak_lr:g}, "
         f"{config.schedule.name}",
+        "layer decay": _describe_layer_decay(parts),
         "epoch lines": f"train loss and {task.train_metric.title}, {shown_results}; "
         f"*: best {config.checkpoint.best} so far",
         "run folder": "none: a dry run creates none" if work_dir is None else str(work_dir),
@@ -85,6 +87,18 @@ def _describe_batch(plan: Plan) -> str:
     steps = count_of(plan.accumulation, "accumulation step")
     per_pass = " or ".join(map(str, part_sizes(plan.global_batch, plan.forward_passes)))
     return f"{plan.global_batch} = {devices} x {steps} x {per_pass} per device"
+
+
+def _describe_layer_decay(parts: TrainingParts) -> str:
+    """The decay, and the parameters that have the full rate: the head, and those in no layer of the
+    model's `group_matcher`.
+    """
+    decay = parts.config.optimizer.layer_decay
+    if decay is None:
+        return ""
+    scales = layer_lr_scales(parts.model, decay)
+    full = [name for name, scale in scales.items() if scale == 1]
+    return f"{decay}, not for {len(full)} of {len(scales)} parameters: {join_names(full, 2)}"
 
 
 def describe_class_sizes(source: ImageSet, task: Task) -> str:

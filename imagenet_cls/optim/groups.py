@@ -141,18 +141,21 @@ def layer_lr_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
 
     As in the script of BEiT (Bao et al. 2021), through timm: the model's `group_matcher` defines
     the layers. The head, and parameters of no layer, have 1. Raises ConfigError for a model without
-    that method: timm would guess layers of twelve parameters each.
+    that method (timm would guess layers of twelve parameters each), or with all in one layer.
     """
     group_matcher = getattr(model, "group_matcher", None)
-    if group_matcher is None:
+    layers = {}
+    if group_matcher is not None:
+        layers = group_parameters(model, group_matcher(coarse=False), reverse=True)
+    last = max(layers.values(), default=0)
+    if last == 0:
         raise ConfigError(
             [
-                f"optimizer.layer_decay: {type(model).__name__} has no group_matcher; set it to "
-                "null (optimizer.lr_scales has rates by name), or use timm's model of that name"
+                f"optimizer.layer_decay: {type(model).__name__} has no group_matcher that finds "
+                "layers; set it to null (optimizer.lr_scales has rates by name), or use timm's "
+                "model of that name"
             ]
         )
-    layers = group_parameters(model, group_matcher(coarse=False), reverse=True)
-    last = max(layers.values())
     return {name: layer_decay ** (last - layer) for name, layer in layers.items()}
 
 

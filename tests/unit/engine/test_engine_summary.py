@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from helpers import arguments, single_rank
+from helpers import arguments, single_rank, succeeds
 
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import Progress
@@ -65,6 +65,19 @@ def test_startup_table_fits_80_columns_and_names_the_decoder(digits: Path, call:
     decoder = find_turbojpeg()
     assert code == 0 and max(map(len, out.splitlines())) <= 80
     assert decoder is None or f"regions, by {Path(decoder.path).name}\n" in out
+
+
+def test_startup_table_names_parameters_without_layer_decay(digits: Path) -> None:
+    kwargs = "{img_size: 16, depth: 1, global_pool: avg, class_token: false, fc_norm: true}"
+    words = arguments(
+        digits,
+        "work_dirs/no_run",
+        optimizer__layer_decay=0.8,
+        model__name="vit_tiny_patch16_224",
+        model__kwargs=kwargs,
+    )
+    out = succeeds(train_command, *words, "--dry-run")
+    assert re.search(r"^layer decay .* 4 .*fc_norm\.weight", out, re.MULTILINE)
 
 
 def test_last_lines_name_the_best_results_and_what_is_missing(tmp_path: Path) -> None:

@@ -136,6 +136,12 @@ def test_lr_scales_and_layer_decay_are_multiplied() -> None:
     assert both[before] == plain[before] < 1
 
 
-def test_layer_decay_without_group_matcher_is_an_error() -> None:
+class OneLayer(EveryKind):
+    def group_matcher(self, coarse: bool) -> dict[str, str]:
+        return {"stem": "^patch_embed"}
+
+
+@pytest.mark.parametrize("model", [EveryKind, OneLayer])
+def test_layer_decay_without_layers_is_an_error(model: type[EveryKind]) -> None:
     with pytest.raises(ConfigError, match=r"^optimizer\.layer_decay: "):
-        groups(EveryKind(), layer_decay=0.5)
+        groups(model(), layer_decay=0.5)
