@@ -54,6 +54,14 @@ def format_value(value: Any) -> str:
     return shorten(text, 100)
 
 
+def describe_type(value: Any) -> str:
+    """The type of a value for a message: `a list`, `a torch.float32 Tensor of shape (2,)`."""
+    kind = type(value).__name__
+    if hasattr(value, "dtype"):
+        return f"a {value.dtype} {kind} of shape {tuple(value.shape)}"
+    return f"a {kind}"
+
+
 def count_of(number: int, noun: str) -> str:
     """`1 step`, `2 steps`, `2 classes`."""
     plural = "es" if noun.endswith("s") else "s"

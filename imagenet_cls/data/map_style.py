@@ -25,6 +25,7 @@ from imagenet_cls.lookup import (
     kwargs_problems,
 )
 from imagenet_cls.private_names import TARGETS
+from imagenet_cls.text import describe_type
 
 
 @dataclass(eq=False)
@@ -49,7 +50,7 @@ class MapImages(Images):
         item = self.dataset[number]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise DataError(
-                f"{self.name(number)} is {_describe(item)}.",
+                f"{self.name(number)} is {describe_type(item)}.",
                 "Return (image, target) from the dataset.",
             )
         image, target = item
@@ -61,7 +62,7 @@ class MapImages(Images):
         )
         if not is_image or image.shape[0] not in (1, 3):
             raise DataError(
-                f"{self.name(number)}: its image is {_describe(image)}.",
+                f"{self.name(number)}: its image is {describe_type(image)}.",
                 "Return a Pillow image or a uint8 tensor (3, H, W), without a transform to floats.",
             )
         target = self._check_target(number, target)
@@ -212,9 +213,3 @@ def targets_of_dataset(dataset: Any, labels: str) -> np.ndarray | None:
                 if (integers == targets).all():
                     return integers
     return None
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -26,6 +26,7 @@ from imagenet_cls.lookup import (
     is_factory_name,
     kwargs_problems,
 )
+from imagenet_cls.text import describe_type
 
 Policy = Callable[[Tensor], Tensor]
 
@@ -81,17 +82,14 @@ class CheckedPolicy:
         if not isinstance(self.policy, OnPillow):  # a user's, which may write into its argument
             image = image.clone(memory_format=torch.contiguous_format)
         with component("augment.policy", self.name, {}):
-            result: object = self.policy(image)
-        if isinstance(result, Tensor):
-            if result.dtype == torch.uint8 and result.shape == image.shape:
-                return result
-            found = f"{result.dtype} {tuple(result.shape)}"
-        else:
-            found = f"a {type(result).__name__}"
+            result: Any = self.policy(image)
+        is_tensor = isinstance(result, Tensor)
+        if is_tensor and result.dtype == torch.uint8 and result.shape == image.shape:
+            return result
         raise ConfigError(
             [
-                f"augment.policy: {self.name!r} returned {found} for an image; return uint8 of "
-                f"{tuple(image.shape)}, as given"
+                f"augment.policy: {self.name!r} returned {describe_type(result)} for an image; "
+                f"return uint8 of {tuple(image.shape)}, as given"
             ]
         )
 

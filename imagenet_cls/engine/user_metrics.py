@@ -24,7 +24,7 @@ from imagenet_cls.parallel.collectives import (
 )
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.jsonl import EVAL_FIELDS
-from imagenet_cls.text import printable
+from imagenet_cls.text import describe_type, printable
 
 UserMetrics = dict[str, Any]
 """The metrics of one kind of weights, by the names of their factories."""
@@ -165,9 +165,7 @@ def values_by_field(results: Mapping[str, Any], context: RankContext) -> dict[st
                     raise TypeError
                 values[field] = float(number)
             except (TypeError, OverflowError) as error:
-                kind = type(value).__name__
-                if isinstance(value, Tensor):
-                    kind += f" of shape {tuple(value.shape)}, {value.dtype}"
-                problem = f"{field!r} is a {kind}, not a number; return one from compute()"
+                kind = describe_type(value)
+                problem = f"{field!r} is {kind}, not a number; return one from compute()"
                 raise metric_error(name, problem, context) from error
     return values

@@ -17,7 +17,7 @@ so it does not change the ratio of positive and negative images.
 """
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from imagenet_cls.errors import ConfigError, Problem, UserError
 from imagenet_cls.lookup import NameNotFoundError, find_factory, kwargs_problems
 from imagenet_cls.optim.multilabel_losses import asymmetric_loss, multilabel_bce, positive_weights
 from imagenet_cls.optim.signature_check import NotNegative, value_problems
+from imagenet_cls.text import describe_type
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # a function of logits and targets
 # Logits (N, classes). A model with a distillation token has two: of the class token and of the
@@ -200,11 +201,15 @@ def build_loss(
     def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
         if targets.is_floating_point():
             targets = targets.float()
-        mean: Tensor = loss_function(logits.float(), targets)
-        if mean.numel() != 1:  # of a user's loss, such as one with reduction="none"
-            raise UserError(
-                f"loss.name: {loss.name!r} returned a tensor of shape {tuple(mean.shape)}.",
-                "Return the mean over the images.",
+        mean: Any = loss_function(logits.float(), targets)
+        # Of a user's loss: None, one with reduction="none" or one that is not derived from logits.
+        is_scalar = isinstance(mean, Tensor) and mean.ndim == 0 and mean.is_floating_point()
+        if not is_scalar or (logits.requires_grad and not mean.requires_grad):
+            raise ConfigError(
+                [
+                    f"loss.name: {loss.name!r} returned {describe_type(mean)}; return the mean "
+                    "over the images, a float tensor of shape () with a gradient"
+                ]
             )
         return mean
 

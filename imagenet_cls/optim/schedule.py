@@ -18,8 +18,14 @@ from imagenet_cls.config.schema import (
     Range,
     ScheduleConfig,
 )
-from imagenet_cls.errors import Problem, UserError
-from imagenet_cls.lookup import NameNotFoundError, find_factory, keyword_names, kwargs_problems
+from imagenet_cls.errors import ConfigError, Problem, UserError
+from imagenet_cls.lookup import (
+    NameNotFoundError,
+    find_factory,
+    keyword_names,
+    kwargs_problems,
+    number_problem,
+)
 from imagenet_cls.optim.signature_check import NotNegative, value_problems
 from imagenet_cls.text import format_value
 
@@ -365,8 +371,18 @@ def build_schedule(
             )
 
         def curve(t: float, horizon: Horizon) -> float:
-            rate: float = function(round(t * steps_per_unit))
+            step = round(t * steps_per_unit)
+            rate: float = function(step)
+            if number_problem(rate, NOT_NEGATIVE):
+                raise ConfigError(
+                    [
+                        f"schedule.name: {schedule.name!r} returned {format_value(rate)} for step "
+                        f"{step}; return a finite float or int of at least 0"
+                    ]
+                )
             return rate
+
+        curve(0, horizon)  # so that a dry run checks it, too
 
     return Schedule(schedule, curve, horizon, start, warmup, steps_per_epoch, momentum_curve)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from imagenet_cls.config.schema import DistillConfig, LossConfig
-from imagenet_cls.errors import UserError
+from imagenet_cls.errors import ConfigError, UserError
 from imagenet_cls.optim.losses import (
     build_loss,
     build_training_loss,
@@ -26,6 +26,10 @@ def own_dtype(weight):
     return lambda logits, targets: (
         weight * (logits.sum() if logits.dtype == torch.float32 else torch.tensor(float("nan")))
     )
+
+
+def own_result(result):
+    return lambda logits, targets: result
 
 
 def own_number():
@@ -52,6 +56,13 @@ def test_user_loss_that_returns_no_number_is_an_error() -> None:
     config = LossConfig(name="torch.nn:CrossEntropyLoss", kwargs={"reduction": "none"})
     with pytest.raises(UserError, match=r"loss\.name"):
         build_loss(config, 5)(LOGITS, TARGETS)
+
+
+@pytest.mark.parametrize("result", [None, 0.5, [LOGITS.mean()], LOGITS[:1, 0], LOGITS.mean()])
+def test_user_loss_without_a_scalar_that_has_a_gradient_is_an_error(result: object) -> None:
+    config = LossConfig(f"{__name__}:own_result", kwargs={"result": result})
+    with pytest.raises(ConfigError, match=r"^loss\.name: "):
+        build_loss(config, 5)(LOGITS.clone().requires_grad_(), TARGETS)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ tests/parity.
 import math
 
 import pytest
+import torch
 
 from imagenet_cls.config.schema import OptimizerConfig, ScheduleConfig
-from imagenet_cls.errors import UserError
+from imagenet_cls.errors import ConfigError, UserError
 from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr, schedule_problems
 
 BASE, PER_EPOCH, EPOCHS = 0.4, 7, 10
@@ -73,6 +74,10 @@ def halving(base_lr, total_steps, steps_per_epoch, times):
     return lambda step: base_lr * 0.5 ** (times * step / total_steps)
 
 
+def listed(base_lr, total_steps, steps_per_epoch, rates):
+    return rates.__getitem__
+
+
 def constant_number(base_lr, total_steps, steps_per_epoch):
     return 0.1
 
@@ -99,6 +104,17 @@ def test_user_factory_is_called_with_steps() -> None:
     assert [ours(0), ours(6), ours(7)] == pytest.approx([0, BASE * 6 / 7, rate(7)])
     with pytest.raises(UserError, match="returned float"):
         built(f"{__name__}:constant_number")
+
+
+@pytest.mark.parametrize("rate", [None, math.nan, -0.1, [0.1], torch.tensor(0.1), True])
+def test_user_schedule_without_a_rate_is_an_error(rate: object) -> None:
+    """At step 0 when it is built, so that a dry run shows it."""
+    schedule = built(f"{__name__}:listed", {"rates": [0.1, rate]})
+    assert schedule(0) == 0.1
+    with pytest.raises(ConfigError, match=r"^schedule\.name: "):
+        schedule(1)
+    with pytest.raises(ConfigError, match=r"^schedule\.name: "):
+        built(f"{__name__}:listed", {"rates": [rate]})
 
 
 def problem_keys(
