@@ -1,5 +1,6 @@
 """The start-up table, the line of an epoch, and the last lines of a run."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
