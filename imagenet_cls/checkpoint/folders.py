@@ -3,10 +3,11 @@
 import json
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from imagenet_cls.errors import CheckpointError, explain_content_errors
+from imagenet_cls.errors import CheckpointError
 from imagenet_cls.files import TEMPORARY, remove
 
 # `.old`: being replaced by another checkpoint of the same step; valid until that one is in place.
@@ -40,18 +41,24 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (step_of(path), not path.suffix), reverse=True)
 
 
+def list_run(path: Path) -> list[Path]:
+    """`list_checkpoints` of a run folder, or of its `checkpoints/`."""
+    return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+
+
 def read_state(path: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint, or of the newest one of a run folder that has it. Its digest is
-    not verified. Raises CheckpointError.
+    """`state.json` of a checkpoint or of a file in one, or the newest of a run folder that can be
+    read. Its digest is not verified. Raises CheckpointError.
     """
-    for folder in (path, *list_checkpoints(path / "checkpoints"), *list_checkpoints(path)):
-        file = folder / "state.json"
-        if file.is_file():
-            with explain_content_errors(CheckpointError, file):
-                state: dict[str, Any] = json.loads(file.read_bytes())
+    folder = path if path.is_dir() else path.parent
+    for checkpoint in (folder, *list_run(folder)):
+        with suppress(OSError, ValueError):
+            state: dict[str, Any] = json.loads((checkpoint / "state.json").read_bytes())
+            if "progress" in state:
                 return state
     raise CheckpointError(
-        f"{path}: neither a checkpoint nor a run folder with one.", "Give one, or a config."
+        f"{path}: neither a checkpoint nor a run folder with an intact one.",
+        "Give one, or a config.",
     )
 
 

@@ -126,17 +126,15 @@ def config_from_state(state: Mapping[str, Any], where: Path | str | None) -> Con
         ) from error
 
 
-def verified_files(path: Path, only: str | None = None) -> dict[str, bytes]:
-    """The content of the files that the manifest lists, compared with their digests.
-
-    only: the name of one file, the only one to read; a checkpoint may have many gigabytes. Raises
+def verified_files(path: Path) -> dict[str, bytes]:
+    """The content of the files that the manifest lists, compared with their digests. Raises
     CheckpointError.
     """
     with invalid_content_errors(path, "not a complete checkpoint"):
         check_regular(path / "manifest.json")
         digests = json.loads((path / "manifest.json").read_bytes())["files"]
         content = {}
-        for name, digest in digests.items() if only is None else [(only, digests[only])]:
+        for name, digest in digests.items():
             file = path / name
             if file.parent != path:  # a path out of the folder
                 raise FileNotFoundError(f"no file {name!r}")

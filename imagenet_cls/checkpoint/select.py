@@ -3,21 +3,16 @@
 The newest intact one to resume from, the best one to predict with.
 """
 
-import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
+from imagenet_cls.checkpoint.folders import list_run, step_of
 from imagenet_cls.checkpoint.format import (
     Snapshot,
-    invalid_content_errors,
     read_checkpoint,
-    verified_files,
 )
-from imagenet_cls.checkpoint.progress import best_score, best_weights
+from imagenet_cls.checkpoint.progress import best_weights
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.text import first_line
 
@@ -83,24 +78,6 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
         return newest, None, [*damage, f"{first_line(error)} {newest.path} is used instead."]
 
 
-def state_of_newest(path: Path) -> dict[str, Any] | None:
-    """`state.json` of a checkpoint, or of the newest one of a run folder that is not damaged.
-
-    path: one of these, or a file in a checkpoint. None for any other file of weights.
-    """
-    folder = path if path.is_dir() else path.parent
-    if not (path.is_dir() or (folder / "manifest.json").is_file()):
-        return None
-    for checkpoint in checkpoints_in(folder):
-        with suppress(CheckpointError), invalid_content_errors(checkpoint):
-            content = verified_files(checkpoint, "state.json")["state.json"]
-            state: dict[str, Any] = json.loads(content)
-            for best in state["progress"]["best"].values():
-                float(best["step"] + best_score(best))  # an error for other content
-            return state
-    return None
-
-
 def _link_target(path: Path) -> Path:
     """The folder that a link points to, so that a save of the run does not change it while it is
     read.
@@ -110,15 +87,11 @@ def _link_target(path: Path) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, or a run folder with checkpoints."""
-    return _is_complete(path) or bool(_list_run(path))
+    return _is_complete(path) or bool(list_run(path))
 
 
 def _is_complete(path: Path) -> bool:
     return os.path.isfile(path / "manifest.json")  # noqa: PTH113 (pathlib raises without permission)
-
-
-def _list_run(path: Path) -> list[Path]:
-    return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
 
 
 def checkpoints_in(path: Path) -> list[Path]:
@@ -128,7 +101,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     path = _link_target(path)
     if _is_complete(path):
         return [path]
-    candidates = _list_run(path)
+    candidates = list_run(path)
     if not candidates:
         remedy = "Give a folder like work_dirs/demo/checkpoints/step-0000176, or a run folder."
         if path.suffix == ".pt2":

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from imagenet_cls.checkpoint.folders import read_state
 from imagenet_cls.checkpoint.progress import best_weights
 from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import CheckpointError, UsageError
@@ -37,14 +38,7 @@ class TrainedRun:
 
         Raises CheckpointError if the run has none yet.
         """
-        from imagenet_cls.checkpoint.select import state_of_newest  # imports torch
-
-        state = state_of_newest(self.folder)
-        if state is None:
-            raise CheckpointError(
-                f"{self.folder}: none of its checkpoints can be read.", "Restore one of them."
-            )
-        best = state["progress"]["best"]
+        best = read_state(self.folder)["progress"]["best"]
         if not best:
             raise CheckpointError(f"{self.folder}: no evaluation yet.", "Train for an epoch.")
         weights = best_weights(best)

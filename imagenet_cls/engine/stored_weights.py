@@ -9,8 +9,9 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from imagenet_cls.checkpoint.folders import read_state
 from imagenet_cls.checkpoint.format import METADATA, invalid_content_errors, stored_mean_std
-from imagenet_cls.checkpoint.select import is_checkpoint, load_best, state_of_newest
+from imagenet_cls.checkpoint.select import is_checkpoint, load_best
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.data.classes import imagenet_ids
 from imagenet_cls.errors import CheckpointError
@@ -152,8 +153,10 @@ def stated_classes(path: Path) -> list[str] | None:
     None for other files and URLs. Raises CheckpointError.
     """
     with invalid_content_errors(path):
-        state = state_of_newest(path)
-        if state is None and path.is_file() and is_safetensors(path):
+        state: Mapping[str, Any] | None = None
+        if is_checkpoint(path) or (path.parent / "manifest.json").is_file():
+            state = read_state(path)
+        elif path.is_file() and is_safetensors(path):
             with safe_open(path, "pt") as file:
                 state = json.loads((file.metadata() or {}).get(METADATA, "null"))
         return None if state is None else [*map(str, state["classes"])]

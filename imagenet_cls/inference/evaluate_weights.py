@@ -245,9 +245,10 @@ def check_not_trained_on(
     `check_split`.
     """
     data = config.data
-    if trained.data_digest is None:
+    digest = trained.state.get("data_digest")
+    if digest is None:
         return []
-    if images.digest == trained.data_digest:
+    if images.digest == digest:
         return ["warning: these images have the names and classes of the run's training images"]
     if test_set is None and data.val is None and data.name != "synthetic":
         return check_split(data, trained, images)
@@ -267,7 +268,7 @@ def check_split(data: DataConfig, trained: TrainedModels, images: ImageSet) -> l
         return part.val_fraction, part.fold, part.stratify, part.group
 
     run_data = trained.config.data
-    if images.digest == trained.val_digest:
+    if images.digest == trained.state.get("val_digest"):
         return []
     if place(data) == place(run_data) or split(data) != split(run_data):
         return ["warning: the run held out other images, and may have been trained on these"]

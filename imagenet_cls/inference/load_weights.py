@@ -12,7 +12,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from imagenet_cls.checkpoint.format import (
@@ -100,9 +99,9 @@ class TrainedModels:
     models: by the name of their weights, `raw` or `ema`. classes: None if unknown. origin: where
     the weights are from, for messages. path: the checkpoint, or the file of an `OnnxPredictor`.
     warnings: about damaged checkpoints that were skipped, and a run without an evaluation. best:
-    the weights that evaluated best in their run, if known. data_digest, val_digest: the digests of
-    the images of their run, if known. best_thresholds: by weights, `best_threshold` of the
-    evaluation of this step, if there was one and images have several labels.
+    the weights that evaluated best in their run, if known. state: `state.json` of a checkpoint.
+    best_thresholds: by weights, `best_threshold` of the evaluation of this step, if there was one
+    and images have several labels.
     """
 
     models: dict[str, nn.Module]
@@ -115,8 +114,7 @@ class TrainedModels:
     path: Path | None = None
     warnings: Sequence[str] = ()
     best: str | None = None
-    data_digest: str | None = None
-    val_digest: str | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
     best_thresholds: Mapping[str, float] = field(default_factory=dict)
 
     def select(self, kind: str | None = None) -> str:
@@ -214,8 +212,7 @@ def load_alone(
     section = config.model if config is not None else ModelConfig(str(name))
     if problems := model_problems(section):
         raise ConfigError([f"{problem.key}: {problem.message}" for problem in problems])
-    with torch.device("meta"):  # for names and shapes
-        network = build_model(replace(section, pretrained=False, checkpoint=None))
+    network = build_model(replace(section, pretrained=False, checkpoint=None))
     warnings = [*weights.warnings]
     if config is None:
         evaluation = published_evaluation(network)
@@ -294,8 +291,7 @@ def models_of_checkpoint(weights: Weights, trusted: Collection[str]) -> TrainedM
         path=path,
         warnings=weights.warnings,
         best=weights.kind,
-        data_digest=state.get("data_digest"),
-        val_digest=state.get("val_digest"),
+        state=state,
         best_thresholds=best_thresholds,
     )
 

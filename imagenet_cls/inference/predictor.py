@@ -108,6 +108,7 @@ class Predictor:
     ) -> None:
         assert trained.path is not None
         self.path = trained.path
+        self.state = trained.state
         self.weights = weights
         self.model = model
         self.config = trained.config

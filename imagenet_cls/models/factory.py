@@ -33,7 +33,7 @@ from imagenet_cls.lookup import (
     kwargs_problems,
 )
 from imagenet_cls.models.head import head_names
-from imagenet_cls.text import first_line
+from imagenet_cls.text import first_line, join_names
 
 # timm's crop_mode for each value of `eval.mode`
 CROP_MODES = {"crop": "center", "squash": "squash", "pad": "border"}
@@ -251,8 +251,19 @@ def _download_error(config: ModelConfig, error: Exception) -> ResourceError:
             files = source = str(getattr(cfg, "url", None))
     return ResourceError(
         f"Can't download the model or weights of {name!r} from {source}: {first_line(error)}",
-        f"Download {files} on another machine, and start with {arguments}.{from_scratch}",
+        f"Download {files} on another machine, and start with {arguments}.{_cached_models()}"
+        f"{from_scratch}",
     )
+
+
+def _cached_models() -> str:
+    """The end of a message: the models of timm whose weights the Hub's cache has."""
+    try:
+        cached = huggingface_hub.scan_cache_dir().repos
+    except huggingface_hub.CacheNotFound:
+        return ""
+    names = sorted(repo.repo_id.removeprefix("timm/") for repo in cached if repo.size_on_disk)
+    return f" In the cache: {join_names(names, 10)}." if names else ""
 
 
 def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], list[float]]:

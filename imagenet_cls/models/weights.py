@@ -208,7 +208,7 @@ def count_outputs(model: nn.Module, state: Mapping[str, Tensor]) -> int:
     only layer that the model lacks and that takes as many features. Raises CheckpointError without
     one.
 
-    model: with any number of outputs, perhaps on the meta device.
+    model: with any number of outputs.
     """
     expected = model.state_dict()
     head = head_names(model, getattr(model, "num_classes", 1000))[:1]

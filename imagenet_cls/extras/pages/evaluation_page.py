@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from imagenet_cls.config.metrics import MIN_CLASSES_FOR_TOP5, metrics_of
+from imagenet_cls.data.classes import with_readable_name
 from imagenet_cls.extras.pages.figures import Figure, confusion_figure
 from imagenet_cls.extras.pages.render import render, utf8_text
 from imagenet_cls.report.jsonl import user_metrics
@@ -181,7 +182,7 @@ def evaluation_page(
     if confusion is not None:
         details = _DETAILS
         figures = [
-            confusion_figure(confusion, [row["name"] for row in classes]),
+            confusion_figure(confusion, [with_readable_name(row["name"]) for row in classes]),
             {"title": "Reliability diagram", "bins": statistics["calibration"]},
             {"title": "Confidences", "bins": statistics["calibration"]},
         ]

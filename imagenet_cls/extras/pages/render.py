@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image
 
+from imagenet_cls.data.classes import with_readable_name
 from imagenet_cls.text import printable
 
 DURATION = "duration"  # the format of a number of hours
@@ -52,11 +53,13 @@ def _encodable(value: Any) -> Any:
 
 def format_cell(value: Any, number_format: str) -> Any:
     """A value of a table. number_format: such as `.2f`; `DURATION`; "" for text. None and NaN are
-    dashes.
+    dashes, and WordNet ids have the names that people use.
     """
     if value is None or value != value:
         return "–"
-    if isinstance(value, str) or not number_format:
+    if isinstance(value, str):
+        return with_readable_name(value)
+    if not number_format:
         return value
     if number_format == DURATION:
         return format_duration(value)

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from imagenet_cls.checkpoint.folders import read_state
 from imagenet_cls.checkpoint.progress import best_metric, best_weights
 from imagenet_cls.config.keys import per_machine_keys
 from imagenet_cls.config.load import comparable_values, load_config
@@ -53,16 +54,13 @@ class Row:
 
 def finished_state(folder: Path) -> dict[str, Any] | None:
     """`state.json` of a run that has reached its end and evaluated there, else None."""
-    from imagenet_cls.checkpoint.select import state_of_newest  # imports torch
-
     with suppress(CheckpointError), explain_content_errors(CheckpointError, folder):
-        state = state_of_newest(folder)
-        if state is not None:
-            progress = state["progress"]
-            is_last = progress["step"] >= state["plan"]["total_steps"]
-            is_evaluated = progress["evaluated_step"] == progress["step"]
-            if (is_last or progress["stopped_early"]) and is_evaluated:
-                return state
+        state = read_state(folder)
+        progress = state["progress"]
+        is_last = progress["step"] >= state["plan"]["total_steps"]
+        is_evaluated = progress["evaluated_step"] == progress["step"]
+        if (is_last or progress["stopped_early"]) and is_evaluated:
+            return state
     return None
 
 

@@ -111,21 +111,15 @@ def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
 
     kind: of weights, `raw` or `ema`. Raises CheckpointError for too few or damaged ones.
     """
-    from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
-    from imagenet_cls.checkpoint.select import state_of_newest
+    from imagenet_cls.checkpoint.folders import list_run, read_state, step_of
     from imagenet_cls.config.metrics import main_metric
 
     def result_of(path: Path) -> float:
         result = progress[path]["latest"][kind]
         return result[main_metric(result).field]
 
-    paths = list_checkpoints(run / "checkpoints") or list_checkpoints(run)  # newest first
-    progress = {}
-    for path in paths:
-        state = state_of_newest(path)
-        if state is None:
-            raise CheckpointError(f"{path} is damaged.", "Give the checkpoints one by one.")
-        progress[path] = state["progress"]
+    paths = list_run(run)
+    progress = {path: read_state(path)["progress"] for path in paths}
     with explain_content_errors(CheckpointError, run):
         evaluated = [
             path

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from imagenet_cls import __version__
 from imagenet_cls.checkpoint.format import class_metadata
-from imagenet_cls.checkpoint.select import state_of_newest
 from imagenet_cls.config.compare import differing_values
 from imagenet_cls.config.keys import per_machine_keys
 from imagenet_cls.config.schema import Config
@@ -149,14 +148,14 @@ def model_card(
     """The argument of timm's `generate_readme`. Contains no paths of data or weights."""
     config = predictor.config
     kind = predictor.weights
-    state = state_of_newest(predictor.path)
+    state = predictor.state
     details: dict[str, Any] = {
         "Architecture": predictor.model.pretrained_cfg["architecture"],  # type: ignore[index]
         "Weights": predictor.path.name,
         "Preprocessing": {key: str(value) for key, value in preprocessing.items()},
     }
     progress: dict[str, Any] = {"latest": {}}
-    if state is not None:  # of a checkpoint
+    if state:  # of a checkpoint
         progress = state["progress"]
         details["Data"] = "a local folder" if is_local(config.data.name) else config.data.name
         details["Weights"] = f"{kind} of step {state['step']}"
