@@ -100,7 +100,7 @@ class ImageSet:
     targets: see `data.targets`; None if they are known only by reading the images. classes: the
     names of the targets. target_map: the target here for each target that `images` have; -1: none;
     None: the same. left_out: the number of images that `data.exclude` has left out. note: for the
-    user, about what is not used.
+    user, such as what is not used.
     """
 
     images: Images

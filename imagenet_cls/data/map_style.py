@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from imagenet_cls.lookup import (
 )
 from imagenet_cls.private_names import TARGETS
 from imagenet_cls.text import describe_type
+
+# Classes whose objects must not be used after a fork: of Python, h5py, PyTables and lmdb.
+_OPEN_FILES = ("BufferedReader", "TextIOWrapper", "ZipFile", "Connection", "File", "Environment")
 
 
 @dataclass(eq=False)
@@ -145,7 +148,23 @@ def image_set_of(
     if targets is not None and targets.ndim == 2 and targets.shape[1] != len(classes):
         targets = None  # `MapImages.load` raises an error that explains it
     images = kind(dataset, name, classes, targets, config.labels)
-    return all_images(images, targets, classes)
+    note = open_file_warning(dataset) if config.num_workers else None
+    return replace(all_images(images, targets, classes), note=note)
+
+
+def open_file_warning(dataset: Any) -> str | None:
+    """A warning if an attribute of a map-style dataset, or of the dataset that it wraps, is an open
+    file.
+    """
+    for holder in (dataset, getattr(dataset, "dataset", None)):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if type(value).__name__ in _OPEN_FILES:
+                return (
+                    f"warning: attribute {name!r} of the dataset is an open file, which data "
+                    "workers share, so they may read wrong images: open it in __getitem__, or set "
+                    "data.num_workers=0"
+                )
+    return None
 
 
 def problems(config: DataConfig) -> list[Problem]:

@@ -1,7 +1,9 @@
 """Opening every kind of dataset, and the problems of its config."""
 
+import io
 import math
 import multiprocessing
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from imagenet_cls.data.builtin import write_digits
 from imagenet_cls.data.datasets import data_problems, open_datasets
 from imagenet_cls.data.files import has_training_part
 from imagenet_cls.data.image_set import ImageSet
-from imagenet_cls.data.map_style import classes_of_dataset, targets_of_dataset
+from imagenet_cls.data.map_style import classes_of_dataset, image_set_of, targets_of_dataset
 from imagenet_cls.errors import DataError, UserError
 
 # ---- a user's own datasets
@@ -98,6 +100,19 @@ def test_known_targets_of_a_dataset_are_whole_numbers() -> None:
         assert targets_of_dataset(Own((None, 0), targets=[other] * 4), "single") is None
     rows = targets_of_dataset(Own((None, 0), targets=np.eye(4, 3)), "multi")
     assert classes_of_dataset(None, "own", rows) == ("0", "1", "2")
+
+
+def test_dataset_that_holds_an_open_file_is_noted() -> None:
+    h5py_file = type("File", (), {})()
+    with Path(__file__).open("rb") as file:
+        for opened in (file, sqlite3.connect(":memory:"), h5py_file, io.BytesIO()):
+            own = Own((RGB, 0), num_classes=2, opened=opened)
+            for dataset in (own, Own((RGB, 0), num_classes=2, dataset=own)):
+                for workers in ("auto", 0):
+                    data = DataConfig("own", num_workers=workers)
+                    note = image_set_of(dataset, data, "train").note
+                    is_shared = workers != 0 and not isinstance(opened, io.BytesIO)
+                    assert ("'opened'" in str(note)) == is_shared
 
 
 # ---- files
