@@ -145,7 +145,7 @@ class NonFiniteError(UserError):
 
 
 class Stopped(UserError):
-    """The run was stopped by a signal, after a save. Exit code 128 + the number of the signal."""
+    """The run was stopped by a signal. Exit code 128 + the number of the signal."""
 
     def __init__(self, problem: str, remedy: str, signal_number: int):
         super().__init__(problem, remedy)

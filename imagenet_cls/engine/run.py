@@ -4,7 +4,6 @@ Batches, reports, evaluations, stop requests and saves.
 """
 
 import copy
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,9 +80,8 @@ class Run:
             self.save()
             run_on_main(self.parts.context, self.saver.wait)
             step = self.progress.step
-            name = signal.Signals(request.signal_number).name
             raise Stopped(
-                f"Stopped by {name} after step {step} of {self.parts.plan.total_steps}, saved in "
+                f"{request} after step {step} of {self.parts.plan.total_steps}, saved in "
                 f"{checkpoint_path(self.saver.checkpoints, step)}",
                 "Resume with the same command and --resume (in Python: resume=True), without "
                 "--overwrite.",

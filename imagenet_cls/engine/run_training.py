@@ -22,13 +22,13 @@ from imagenet_cls.engine.state import (
 )
 from imagenet_cls.engine.summary import final_message, start_warnings, startup_table
 from imagenet_cls.engine.train import compute_gradients, train
-from imagenet_cls.errors import UserError
+from imagenet_cls.errors import Stopped, UserError
 from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.guards.hang import HangLog
 from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.collectives import all_reduce_mean, gather_to_main, run_on_main
 from imagenet_cls.parallel.process_group import RankContext, name_flight_recorder_files
-from imagenet_cls.parallel.stop_requests import StopSignalHandler
+from imagenet_cls.parallel.stop_requests import StopRequested, StopSignalHandler
 from imagenet_cls.report.console import log_file, open_log
 from imagenet_cls.report.reporter import Reporter
 from imagenet_cls.versions import library_versions
@@ -46,7 +46,7 @@ def run_training(loaded: LoadedConfig, options: RunOptions, context: RankContext
             return
         stop_signals = StopSignalHandler(context)
         # `folder` is open already, and is closed at the end of the block.
-        with closing(stop_signals), folder, log_error(folder, context):
+        with closing(stop_signals), folder, log_error(folder, context, stop_signals):
             stop_signals.install(block_in_children=bool(loaded.config.train.compile))
             train_in_folder(loaded, options, folder, stop_signals, context)
 
@@ -143,9 +143,14 @@ def choose_folder_name(parent: Path, restarted_by: Collection[str]) -> str:
 
 
 @contextmanager
-def log_error(folder: RunFolder, context: RankContext) -> Iterator[None]:
+def log_error(
+    folder: RunFolder, context: RankContext, stop_signals: StopSignalHandler
+) -> Iterator[None]:
     """Log the error that ends the run. A run that has not started keeps its log in memory, and
     writes it only for an error that is no UserError: the message of a UserError is enough.
+
+    Of a single rank, raises Stopped for an error between a stop signal and the next check: the
+    signal may have ended a process that a step waited for, such as a compiler.
     """
     log = open_log(None, context.rank)
     log.info(
@@ -162,6 +167,13 @@ def log_error(folder: RunFolder, context: RankContext) -> Iterator[None]:
             if not folder.has_started and not isinstance(error, UserError):
                 open_log(folder.path, context.rank)
             log.exception("the run ended early")
+        if stop_signals.signal and not stop_signals.is_stopping and context.world_size == 1:
+            raise Stopped(
+                f"{StopRequested(stop_signals.signal)}, which interrupted the run "
+                f"({type(error).__name__}).",
+                "Resume with the same command and --resume.",
+                stop_signals.signal,
+            ) from error
         raise
 
 

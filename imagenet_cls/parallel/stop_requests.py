@@ -29,7 +29,7 @@ class StopRequested(Exception):
     """All ranks agreed to stop at this step, because of `signal_number`."""
 
     def __init__(self, signal_number: int):
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+        super().__init__(f"Stopped by {signal.Signals(signal_number).name}")
         self.signal_number = signal_number
 
 
@@ -43,6 +43,7 @@ class StopSignalHandler:
     def __init__(self, context: RankContext):
         self.context = context
         self.signal = 0
+        self.is_stopping = False  # whether `check` has raised StopRequested
         self.every_steps = 1
         self._steps = 0  # since the last check
         self._pending: tuple[Any, torch.Tensor] | None = None
@@ -105,6 +106,7 @@ class StopSignalHandler:
                 self._pending = (work, flag)
         if number:
             self.signal = self.signal or number
+            self.is_stopping = True
             raise StopRequested(number)
 
     def close(self) -> None:

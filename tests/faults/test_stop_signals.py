@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forked_ranks import KillPoint
-from helpers import TRAIN, arguments, newest, run
+from helpers import TRAIN, arguments, run
 from same_run import ACCUMULATION, Run, checkpoints, records
 
 IN_STEP_17 = ("in_forward", 17 * ACCUMULATION)
@@ -129,15 +129,24 @@ class Compiles(nn.Linear):
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_signal_to_the_process_group_does_not_end_the_compiler(
-    digits: Path, tmp_path: Path, name: str
+@pytest.mark.parametrize(
+    ("name", "compiled", "saved"),
+    [
+        ("SIGTERM", "true", ["step-0000003"]),
+        ("SIGINT", "true", ["step-0000003"]),
+        ("SIGTERM", "false", []),
+    ],
+)
+def test_signal_to_the_process_group_stops_a_run_whose_model_is_compiled(
+    digits: Path, tmp_path: Path, name: str, compiled: str, saved: list[str]
 ) -> None:
-    """`train.compile`; the group is that of a terminal, or of `timeout`."""
+    """The group is that of a terminal, or of `timeout`. With `train.compile` the compiler does not
+    receive the signal. A model that compiles itself without `train.compile` raises an error.
+    """
     (tmp_path / "compiles.py").write_text(COMPILES.replace("{name}", name))
     words = arguments(
-        digits, tmp_path / "run", model__name="compiles:Compiles", train__compile="true"
+        digits, tmp_path / "run", model__name="compiles:Compiles", train__compile=compiled
     )
     done = run([sys.executable, TRAIN, *words], cwd=tmp_path)
     assert done.returncode == 128 + signal.Signals[name] and "Traceback" not in done.stderr
-    assert newest(tmp_path / "run").name == "step-0000003"
+    assert [path.name for path in tmp_path.glob("run/checkpoints/step-*")] == saved
