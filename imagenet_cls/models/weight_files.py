@@ -40,6 +40,8 @@ _OLD_GLOBALS = (
     "collections.defaultdict",
     "numpy.core.multiarray.scalar",
     "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy._core.multiarray._reconstruct",
     "numpy.ndarray",
     "numpy.dtype",
     "pathlib.PosixPath",

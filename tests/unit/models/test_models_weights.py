@@ -4,16 +4,25 @@ run.
 
 import argparse
 import copy
+import os
+import shlex
+import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Mapping
+from datetime import datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import timm
 import torch
 import torchvision
 from helpers import read_weights
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
@@ -221,3 +230,93 @@ def test_load_weights_without_counters_loads_everything(net: nn.Module) -> None:
 def test_load_weights_of_torchvisions_resnet_fits_timms() -> None:
     source = torchvision.models.resnet18(num_classes=10)
     load_weights(timm.create_model("resnet18", num_classes=10), source.state_dict(), 10)
+
+
+class Settings(dict):  # type: ignore[type-arg]
+    """As Lightning, mmengine and others have them."""
+
+
+class Steps(list):  # type: ignore[type-arg]
+    """An own list."""
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model = nn.Linear(2, 2)
+
+
+class Hostile:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, function: Any, *arguments: Any):
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_values_beside_the_weights_are_not_read(net: nn.Module, tmp_path: Path) -> None:
+    """Numbers of numpy, settings and own classes; no code of the file runs."""
+    mark = tmp_path / "mark"
+    zeros = np.zeros(3)
+    # numpy's own constructors would take bytes for pointers to objects
+    hostile_array = Hostile(np.ndarray, (2,), np.dtype(object), b"\x01" * 16)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    values = [
+        *(np.float64(71.2), np.int64(3), zeros, np.random.get_state(), np.dtype("float32")),
+        *(
+            defaultdict(float, a=1.0),
+            Path("x"),
+            argparse.Namespace(lr=np.float64(0.1), p=Path("x")),
+        ),
+        *(Settings(a=Settings(b=1)), Steps([1, 2]), Trainer(), datetime.now(), HTTPStatus.OK),
+        torch.optim.lr_scheduler.MultiStepLR(optimizer, [3]),
+        OmegaConf.create({"a": [1]}),
+        *({Path("key"): 1}, frozenset([1]), len, Trainer),
+        *(Hostile(open, str(mark), "w"), Hostile(eval, f"open({str(mark)!r}, 'w')"), hostile_array),
+    ]
+    path = tmp_path / "weights.pth"
+    for value in values:
+        torch.save({"other": value, "state_dict": net.state_dict()}, path)
+        assert same(loaded(path), net.state_dict()), value
+        assert not mark.exists()
+    for value in (np.float64(71.2), Path("x"), defaultdict(float, a=1.0)):
+        torch.save(
+            {"other": value, "model": net.state_dict()}, path, _use_new_zipfile_serialization=False
+        )
+        assert same(loaded(path), net.state_dict()), value
+    torch.save({"other": Hostile(os.system, f"touch {mark}"), "model": net.state_dict()}, path)
+    assert_is_no_checkpoint(path)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("key", ["", "model"])
+def test_pickled_model_is_an_error_with_the_command_for_its_state_dict(
+    key: str, net: nn.Module, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.pth"
+    torch.save({key: net} if key else net, path)
+    with pytest.raises(CheckpointError) as error:
+        read_weights(path)
+    command = error.value.remedy.splitlines()[-1]
+    assert command.startswith("python -c ")
+    subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=tmp_path, check=True)
+    assert same(loaded(tmp_path / "weights.pth"), net.state_dict())
+
+
+def test_several_networks_under_unknown_keys_are_an_error(net: nn.Module, tmp_path: Path) -> None:
+    torch.save({"student_a": net.state_dict(), "student_b": net.state_dict()}, tmp_path / "a.pth")
+    assert_is_no_checkpoint(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
+def test_first_convolution_is_converted_to_the_channels_as_timm_does(name: str) -> None:
+    state = timm.create_model(name, num_classes=5).state_dict()
+    for channels in (1, 4):
+        target = timm.create_model(name, num_classes=5, in_chans=channels)
+        sentence = load_weights(target, state, 5, head_may_differ=False)
+        first = next(key for key in state if state[key].ndim == 4)
+        expected = timm.models.adapt_input_conv(channels, state[first])
+        assert torch.equal(target.state_dict()[first], expected) and first in sentence
+        with pytest.raises(CheckpointError, match="channels"):
+            load_weights(timm.create_model(name, num_classes=5), target.state_dict(), 5)
