@@ -37,6 +37,9 @@ AVERAGE_KEYS = ("state_dict_ema", "model_ema")
 # What values beside the weights use in files of torch before 1.6, whose names can't be listed.
 _OLD_GLOBALS = (
     "argparse.Namespace",
+    "builtins.float",
+    "builtins.int",
+    "builtins.list",
     "collections.defaultdict",
     "numpy.core.multiarray.scalar",
     "numpy.core.multiarray._reconstruct",
