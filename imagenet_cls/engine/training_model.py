@@ -100,11 +100,13 @@ def build_initial_model(
         with prefix_errors("model.checkpoint"):
             stored = open_weights(config.model.checkpoint)
             difference = class_difference(stored.classes, classes)
-            is_reordered = difference and sorted(stored.classes or ()) == sorted(classes)
-            keep_head = not difference or is_reordered
+            known = [*(stored.classes or ())]
+            has_same = sorted(known) == sorted(classes)
+            keep_head = has_same or not difference
             sentence = load_weights(model, stored.tensors, num_classes, keep_head=keep_head)
-            if is_reordered:
-                sentence += permute_outputs(model, [*map(stored.classes.index, classes)])
+            if has_same:
+                order = [*map(known.index, classes), *range(len(known), num_classes)]
+                sentence += permute_outputs(model, order)
             elif difference:
                 sentence += f"; the head is for other classes: {difference}"
         sentence = f"starts from the weights of {stored.origin} ({stored.kind}): {sentence}"

@@ -241,7 +241,8 @@ def models_of_checkpoint(weights: Weights, trusted: Collection[str]) -> TrainedM
     trusted: factories and modules that its config may name, besides the models of libraries.
     """
     path, state = weights.path, weights.state
-    assert state is not None
+    assert state is not None and weights.mean_std is not None
+    mean, std = weights.mean_std
     config = config_from_state(state, path)
     check_trusted(config, ("model.",), trusted, path)
     for name in RESERVED:
@@ -286,7 +287,8 @@ def models_of_checkpoint(weights: Weights, trusted: Collection[str]) -> TrainedM
         config,
         num_classes,
         tuple(weights.classes or ()),
-        *weights.mean_std,
+        [*mean],
+        [*std],
         origin=weights.origin,
         path=path,
         warnings=weights.warnings,

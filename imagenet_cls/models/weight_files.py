@@ -148,7 +148,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-class _Unread(list):  # type: ignore[type-arg]
+class _Unread(list):
     """Stands for an object beside the weights. Nothing is built or kept.
 
     It is a list since torch's restricted loader appends to lists only.
@@ -180,7 +180,7 @@ def _read_pickle(path: Path) -> Any:
         # Pass a file object: for a path, torch.load uses the suffix.
         with path.open("rb") as file:
             try:
-                names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # type: ignore[arg-type]
+                names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
             except ValueError:  # not a zip file
                 names = [*_OLD_GLOBALS]
             return _load(file, {name: type(name, (_Unread,), {}) for name in names})
@@ -199,7 +199,7 @@ def _load(file: BinaryIO, stand_ins: dict[str, type]) -> Any:
     object gets items is a dict: then the file is read again.
     """
     file.seek(0)
-    classes = [(stand_in, name) for name, stand_in in stand_ins.items()]
+    classes: list[Any] = [(stand_in, name) for name, stand_in in stand_ins.items()]
     try:
         with torch.serialization.safe_globals(classes):
             return torch.load(file, map_location="cpu", weights_only=True)

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_for_hf(model, folder / "hub", safe_serialization=True)
     (folder / "shards").mkdir()
     half = len(state) // 2
-    index = {}
+    index: dict[str, str] = {}
     for number, names in enumerate((list(state)[:half], list(state)[half:]), 1):
         file = f"model-{number:05d}-of-00002.safetensors"
         save_file({name: state[name] for name in names}, folder / "shards" / file)
@@ -96,7 +96,8 @@ def test_every_source_of_weights_predicts_the_same(
     assert f"{row['name']} ({ids[best[0, 0]]})" in predict("hub", "image.png")[-1]
     lines = predict("hub", "image.png", "--csv")
     assert lines[0].endswith(",name") and lines[1].endswith(f",{row['name']}")
-    assert Predictor("b.safetensors", model=NAME)("image.png")["top"][0][0] == ids[best[0, 0]]
+    [row] = Predictor("b.safetensors", model=NAME).predict(["image.png"])
+    assert row["top"][0][0] == ids[best[0, 0]]
 
 
 def test_published_model_is_exported_and_published_again(
@@ -185,7 +186,8 @@ def test_published_weights_classify_photographs(tmp_path: Path) -> None:
             for wordnet_id, share in row["top"]:
                 assert abs(share - expected[name][ids.index(wordnet_id)]) < 0.01
     predictor = Predictor(tmp_path / "lite0.pth", model="tf_efficientnet_lite0")
-    best = {name: predictor(path)["top"][0] for name, path in photographs.items()}
+    found = predictor.predict([*photographs.values()])
+    best = {name: row["top"][0] for name, row in zip(names, found, strict=True)}
     assert best["coffee.png"][0] == ids[967] and abs(best["coffee.png"][1] - 0.951) < 0.01
     name, share = best["motorcycle_left.png"]
     assert name == ids[665] and abs(share - 0.537) < 0.01

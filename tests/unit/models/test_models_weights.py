@@ -232,11 +232,11 @@ def test_load_weights_of_torchvisions_resnet_fits_timms() -> None:
     load_weights(timm.create_model("resnet18", num_classes=10), source.state_dict(), 10)
 
 
-class Settings(dict):  # type: ignore[type-arg]
+class Settings(dict):
     """As Lightning, mmengine and others have them."""
 
 
-class Steps(list):  # type: ignore[type-arg]
+class Steps(list):
     """An own list."""
 
 
