@@ -182,7 +182,8 @@ def check_files(arguments: argparse.Namespace) -> None:
         check_output_path(arguments.results, "--results")
         if arguments.report is not None:
             load_extra("test.py --report")(arguments.report)
-        if arguments.data is not None and "data.val" in map(key_of, arguments.overrides):
+        given = [text for text in arguments.overrides if not text.endswith("=null")]
+        if arguments.data is not None and "data.val" in map(key_of, given):
             raise UsageError("--data and data.val name different images.", "Leave out one of them.")
 
 

@@ -206,10 +206,10 @@ class ModelConfig:
     # Outputs of the head. null: as many as the dataset has classes.
     num_classes: int | None = key(None, Range(1, 10**9))
     # Weights to start from: a checkpoint folder (its better weights, raw or averaged), a run folder
-    # (its best weights), or a .pth, .pth.tar or .safetensors file, or its URL, of timm, torchvision
-    # or pytorch/examples (the average if it has one). A head of another size is initialized, and
-    # position embeddings of another grid are resized. Of a file of MAE, DINO, MoCo, CLIP or similar
-    # pre-training the encoder is loaded. Any other mismatch is an error.
+    # (its best weights), or a file of any library, or its URL (the average if it has one; see
+    # docs/usage.md). A head of another size is initialized, and position embeddings of another grid
+    # are resized. Of a file of MAE, DINO, MoCo, CLIP or similar pre-training the encoder is loaded.
+    # Any other mismatch is an error.
     checkpoint: str | None = key(
         None, recipe=False, per_machine=True, excludes=("model.pretrained",)
     )

@@ -130,7 +130,8 @@ def _open_hub_folder(path: Path) -> Weights:
     with invalid_content_errors(path / "config.json"):
         is_of_timm = "architecture" in json.loads((path / "config.json").read_bytes())
     name = f"{FOLDER}{path}" if is_of_timm else None
-    return Weights(tensors, "raw", {"raw": tensors}, origin, model=name)
+    classes = stated_classes(file)
+    return Weights(tensors, "raw", {"raw": tensors}, origin, classes=classes, model=name)
 
 
 def _open_published(config: ModelConfig) -> Weights:
