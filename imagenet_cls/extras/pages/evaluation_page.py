@@ -11,7 +11,7 @@ import numpy as np
 
 from imagenet_cls.config.metrics import MIN_CLASSES_FOR_TOP5, metrics_of
 from imagenet_cls.data.classes import with_readable_name
-from imagenet_cls.extras.pages.figures import Figure, confusion_figure
+from imagenet_cls.extras.pages.figures import Figure
 from imagenet_cls.extras.pages.render import render, utf8_text
 from imagenet_cls.report.jsonl import user_metrics
 from imagenet_cls.tasks.outputs import output_names
@@ -20,6 +20,7 @@ Statistics = dict[str, Any]
 
 _CALIBRATION_BINS = 15  # as in Guo et al., "On calibration of modern neural networks", 2017
 _MAX_PAIRS, _MAX_EXAMPLES = 20, 12
+_MAX_MATRIX_CLASSES = 50  # up to which the confusion matrix is drawn
 _PERCENT, _COUNT = ".2f", ",d"
 _WEIGHTS = {"raw": "raw", "ema": "EMA"}
 _DETAILS = (
@@ -182,10 +183,13 @@ def evaluation_page(
     if confusion is not None:
         details = _DETAILS
         figures = [
-            confusion_figure(confusion, [with_readable_name(row["name"]) for row in classes]),
             {"title": "Reliability diagram", "bins": statistics["calibration"]},
             {"title": "Confidences", "bins": statistics["calibration"]},
         ]
+        if len(classes) <= _MAX_MATRIX_CLASSES:
+            labels = [with_readable_name(row["name"]) for row in classes]
+            counts = confusion.tolist()
+            figures.append({"title": "Confusion matrix", "labels": labels, "counts": counts})
     return render(
         "evaluation.html",
         figures,

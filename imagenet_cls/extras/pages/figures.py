@@ -13,8 +13,6 @@ from imagenet_cls.report.jsonl import Record
 
 _ALL_POINTS = 12_000  # of the training curves of a figure
 _MOST_POINTS = 1_000  # of a training curve
-_MAX_CLASSES = 50  # up to which the confusion matrix has a row for each class
-_MAX_BLOCKS = 125  # of classes, else
 Figure = dict[str, Any]
 
 
@@ -87,35 +85,3 @@ def _curves(metrics: Sequence[Record], key: str, most: int) -> Iterator[Figure]:
 def _numbers(values: np.ndarray) -> list[float | None]:
     """For JSON: six digits are exact enough. NaN is a gap."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
-
-
-def similarity_order(confusion: np.ndarray) -> np.ndarray:
-    """The classes in an order that places those next to each other that are confused.
-
-    It is the order of the leaves of an average linkage. The distance of two classes is 1 - (p + q)
-    / 2, where p and q are the shares of the images of each that are predicted as the other.
-    """
-    from scipy.cluster.hierarchy import leaves_list, linkage
-    from scipy.spatial.distance import squareform
-
-    shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
-    distances = 1 - (shares + shares.T) / 2
-    np.fill_diagonal(distances, 0)
-    return leaves_list(linkage(squareform(distances), "average"))
-
-
-def confusion_figure(confusion: np.ndarray, labels: Sequence[str]) -> Figure:
-    """The confusion matrix. labels: of the classes. Of many classes: the mistakes only, in blocks
-    of classes in the order of `similarity_order`; labels: a list for each block.
-    """
-    figure = {"title": "Confusion matrix", "has_blocks": len(labels) > _MAX_CLASSES}
-    if not figure["has_blocks"]:
-        return figure | {"labels": labels, "counts": confusion.tolist()}
-    order = similarity_order(confusion)
-    mistakes = confusion[np.ix_(order, order)]
-    np.fill_diagonal(mistakes, 0)
-    size = math.ceil(len(labels) / _MAX_BLOCKS)
-    starts = range(0, len(labels), size)
-    sums = np.add.reduceat(np.add.reduceat(mistakes, starts, axis=0), starts, axis=1)
-    blocks = [[labels[k] for k in order[start : start + size]] for start in starts]
-    return figure | {"labels": blocks, "counts": sums.tolist()}

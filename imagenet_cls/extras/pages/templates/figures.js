@@ -73,7 +73,6 @@ function curveFigure({ curves, format, steps, resumed }) {
 function heatmap(names, counts, isShown, colorOf, highest, color, unit) {
   const map = (value, empty) => counts.map((row, i) => row.map((count, j) => (
     count && isShown(i, j) ? value(count, i) : empty)));
-  const gap = names.length > 50 ? 0 : 1;
   return {
     type: "heatmap",
     x: names,
@@ -86,38 +85,29 @@ function heatmap(names, counts, isShown, colorOf, highest, color, unit) {
     zmax: highest || 1,
     showscale: false,
     hoverongaps: false,
-    xgap: gap,
-    ygap: gap,
+    xgap: 1,
+    ygap: 1,
     hovertemplate: `true: %{y}<br>predicted: %{x}<br><b>%{text}</b> ${unit}<extra></extra>`,
   };
 }
 
-function matrixFigure({ labels, counts, has_blocks: hasBlocks }) {
-  const names = labels.map((label) => (
-    hasBlocks ? label.map((name) => `<br>${plainText(shorten(name, 40))}`).join("")
-      : plainText(label)));
-  let data;
-  if (hasBlocks) {
-    const highest = Math.log1p(Math.max(...counts.flat()));
-    data = [heatmap(names, counts, () => true, Math.log1p, highest, orange, "mistakes")];
-  } else {
-    const totals = counts.map((row) => row.reduce((sum, count) => sum + count, 0));
-    const share = (count, i) => count / totals[i];
-    const mistakes = counts.flatMap((row, i) => (
-      row.filter((_, j) => i !== j).map((count) => share(count, i) || 0)));
-    const unit = "images, %{z:.1%} of the true class";
-    data = [
-      heatmap(names, counts, (i, j) => i === j, share, 1, blue, unit),
-      heatmap(names, counts, (i, j) => i !== j, share, Math.max(...mistakes), orange, unit),
-    ];
-  }
+function matrixFigure({ labels, counts }) {
+  const names = labels.map(plainText);
+  const totals = counts.map((row) => row.reduce((sum, count) => sum + count, 0));
+  const share = (count, i) => count / totals[i];
+  const mistakes = counts.flatMap((row, i) => (
+    row.filter((_, j) => i !== j).map((count) => share(count, i) || 0)));
+  const unit = "images, %{z:.1%} of the true class";
+  const data = [
+    heatmap(names, counts, (i, j) => i === j, share, 1, blue, unit),
+    heatmap(names, counts, (i, j) => i !== j, share, Math.max(...mistakes), orange, unit),
+  ];
   const axis = {
     type: "category",
-    tickvals: hasBlocks ? [] : names,
-    ticktext: hasBlocks ? [] : labels.map((label) => plainText(shorten(label, 16))),
+    tickvals: names,
+    ticktext: labels.map((label) => plainText(shorten(label, 16))),
     tickfont: { size: names.length <= maxNumbers ? 11 : 9 },
     showgrid: false,
-    showticklabels: !hasBlocks,
   };
   const isLong = labels.some((label) => label.length > 2);
   const xaxis = { ...axis, tickangle: isLong ? -90 : 0 };
