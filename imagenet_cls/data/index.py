@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import time
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -39,6 +38,12 @@ _PART = re.compile(
 )
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 PREPARE_COMMAND = f"{command_line('prepare-imagenet')} ARCHIVES OUT"
+_LAYOUT_REMEDY = (
+    "Each class needs a folder of its name, CLASS/*, in data.train and data.val, which are in "
+    f"data.root: correct these keys, sort the images (ImageNet's: {PREPARE_COMMAND}), or list them "
+    f"with their labels (data.name=list).\nWithout validation images: {HOLD_OUT_ADVICE}; for class "
+    "folders in data.root itself: data.train=."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,51 +322,12 @@ def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
         content = list_folder(os.fsencode(root))
     except OSError as error:
         path = shorten(str(root), 300)
-        raise DataError(f"{path}: {error.strerror}.", _layout_remedy(root)) from None
+        raise DataError(f"{path}: {error.strerror}.", _LAYOUT_REMEDY) from None
     classes = sorted(map(os.fsdecode, content.folders))
     if not classes:
-        compressed = [name for name in content.others if name.endswith((b".gz", b".tgz"))]
-        if compressed:
-            raise DataError(
-                f"{root}: holds compressed archives, which are not read: "
-                f"{join_names([os.fsdecode(name) for name in compressed])}.",
-                f"Unpack them to .tar: gunzip {shlex.quote(str(root))}/*gz",
-            )
-        remedy = (
-            "Put the images of each class into a folder of its name, or correct the path (in a "
-            "config data.root, data.train and data.val)."
-        )
-        if content.images:
-            remedy = (
-                f"Sort them into folders named as the classes (ImageNet's: {PREPARE_COMMAND}), or "
-                "list them with their classes: data.name=list. If the folder is itself a class: "
-                "data.train=."
-            )
-        raise DataError(
-            f"{root}: holds {len(content.images)} images and no class folders. Each class needs a "
-            f"folder, {root}/CLASS/*.",
-            remedy,
-        )
+        count = len(content.images)
+        raise DataError(f"{root}: holds {count} images and no class folders.", _LAYOUT_REMEDY)
     return classes, content
-
-
-def _layout_remedy(missing: Path) -> str:
-    """What to set where the folder of a part is missing."""
-    root = missing.parent
-    try:
-        found = sorted(path.name for path in root.iterdir())
-    except OSError:
-        return (
-            "Set data.root to the folder that holds train/CLASS/* and val/CLASS/* (ImageNet's "
-            f"archives: {PREPARE_COMMAND})."
-        )
-    if f"ILSVRC2012_img_{missing.name}.tar" in found:
-        return f"Unpack ImageNet's archives once, and set data.root to OUT: {PREPARE_COMMAND}"
-    return (
-        f"{root} holds {join_names(found) or 'nothing'}: set data.root, data.train, data.val. "
-        f"Without validation images: {HOLD_OUT_ADVICE}; "
-        "for class folders in data.root: data.train=."
-    )
 
 
 def may_be_parts(folders: Collection[str]) -> bool:
@@ -392,14 +358,10 @@ def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
         below.setdefault(os.fsdecode(top), set()).add(rest.rpartition(b"/")[0])
     if len(classes) == 1:
         if b"" not in below[classes[0]]:
-            inside = f"{classes[0]}/{_folder_of_classes(below[classes[0]])}".removesuffix("/.")
-            keys = [f"data.root={root}", f"data.train={inside}"]
-            given = [f"{root}/{inside}"] if root.is_dir() else [str(root), keys[1]]  # an archive
             raise DataError(
                 f"{root}: its folder {classes[0]} holds folders and no images: the classes are a "
                 "level deeper.",
-                f"Give that folder, as in: {command_line('train')} {shlex.join(given)}\n"
-                f"In a config: {shlex.join(keys)} {HOLD_OUT_ADVICE}",
+                _LAYOUT_REMEDY,
             )
         return
     if len(words) == len(classes) and all(paths == {b""} for paths in below.values()):
@@ -411,32 +373,15 @@ def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
     train = next((name for name, word in words.items() if word.startswith("tr")), classes[0])
     leaves = {name: {path.rpartition(b"/")[2] for path in paths} for name, paths in below.items()}
     shared = leaves[train] - {b""}
-    others = [name for name in words if name != train and shared & leaves[name]]
+    have_shared = any(name != train and shared & leaves[name] for name in words)
     # Views of an object may be in folders of their own, of all classes.
     are_views = any(shared & leaves[name] for name in classes if name not in words)
     # a test part may be without labels: images in one folder
     is_alone = len(words) == len(classes) and len(shared) > 1
     is_alone &= all(len(leaves[name]) == 1 for name in words if name != train)
-    if are_views or not (others or is_alone):
-        return
-    keys = [f"data.train={train}/{_folder_of_classes(below[train])}"]
-    if others:
-        val = max(others, key=str.lower)
-        keys += [f"data.val={val}/{_folder_of_classes(below[val])}", "data.val_fraction=null"]
-    else:
-        keys += HOLD_OUT_ADVICE.split()
-    parts = shlex.join(key.removesuffix("/.") for key in keys)
-    raise DataError(
-        f"{root}: its folders ({join_names(classes)}) are parts, and the classes are a level "
-        "deeper.",
-        f"Name the parts: {command_line('train')} {shlex.quote(str(root))} {parts}\n"
-        f"In a config: {shlex.quote(f'data.root={root}')} {parts}",
-    )
-
-
-def _folder_of_classes(folders: Collection[bytes]) -> str:
-    """The folder that holds class folders. folders: those that hold their images."""
-    common = os.path.commonpath(folders)
-    if len(folders) == 1:  # of a single class
-        common = common.rpartition(b"/")[0]
-    return os.fsdecode(common) or "."
+    if not are_views and (have_shared or is_alone):
+        raise DataError(
+            f"{root}: its folders ({join_names(classes)}) are parts, and the classes are a level "
+            "deeper.",
+            _LAYOUT_REMEDY,
+        )

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from archive_writers import Files, write_tar, write_zip
-from helpers import datasets_in, write_files
+from helpers import datasets_in
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data import archives
@@ -464,9 +464,3 @@ def test_names_in_an_unknown_encoding_are_an_error(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"XX", "狗".encode("gbk")))
     with pytest.raises(DataError, match="unzip -O"):
         open_datasets(DataConfig(root=str(path)), ("train",))
-
-
-def test_compressed_shards_are_an_error_that_says_so(tmp_path: Path) -> None:
-    write_files(tmp_path, {"train/s-000.tar.gz": ""})
-    with pytest.raises(DataError, match="gunzip"):
-        datasets_in(tmp_path, val="train")

@@ -106,7 +106,7 @@ def test_class_folders_repeated_in_parts_are_an_error(
     parts = folders.split()
     touch(tmp_path, *(f"{part}/{name}/1.jpg" for part in parts for name in classes.split()))
     if is_error:
-        with pytest.raises(DataError, match=r"data\.train="):
+        with pytest.raises(DataError, match="deeper"):
             index_folder(tmp_path)
         for part in parts:  # other class folders in each
             for number, path in enumerate(list((tmp_path / part).rglob("1.jpg"))):
@@ -117,16 +117,20 @@ def test_class_folders_repeated_in_parts_are_an_error(
 @pytest.mark.parametrize(
     ("names", "folder", "expected"),
     [
-        (["ILSVRC2012_val_00000001.JPEG", "2.JPEG"], "", "prepare_imagenet"),
-        (["train/n1/1.jpg", "train/n2/1.jpg"], "", r"/train\n.* data\.train=train data\.val=null"),
-        (["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"], "", r"train data\.val=Val"),
-        (["train/a/1.jpg", "train/b/1.jpg", "test/1.jpg"], "", r"data\.train=train "),
+        (["ILSVRC2012_val_00000001.JPEG", "2.JPEG"], "", "2 images"),
+        (["train/n1/1.jpg", "train/n2/1.jpg"], "", "folder train"),
+        (["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"], "", "are parts"),
+        (["train/a/1.jpg", "train/b/1.jpg", "test/1.jpg"], "", "are parts"),
+        (
+            ["seg_train/seg_train/a/1.jpg", "seg_test/seg_test/a/1.jpg", "seg_pred/pred/1.jpg"],
+            "",
+            "are parts",
+        ),
         (["a/1.jpg", "b/note.txt", "c/2/note.txt"], "", "b, c"),
         (["a/1.dcm", "b/1.dcm"], "", r"2 \.dcm"),
         (["train_images/1.jpg", "test_images/1.jpg"], "", r"data\.name=list"),
         (["set/a/1.jpg", "set/b/1.jpg", "a/1.jpg", "b/1.jpg"], "", "folder set"),
-        (["n1/1.jpg"], "train", r"data\.train=\."),
-        ([], "nowhere/train", r"data\.root"),
+        ([], "nowhere/train", "nowhere"),
     ],
 )
 def test_index_folder_missing_or_wrong_layout_raises(
@@ -190,21 +194,3 @@ def test_link_to_a_folder_that_holds_it_is_an_error(tmp_path: Path) -> None:
     (train / "eel").symlink_to(tmp_path / "not mounted")
     with pytest.raises(DataError, match="eel"):
         index_folder(train)
-
-
-@pytest.mark.parametrize(
-    ("names", "command"),
-    [
-        ("data/images/a/1.jpg data/images/b/1.jpg", r"train.py \S+/data/images$"),
-        (
-            "seg_train/seg_train/a/1.jpg seg_train/seg_train/b/1.jpg seg_test/seg_test/a/1.jpg "
-            "seg_test/seg_test/b/1.jpg seg_pred/seg_pred/1.jpg",
-            r"data\.train=seg_train/seg_train data\.val=seg_test/seg_test ",
-        ),
-    ],
-)
-def test_deeper_class_folders_are_an_error_with_the_command_that_works(
-    tmp_path: Path, names: str, command: str
-) -> None:
-    with pytest.raises(DataError, match=f"(?m){command}"):
-        index_folder(touch(tmp_path, *names.split()))
