@@ -6,8 +6,6 @@ classes of ImageNet.
 """
 
 import re
-import shlex
-import unicodedata
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cache
@@ -184,18 +182,12 @@ def _classes_named_by(
     numbers = sorted(targets.values())
     long = [label for label in labels if label not in targets]
     if long or numbers != list(range(len(numbers))):
-        folder = path if Path(path).is_dir() else Path(path).parent
-        file = shlex.quote(f"{folder}/classes.txt")
-        is_padded = any(label.startswith("0") for label in short if len(label) > 1)
-        seq = "seq -w" if is_padded else "seq"
-        first, last = (choose(short, key=int) for choose in (min, max))
         raise DataError(
             f"{path}: the {len(labels)} labels are numbers, but not 0 to {len(labels) - 1} "
             f"(one is {format_value(max(labels, key=len))}), so which outputs they are is not "
             "stated.",
-            "List the classes, one per line and in the order of the outputs, in "
-            f"{file}. If they are {first} to {last}: {seq} {first} {last} > {file}\n"
-            f"If they are 0 to {last}: {seq} 0 {last} > {file}",
+            "List the classes, one per line and in the order of the outputs, in a classes.txt in "
+            "the folder of the list or of the archives.",
         )
     return targets, tuple(map(str, numbers))
 
@@ -270,7 +262,7 @@ def match_classes(
         raise DataError(
             f"{path}: {len(extra)} of {len(found)} classes are not among the {len(classes)} "
             f"training classes: {join_names(extra)}.",
-            _remedy_for_extra(extra[0], classes, Path(path)),
+            "Name the classes as in training, in one form of Unicode, or use other images.",
         )
     missing = sorted(set(classes).difference(found))
     if missing and allow_extra and (not allow_missing or len(missing) == len(classes)):
@@ -288,27 +280,6 @@ def match_classes(
     return [class_to_idx.get(name, -1) for name in found]
 
 
-def _remedy_for_extra(extra: str, classes: Sequence[str], path: Path) -> str:
-    if (path / "val_annotations.txt").is_file():  # Tiny ImageNet
-        return (
-            f"Sort its images into class folders: (cd {shlex.quote(str(path))} && "
-            "while read file class rest; do mkdir -p $class; mv images/$file $class/; done < "
-            "val_annotations.txt; rmdir images)"
-        )
-    for name in classes:
-        if _look_equal(name, extra):
-            return (
-                f"Rename {extra!a}: in training it is {name!a}, another Unicode normalization of "
-                "this name."
-            )
-    return "Name the classes as in training, or use other images."
-
-
-def _look_equal(first: str, second: str) -> bool:
-    """Whether two names are the same characters: é has two forms in Unicode."""
-    return unicodedata.normalize("NFC", first) == unicodedata.normalize("NFC", second)
-
-
 def class_difference(known: Sequence[str] | None, classes: Sequence[str]) -> str:
     """The first class in which the weights and the data differ, if both have equally many; else
     "".
@@ -317,8 +288,7 @@ def class_difference(known: Sequence[str] | None, classes: Sequence[str]) -> str
         return ""
     for index, (old, new) in enumerate(zip(known, classes, strict=True)):
         if old != new:
-            show = ascii if _look_equal(old, new) else repr
-            return f"class {index} was {show(old)} there and is {show(new)} here"
+            return f"class {index} was {old!a} there and is {new!a} here"
     return ""
 
 

@@ -89,14 +89,14 @@ def test_index_list_labels_are_names_or_positions_of_classes(
         ("t.csv", "images/b.jpg,3,7,cat\n", None, "t.csv:1:"),
         ("t.csv", "image,label\nimages/b.jpg,a\nimages/b.jpg,b\n", None, "t.csv:3:"),
         ("t.csv", "id,label\nimages/two,a\n", None, ".gif or .png"),
-        ("t.txt", "images/b.jpg 01\nimages/c.jpg 02\n", None, "seq -w 01 02"),
+        ("t.txt", "images/b.jpg 01\nimages/c.jpg 02\n", None, "not 0 to 1"),
         ("t.csv", "id,file,breed\n1,images/b.jpg,cat\n", None, "t.csv:1:"),
         ("t.csv", "path,class_name,x,Label\nimages/b.jpg,cat,2,0\n", None, "t.csv:1:"),
         ("t.csv", "path,label\nimages/0002,cat\nimages/b.jpg,dog\n", None, "t.csv:2:"),
         ("t.csv", 'images/b.jpg,"cat\nimages/c.jpg,dog\n', None, "t.csv:2:"),
         ("t.txt", "images/b.jpg 0\nimages/c.jpg 3\nimages/c.jpg -1\n", "a b", "t.txt:2:"),
         ("t.txt", "images/b.jpg a\nimages/c.jpg x\n", "a b", "t.txt:2:"),
-        ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", None, "seq 0 2"),
+        ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", None, "not 0 to 1"),
         ("t.txt", "images/b.jpg 0\nimages/c.jpg 19999999\n", None, "19999999"),  # ids
         ("t.txt", "images/b.jpg 0.0\nimages/c.jpg 1.5\n", None, "1.5"),
         # 1 is a name, and 2 may be the position of `x`
