@@ -140,13 +140,10 @@ def _missing_suffix(row: _Row, file: Path, folder: Path) -> bytes:
             f"{file}:{number}: {folder / path} may be {b' or '.join(found).decode()}.",
             "Write the paths with their suffixes.",
         )
-    remedy = f"Paths in a list are relative to data.root, {folder}: correct the paths or data.root."
-    places = (file.parent, *sorted(folder.glob("*/")))
-    below = next((place for place in places if _suffixes(place / path)), None)
-    if below is not None:
-        keys = shlex.join([f"data.root={below}", f"data.train={file.resolve()}"])
-        remedy = f"It is in {below}: {keys}"
-    raise DataError(f"{file}:{number}: no image {folder / path}.", remedy)
+    raise DataError(
+        f"{file}:{number}: no image {folder / path}.",
+        f"Paths in a list are relative to data.root, {folder}: correct the paths or data.root.",
+    )
 
 
 def _suffixes(path: Path) -> list[bytes]:
