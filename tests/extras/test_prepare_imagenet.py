@@ -92,14 +92,11 @@ def test_prepare_while_another_process_writes_is_an_error(tmp_path: Path) -> Non
     assert_complete(tmp_path / "out")
 
 
-def test_prepare_links_images_and_copies_with_copy(tmp_path: Path) -> None:
+def test_prepare_links_images(tmp_path: Path) -> None:
     source = write_kaggle(tmp_path / "in")
     image = source / CLS_LOC / "val" / "ILSVRC2012_val_00000001.JPEG"
-    for options in ([], ["--copy"]):
-        out = tmp_path / f"out{len(options)}"
-        assert prepare(source, out, *options) == 0
-        assert image.samefile(out / "val" / WNIDS[2] / image.name) == (not options)
-        assert_complete(out)
+    assert prepare(source, tmp_path / "out") == 0
+    assert image.samefile(tmp_path / "out" / "val" / WNIDS[2] / image.name)
 
 
 def test_prepare_flat_folder_with_the_devkit_keeps_the_training_images(tmp_path: Path) -> None:

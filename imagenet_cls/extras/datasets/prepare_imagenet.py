@@ -47,19 +47,16 @@ def prepare_command(argv: Sequence[str]) -> None:
     labels_help = f"devkit (.tar.gz or folder) or {SOLUTION}, if not in SOURCE"
     parser.add_argument("--labels", type=cli.path, metavar="FILE", help=labels_help)
     parser.add_argument(
-        "--copy", action="store_true", help="copy image files instead of linking to them"
-    )
-    parser.add_argument(
         "--no-count-check",
         action="store_true",
         help="do not compare the counts with ImageNet's at the end",
     )
     arguments = parser.parse_args(argv)
-    prepare(arguments.source, arguments.out, arguments.labels, arguments.copy)
+    prepare(arguments.source, arguments.out, arguments.labels)
     check_counts(arguments.out, must_be_imagenet=not arguments.no_count_check)
 
 
-def prepare(source: Path, out: Path, labels: Path | None, copy: bool) -> None:
+def prepare(source: Path, out: Path, labels: Path | None) -> None:
     """Unpack or link the parts that `source` holds to `out`. Raises UsageError if another process
     writes there.
     """
@@ -81,10 +78,10 @@ def prepare(source: Path, out: Path, labels: Path | None, copy: bool) -> None:
         with take_lock(out, "Wait for that process, or stop it; then the same command continues."):
             if train is not None:
                 (out / "train").mkdir(exist_ok=True)
-                _write_train(train, out / "train", copy)
+                _write_train(train, out / "train")
             if val is not None and not (out / "val").exists():
                 with _complete_folder(out / "val") as folder:
-                    _write_val(val, folder, wnids, copy)
+                    _write_val(val, folder, wnids)
     except (tarfile.TarError, EOFError) as error:
         raise DataError(
             f"{train} or {val}: broken, truncated or not the published archive "
@@ -158,19 +155,15 @@ def wnid_of(wnids: dict[str, str], name: str) -> str:
 
 def check_counts(out: Path, must_be_imagenet: bool) -> None:
     """Print the counts in `out`: classes, training and validation images. Raises DataError unless
-    they are ImageNet's. Of a single part only its images are counted.
+    they are ImageNet's. The images of a single part are not counted.
     """
+    missing = [part for part in ("train", "val") if not (out / part).is_dir()]
+    if missing:
+        print(f"{out}: no folder {missing[0]} yet")
+        return
     from imagenet_cls.data.datasets import open_datasets  # imports torch
 
-    data = DataConfig(root=str(out))
-    parts = {"train": "training", "val": "validation"}
-    present = [part for part in parts if (out / part).is_dir()]
-    if len(present) == 1:
-        (missing,) = parts.keys() - present
-        source = open_datasets(data, present).parts[present[0]]
-        print(f"{out}: {len(source):,} {parts[present[0]]} images, no {parts[missing]} images yet")
-        return
-    opened = open_datasets(data, allow_missing=not must_be_imagenet)
+    opened = open_datasets(DataConfig(root=str(out)), allow_missing=not must_be_imagenet)
     train, val = opened.train, opened.val
     text = "{:,} classes, {:,} training and {:,} validation images"
     found = text.format(len(train.classes), len(train), len(val))
@@ -184,7 +177,7 @@ def check_counts(out: Path, must_be_imagenet: bool) -> None:
     print(f"{out}: {found}")
 
 
-def _write_train(source: Path, out: Path, copy: bool) -> None:
+def _write_train(source: Path, out: Path) -> None:
     """source: ILSVRC2012_img_train.tar, with one tar for each class, or class folders."""
     if not source.is_file():
         folders = sorted(path for path in source.iterdir() if path.is_dir())
@@ -192,7 +185,7 @@ def _write_train(source: Path, out: Path, copy: bool) -> None:
             if not (out / class_folder.name).exists():
                 with _complete_folder(out / class_folder.name) as partial:
                     for image in _images(class_folder):
-                        _place(image, partial / image.name, copy)
+                        _place(image, partial / image.name)
         return
     with tarfile.open(source) as outer:
         class_tars = [member for member in outer if member.name.endswith(".tar")]
@@ -204,7 +197,7 @@ def _write_train(source: Path, out: Path, copy: bool) -> None:
                     inner.extractall(partial, filter="data")
 
 
-def _write_val(source: Path, folder: Path, wnids: dict[str, str], copy: bool) -> None:
+def _write_val(source: Path, folder: Path, wnids: dict[str, str]) -> None:
     """source: ILSVRC2012_img_val.tar, or a folder; either has all images at its top."""
     if not source.is_file():
         images = _images(source)
@@ -214,7 +207,7 @@ def _write_val(source: Path, folder: Path, wnids: dict[str, str], copy: bool) ->
                 "Unpack the validation images there, without class folders.",
             )
         for image in track(images, "val"):
-            _place(image, folder / wnid_of(wnids, image.name) / image.name, copy)
+            _place(image, folder / wnid_of(wnids, image.name) / image.name)
         return
     with tarfile.open(source) as tar:
         for member in track([member for member in tar if not member.isdir()], "val"):
@@ -231,12 +224,9 @@ def _images(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpeg", ".jpg"))
 
 
-def _place(image: Path, target: Path, copy: bool) -> None:
-    """A hard link, or where the file system has none, a symbolic one; with `copy`, a copy."""
+def _place(image: Path, target: Path) -> None:
+    """A hard link, or where the file system has none, a symbolic one."""
     target.parent.mkdir(exist_ok=True)
-    if copy:
-        shutil.copyfile(image, target)
-        return
     try:
         os.link(image.resolve(), target)
     except OSError:  # such as another file system
