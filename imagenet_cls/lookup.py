@@ -12,15 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from traceback import walk_tb
 from types import ModuleType
 from typing import Any, Protocol
 
 from imagenet_cls.errors import ConfigError, Problem, UsageError, UserError, out_of_memory_line
 from imagenet_cls.text import format_value, shorten
 
-# As Python and timm's HRNet word it.
-_REJECTED_ARGUMENT = re.compile(r"([\w.]+)\(\) got .*unexpected keyword argument.*?'(\w+)'")
 # Texts that YAML or Python reads as a bool, null or number. Group 1: those that no library takes as
 # a name (timm takes `none`).
 _CONSTANT = re.compile(
@@ -210,8 +207,7 @@ def _replaces_constant(text: str, parameter: inspect.Parameter | None) -> bool:
 def component(key: str, name: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Raise ConfigError for an exception while a library builds or runs a component.
 
-    key: of its name, such as `model.name`; the error has that of its kwargs if it has any. An
-    argument that a function of the library rejects is named, with a similar one that it takes.
+    key: of its name, such as `model.name`; the error has that of its kwargs if it has any.
     UserErrors, out-of-memory errors and the errors of a user's factory pass through.
     """
     try:
@@ -222,40 +218,10 @@ def component(key: str, name: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
         is_of_library = name.startswith(("timm:", "torchvision:")) or not is_factory_name(name)
         if not is_of_library or out_of_memory_line(error) is not None:
             raise
-        rejected, allowed = _rejected_argument(error)
         if kwargs:
             key = key.replace(".name", ".kwargs")
-        if rejected in kwargs:
-            key += f".{rejected}"
-            listing = f" (allowed: {', '.join(allowed)})" if allowed else ""
-            text = f"unknown argument{did_you_mean(rejected, allowed)}{listing}"
-        else:
-            reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
-            text = f"{name!r} fails with these settings: {reason}"
-        raise ConfigError([f"{key}: {text}"]) from error
-
-
-def _rejected_argument(error: Exception) -> tuple[str, list[str]]:
-    """The keyword argument that a call rejected, and the names that the function takes; "" and none
-    for another error.
-
-    The names are those of the function or class in the scope of the call, so they are also found
-    where the functions above it take `**kwargs`.
-    """
-    match = _REJECTED_ARGUMENT.match(str(error))
-    if match is None or not isinstance(error, TypeError):
-        return "", []
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    for value in (frame.f_globals | frame.f_locals).values():
-        # `__class__` in the scope of a constructor calls that of its base class, and
-        # `dataclasses.replace` the class of an object
-        owners = value.__mro__ if isinstance(value, type) else [value, type(value)]
-        for owner in owners:
-            function = vars(owner).get("__init__") if isinstance(owner, type) else owner
-            if inspect.isfunction(function) and function.__qualname__ == match[1]:
-                names, _ = keyword_names(function)
-                return match[2], [name for name in names if name != "self"]
-    return match[2], []
+        reason = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
+        raise ConfigError([f"{key}: {name!r} fails with these settings: {reason}"]) from error
 
 
 class Numbers(Protocol):

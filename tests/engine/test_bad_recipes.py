@@ -85,7 +85,6 @@ def test_argument_that_the_first_step_rejects_is_an_error(digits: Path, tmp_path
     assert "optimizer.kwargs: " in fails(2, train_command, *words)
 
 
-VIT = "name: vit_tiny_patch16_224, kwargs: "
 # Text of a config file, the key of its mistake, and a name that the error suggests.
 MISTAKES = [
     ("model: {name: resnet5O}", "model.name", "resnet50"),
@@ -93,13 +92,8 @@ MISTAKES = [
     ("model: {name: resnet50.a1_inlk}", "model.name", "a1_in1k"),
     ("model: {name: 'helpers:plane'}", "model.name", "plain"),
     ("model: {name: 'helpers:plain', kwargs: {widht: 4}}", "model.kwargs.widht", "width"),
-    ("model: {name: resnet10t, kwargs: {drop_rat: 0}}", "model.kwargs.drop_rat", "drop_rate"),
-    (f"model: {{{VIT}{{drop_rat: 0}}}}", "model.kwargs.drop_rat", "drop_rate"),
-    (
-        "model: {name: 'torchvision:resnet18', kwargs: {width_per_grup: 64}}",
-        "model.kwargs.width_per_grup",
-        "width_per_group",
-    ),
+    # an argument that a library rejects has no suggestion
+    ("model: {name: resnet10t, kwargs: {drop_rat: 0}}", "model.kwargs", "drop_rat"),
     ("model: {name: resnet10t, freeze: [layr1.*]}", "model.freeze", "layer1.*"),
     ("optimizer: {name: adamv, lr: 1}", "optimizer.name", "adamw"),
     ("optimizer: {kwargs: {momentun: 0.9}}", "optimizer.kwargs.momentun", "momentum"),

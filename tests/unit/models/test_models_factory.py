@@ -239,7 +239,7 @@ def errors_of(model: ModelConfig) -> list[str]:
     [
         ("timm/resnet18", False, {}, "name"),
         ("torchvision:fasterrcnn_resnet50_fpn", False, {}, "name"),
-        ("hrnet_w18_small", False, {"zebra": 1}, "kwargs.zebra"),
+        ("hrnet_w18_small", False, {"zebra": 1}, "kwargs"),
         ("resnet18", False, {"drop_rat": 0.1, "pretrained": True}, "kwargs.pretrained"),
         ("resnet18", False, {"block": "abc"}, "kwargs"),
         ("resnet18", False, {"zero_init_last": "False"}, "kwargs.zero_init_last"),
