@@ -16,8 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from tqdm import tqdm
-
 from imagenet_cls.commands.child import Child
 from imagenet_cls.commands.own_data import expand_short_keys, is_data
 from imagenet_cls.commands.train import load_run
@@ -25,8 +23,6 @@ from imagenet_cls.commands.trained_run import TrainedRun
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.errors import UsageError, UserError
-from imagenet_cls.report.console import STEP_LINES_VARIABLE
-from imagenet_cls.report.jsonl import describe_step, last_interval
 
 _POLL_SEC = 0.2
 # Longer than `parallel.launch` waits for ranks that save.
@@ -60,9 +56,8 @@ def train(
     folder that holds a run is an error. allow_change: keys that may differ from the resumed run,
     such as `["train.epochs"]`.
 
-    Prints the lines of the run; on a terminal and in a notebook a progress bar shows its steps.
-    Raises the errors of the run as a UserError. An interrupt or another exception here, such as a
-    timeout, stops the run, which saves, before it is raised.
+    Prints the lines of the run. Raises the errors of the run as a UserError. An interrupt or
+    another exception here, such as a timeout, stops the run, which saves, before it is raised.
     """
     short = {"model": model, "epochs": epochs, "size": size, "lr": lr, "device": device}
     values = {key: value for key, value in short.items() if value is not None}
@@ -87,7 +82,7 @@ def train(
     for key in allow_change:
         argv += ["--allow-change", key]
     _, folder = load_run(argv)
-    run_command("train", argv, folder)
+    run_command("train", argv)
     return TrainedRun(folder)
 
 
@@ -149,19 +144,13 @@ def _plain_value(key: str, value: Any) -> Any:
     return value
 
 
-def run_command(name: str, argv: Sequence[str], run_folder: Path | None = None) -> None:
+def run_command(name: str, argv: Sequence[str]) -> None:
     """Run a command in a child process and print its output. Raises its error, or RuntimeError for
     a bug.
 
-    run_folder: of a training, whose progress a bar shows on a terminal and in a notebook. Any other
-    exception here, such as KeyboardInterrupt, stops the process, which saves, and is raised when
-    that has ended. A second exception, or a process that takes too long, kills it.
+    Any other exception here, such as KeyboardInterrupt, stops the process, which saves, and is
+    raised when that has ended. A second exception, or a process that takes too long, kills it.
     """
-    bar = None
-    env = {}
-    if run_folder is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules):
-        bar = _RunBar(run_folder)
-        env = {STEP_LINES_VARIABLE: "0"}
     with tempfile.TemporaryDirectory() as folder:
         error_file = Path(folder) / "error.json"
         messages = Path(folder) / "stderr"
@@ -170,7 +159,6 @@ def run_command(name: str, argv: Sequence[str], run_folder: Path | None = None) 
                 name,
                 argv,
                 error_file,
-                env,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
@@ -183,8 +171,6 @@ def run_command(name: str, argv: Sequence[str], run_folder: Path | None = None) 
         try:
             while (code := process.poll()) is None:
                 time.sleep(_POLL_SEC)
-                if bar is not None:
-                    bar.update()
                 if failed:
                     raise failed[0]
         except BaseException as error:
@@ -198,8 +184,6 @@ def run_command(name: str, argv: Sequence[str], run_folder: Path | None = None) 
             process.kill()
             process.wait()
             printer.join()
-            if bar is not None:
-                bar.close()
         text = messages.read_text(errors="backslashreplace").strip()
         if stopped_by is None and code:
             found = process.error()
@@ -213,36 +197,13 @@ def run_command(name: str, argv: Sequence[str], run_folder: Path | None = None) 
 
 
 def _print_lines(stream: IO[str], failed: list[BaseException]) -> None:
-    """Print each line, above a progress bar if there is one. An error is appended to `failed`;
-    later lines are read, or a full pipe would block the process.
+    """Print each line. An error is appended to `failed`; later lines are read, or a full pipe
+    would block the process.
     """
     with stream:
         for line in stream:
             try:
                 if not failed:
-                    tqdm.write(line, end="")
+                    print(line, end="", flush=True)
             except BaseException as error:
                 failed.append(error)
-
-
-class _RunBar:
-    """A progress bar of the steps of a run, from its metrics.jsonl."""
-
-    def __init__(self, run_folder: Path):
-        self._file = run_folder / "metrics.jsonl"
-        self._shown = last_interval(self._file)  # of an earlier run
-        self._bar: tqdm[Any] | None = None
-
-    def update(self) -> None:
-        record = last_interval(self._file)
-        if record is None or record == self._shown:
-            return
-        self._shown = record
-        if self._bar is None:
-            self._bar = tqdm(total=record["total_steps"], unit="step", leave=False)
-        self._bar.set_postfix_str(describe_step(record), refresh=False)
-        self._bar.update(record["step"] - self._bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

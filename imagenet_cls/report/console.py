@@ -23,8 +23,6 @@ from imagenet_cls.report.jsonl import Record, describe_step
 from imagenet_cls.text import printable
 
 WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
-# 0: print no lines about steps, which another process shows.
-STEP_LINES_VARIABLE = "IMAGENET_CLS_STEP_LINES"
 _SHOWN_WAIT_PCT = 20  # a smaller share of waiting for data is not shown
 _EVAL_LINE_SEC = 10.0  # between two plain lines about one evaluation
 
@@ -101,7 +99,7 @@ class Console:
             numbers.append(f"waits for data {record['data_wait_pct']:.0f} %")
         if self._has_bars:
             self._draw("train", epoch, step, total_steps, "  ".join(numbers))
-        elif os.environ.get(STEP_LINES_VARIABLE) != "0":
+        else:
             eta = f"eta {self._eta(step, total_steps)}"
             self.message("  ".join([epoch, f"step {step}", *numbers, eta]))
 

@@ -16,7 +16,6 @@ Records of kind "train", one for every step:
     images_per_sec          only in the last step of each logging interval
     data_wait_pct           likewise
     memory_mib              likewise
-    total_steps             of the run; likewise
 Records of kind "eval":
     epoch
     weights                 "raw" or "ema"
@@ -44,7 +43,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -58,7 +56,6 @@ Record = dict[str, Any]
 TEXT_KEYS = ("kind", "weights", "message", "classes")
 # Of each kind of record. What else a figure needs is checked where it is drawn.
 _REQUIRED = {"eval": {"step", "weights"}, "event": {"step", "message"}}
-_TAIL_BYTES = 1 << 16
 _MAX_STEP = 1 << 53  # and epoch
 EVAL_FIELDS = (
     *TEXT_KEYS,
@@ -166,18 +163,6 @@ def read_metrics(path: str | Path, kind: str | None = None) -> list[Record]:
         return [record for _, record in _read_lines(file)]
     text = json.dumps(kind).encode()
     return [record for _, record in _read_lines(file, text) if record["kind"] == kind]
-
-
-def last_interval(path: Path) -> Record | None:
-    """The last step of the newest logging interval; None without one, or while it is written."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        for line in reversed(file.read().splitlines()):
-            if b'"total_steps"' in line:
-                with suppress(ValueError):
-                    record: Record = json.loads(line)
-                    return record
-    return None
 
 
 def truncate_after(path: Path, step: int, evaluated_step: int) -> None:

@@ -87,7 +87,6 @@ class Reporter:
         the speed.
         """
         if records:
-            records = [*records[:-1], records[-1] | {"total_steps": self._total_steps}]
             self._record(records)
             self._console.show_step(records[-1], self._total_steps, self._total_epochs)
 

@@ -317,30 +317,6 @@ def test_python_api_raises_the_errors_of_the_commands(photos: Path) -> None:
         imagenet_cls.evaluate("runs/cc")
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_bar_follows_the_records_and_printed_lines_stay(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A model that prints what a line about a step looks like."""
-    Path("talkative.py").write_text(
-        "from helpers import plain\n"
-        "def model(num_classes):\n"
-        "    print('epoch 1/9  step 7  loss 0.1')\n"
-        "    return plain(num_classes)\n"
-    )
-    drawn = Terminal()
-    monkeypatch.setattr(sys, "stderr", drawn)
-    options = {**SMALL, "model.name": "talkative:model", "log.every_steps": 1}
-    run = imagenet_cls.train("photos", options, work_dir="runs/b")
-    steps = max(record["step"] for record in run.metrics)
-    assert f"{steps}/{steps}" in drawn.getvalue() and "7/" not in drawn.getvalue()
-    assert "epoch 1/9  step 7  loss 0.1" in capsys.readouterr().out.splitlines()
-
-
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, BrokenPipeError, TimeoutError, SystemExit, GeneratorExit]
 )

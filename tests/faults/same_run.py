@@ -20,7 +20,7 @@ STEPS, STEPS_PER_EPOCH, ACCUMULATION, SAVED_EVERY = 40, 10, 2, 5
 MICRO_BATCH = 2  # small, since RandAugment takes most of the time
 CLASSES, EVAL_IMAGES = 10, 40
 # different in each run, or in the last record of an interval only
-MEASURED = ("images_per_sec", "data_wait_pct", "memory_mib", "seconds", "total_steps")
+MEASURED = ("images_per_sec", "data_wait_pct", "memory_mib", "seconds")
 
 
 def global_batch(ranks: int) -> int:
