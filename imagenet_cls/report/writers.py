@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from imagenet_cls.config.load import dump_yaml
 from imagenet_cls.config.schema import Config, LogConfig
 from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import Problem, ResourceError
@@ -50,7 +49,7 @@ class Writer:
 
 
 class TensorBoard(Writer):
-    """TensorBoard's event files: scalars and the config.
+    """TensorBoard's event files: scalars.
 
     TensorBoard hides the events of earlier processes from the resumed step on (`purge_step`). A
     thread writes the files, so that an error is raised by a later call.
@@ -61,11 +60,8 @@ class TensorBoard(Writer):
         from torch.utils.tensorboard import SummaryWriter
 
         self.last_step = resume_step - 1 if any(folder.glob("events.*")) else 0
-        first_step = max(resume_step, 1)
-        self._writer = SummaryWriter(str(folder), purge_step=first_step, max_queue=1000)
-        # indented lines are code in Markdown
-        code = "\n".join("    " + line for line in dump_yaml(config).splitlines())
-        self._writer.add_text("config", code, first_step)
+        purge_step = max(resume_step, 1)
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step, max_queue=1000)
 
     def write(self, rows: Sequence[Row]) -> None:
         for step, values in rows:
