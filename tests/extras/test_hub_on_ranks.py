@@ -22,7 +22,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves the dataset `user/digits` at one commit. The Hub refuses `user/gated`.
+    """Serves the dataset `user/digits` at one commit.
 
     files: content by name. downloads: how often each was sent.
     """
@@ -51,9 +51,7 @@ class Answer(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         files = self.server.files
-        if "gated" in path:
-            self.send(401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "restricted"})
-        elif (found := re.fullmatch(FILE, path)) and found[1] in files:
+        if (found := re.fullmatch(FILE, path)) and found[1] in files:
             content = files[found[1]]
             self.server.downloads[found[1]] += self.command == "GET"
             etag = hashlib.sha1(content).hexdigest()
@@ -111,11 +109,3 @@ def test_ranks_download_once_and_resume_without_the_hub(hub: Hub, tmp_path: Path
     start("--resume", HF_HUB_OFFLINE="1")
     assert hub.downloads == dict.fromkeys(hub.files, 1)
     assert len(losses(tmp_path / "run")) == 14
-
-
-@pytest.mark.nightly
-def test_gated_dataset_names_the_permission(hub: Hub, tmp_path: Path) -> None:
-    words = arguments(".", tmp_path / "run", data__name="hf:user/gated")
-    env = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0"}
-    done = run([sys.executable, TRAIN, *words], HF_HOME=str(tmp_path / "home"), **env)
-    assert done.returncode == 3 and "hf auth login" in done.stderr

@@ -259,15 +259,11 @@ def _explained(name: str, folder: Path, error: BaseException) -> UserError:
             "Repair the network, make room in HF_HOME, or save the dataset on another machine "
             f"(save_to_disk) and use data.name={HUB}FOLDER.",
         )
-    remedy = "Correct data.name or data.kwargs."
-    if folder.is_dir():
-        remedy = "Correct data.name or data.kwargs, or write the folder again."
-    elif is_missing:
-        remedy = (
-            "Correct data.name. For a gated or private dataset, get access on its page, then: "
-            "hf auth login"
-        )
-    return DataError(f"{name}: {reason}", remedy)
+    return DataError(
+        f"{name}: {reason}",
+        "Correct data.name or data.kwargs, or write the folder again. For a gated or private "
+        "dataset, get access on its page, then: hf auth login",
+    )
 
 
 def _find_part(name: str, part: str, parts: Mapping[str, Any]) -> str:
