@@ -168,18 +168,6 @@ def test_range_test_ends_once_the_loss_diverges(digits: Path, tmp_path: Path) ->
     assert re.search("ended at lr .* where the (smoothed )?loss is", out)
 
 
-def test_more_careful_rate_is_below_the_suggestion(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lrs = np.geomspace(1e-6, 1e2, 81)
-    for lowest, is_printed in ((3e-3, True), (10.0, False)):
-        curve = 2 - np.tanh(2 * np.log10(lrs / 1e-3)) + np.abs(np.log10(lrs / lowest))
-        found = LrRange(lrs.tolist(), curve.tolist(), curve.tolist())
-        monkeypatch.setattr(lr_range, "lr_range", lambda *given, found=found: found)
-        out = succeeds(find_lr_command, *words(digits), "--out", tmp_path / "lr.png")
-        assert "suggestion: optimizer.lr=0.001:" in out and ("more careful" in out) == is_printed
-
-
 @pytest.mark.parametrize(
     ("command", "more", "expected"),
     [

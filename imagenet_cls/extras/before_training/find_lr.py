@@ -86,12 +86,6 @@ def find_lr_command(argv: Sequence[str]) -> None:
         f"suggestion: optimizer.lr={lr / factor:.2g}{scaled}: where the smoothed loss falls "
         "fastest with the logarithm of the rate"
     )
-    tenth = found.lrs[found.lowest()] / 10
-    if tenth < lr:
-        print(
-            f"more careful: optimizer.lr={tenth / factor:.2g}: a tenth of the rate with the lowest "
-            "smoothed loss"
-        )
     print(
         f"A suggestion is a hint, not a promise: for a global batch of {batch} images and the peak "
         f"of the schedule. Factors of parameter groups were applied.\nwrote {path}"

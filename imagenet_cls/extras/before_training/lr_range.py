@@ -28,25 +28,18 @@ class LrRange:
     end: str = "at the last step"
     lr_factor: float = 1.0
 
-    def lowest(self) -> int:
-        """The step with the lowest smoothed loss. The first tenth does not count: its averages are
-        of few losses.
-        """
-        first = len(self.lrs) // 10
-        return first + int(np.argmin(self.smoothed[first:]))
-
     def steepest(self) -> float | None:
-        """The rate up to `lowest` where the smoothed loss falls fastest with the logarithm of the
-        rate.
+        """The rate where the smoothed loss falls fastest with the logarithm of the rate, up to the
+        lowest loss. The first tenth does not count: its averages are of few losses.
 
-        A rule of fastai's lr_find, as is a tenth of the rate with the lowest loss. None if the loss
-        does not fall.
+        A rule of fastai's lr_find. None if the loss does not fall.
         """
         first = len(self.lrs) // 10
-        if not self.lrs or self.lowest() == first:
+        lowest = int(np.argmin(self.smoothed[first:])) if self.lrs else 0
+        if lowest == 0:
             return None
         slopes = np.gradient(self.smoothed, np.log(self.lrs))
-        return self.lrs[first + int(np.argmin(slopes[first : self.lowest() + 1]))]
+        return self.lrs[first + int(np.argmin(slopes[first : first + lowest + 1]))]
 
 
 def lr_range(
