@@ -281,11 +281,13 @@ def match_classes(
 
 
 def class_difference(known: Sequence[str] | None, classes: Sequence[str]) -> str:
-    """The first class in which the weights and the data differ, if both have equally many; else
-    "".
+    """How the classes of weights differ from those of the data: their number or the first other
+    one; "" if they don't, or if the weights don't name theirs.
     """
-    if known is None or len(known) != len(classes):
+    if known is None:
         return ""
+    if len(known) != len(classes):
+        return f"there were {len(known)} classes, and {len(classes)} are here"
     for index, (old, new) in enumerate(zip(known, classes, strict=True)):
         if old != new:
             return f"class {index} was {old!a} there and is {new!a} here"

@@ -20,6 +20,7 @@ from imagenet_cls.lookup import is_user_factory
 from imagenet_cls.models.factory import (
     FOLDER,
     build_model,
+    label_names,
     model_mean_std,
     model_problems,
     published_weights,
@@ -41,16 +42,15 @@ _HUB_FILES = (
 class Weights:
     """Weights on the CPU, and how they were trained, if known.
 
-    tensors: by name, with the prefixes of wrappers, see `models.weights.load_weights`. kind: `raw`
-    or `ema`. by_kind: the tensors of each kind that the source has. origin: where they are from,
-    for messages. mean_std: of their images. classes: the names of the outputs. model: the model's
-    name, if the source is one. path, state: the checkpoint and its `state.json`; None for another
-    source.
+    by_kind: the tensors of each kind that the source has, `raw` or `ema`, by name, with the
+    prefixes of wrappers, see `models.weights.load_weights`. kind: which of them to use. origin:
+    where they are from, for messages. mean_std: of their images. classes: the names of the outputs.
+    model: the model's name, if the source states it. path, state: the checkpoint and its
+    `state.json`; None for another source.
     """
 
-    tensors: dict[str, Tensor]
-    kind: str
     by_kind: Mapping[str, dict[str, Tensor]]
+    kind: str
     origin: str
     mean_std: MeanStd | None = None
     classes: Sequence[str] | None = None
@@ -58,6 +58,10 @@ class Weights:
     warnings: Sequence[str] = ()
     path: Path | None = None
     state: Mapping[str, Any] | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.by_kind[self.kind]
 
 
 def open_weights(source: str | Path, kind: str | None = None) -> Weights:
@@ -72,29 +76,31 @@ def open_weights(source: str | Path, kind: str | None = None) -> Weights:
     """
     path = download_weights(str(source)) if is_url(source) else Path(source)
     if path.is_dir():
-        if not is_checkpoint(path) and (path / "config.json").is_file():
-            return _open_hub_folder(path)
-        return _open_checkpoint(path, kind)
-    if path.name in _KINDS and (path.parent / "manifest.json").is_file():
+        file = next((path / name for name in _HUB_FILES if (path / name).is_file()), None)
+        if file is None or is_checkpoint(path):
+            return _open_checkpoint(path, kind)
+        path = file
+    elif _is_in_checkpoint(path):
         own = _KINDS[path.name]
         check_kind([own], kind or own, path)
         return _open_checkpoint(path.parent, own)
-    if not path.exists() and not is_user_factory(str(source)):  # whose check would import it
+    elif not path.exists() and not is_user_factory(str(source)):  # whose check would import it
         config = ModelConfig(str(source), pretrained=True)
-        if not (problems := model_problems(config)):
-            return _open_published(config)
-        raise CheckpointError(
-            f"{source}: no file or folder of this name. As a model: {problems[0].message}",
-            "Correct the path or the name.",
-        )
-    if path.name in _HUB_FILES and (path.parent / "config.json").is_file():
-        return _open_hub_folder(path.parent)
+        if problems := model_problems(config):
+            raise CheckpointError(
+                f"{source}: no file or folder of this name. As a model: {problems[0].message}",
+                "Correct the path or the name.",
+            )
+        check_kind(["raw"], kind or "raw", source)
+        return _open_published(config)
     found = read_weight_file(path)
     kind = kind or ("ema" if "ema" in found else "raw")
     check_kind(found, kind, path)
-    tensors, origin = found[kind]
     by_kind = {name: state for name, (state, _) in found.items()}
-    return Weights(tensors, kind, by_kind, origin, classes=stated_classes(path))
+    model = None
+    if path.name in _HUB_FILES and "architecture" in _hub_config(path):
+        model = f"{FOLDER}{path.parent}"
+    return Weights(by_kind, kind, found[kind][1], classes=stated_classes(path), model=model)
 
 
 def _open_checkpoint(path: Path, kind: str | None) -> Weights:
@@ -108,9 +114,8 @@ def _open_checkpoint(path: Path, kind: str | None) -> Weights:
         averaged = len(snapshot.state.get("averaged", []))
         note = f", an average of {averaged} checkpoints" if averaged else ""
         return Weights(
-            by_kind[kind],
-            kind,
             by_kind,
+            kind,
             f"{snapshot.path}, step {snapshot.state['step']}{note}",
             stored_mean_std(snapshot.state),
             [*map(str, snapshot.state["classes"])],
@@ -120,47 +125,47 @@ def _open_checkpoint(path: Path, kind: str | None) -> Weights:
         )
 
 
-def _open_hub_folder(path: Path) -> Weights:
-    file = next((path / name for name in _HUB_FILES if (path / name).is_file()), None)
-    if file is None:
-        raise CheckpointError(
-            f"{path}: config.json, but none of {', '.join(_HUB_FILES)}.", "Copy the weights there."
-        )
-    [(tensors, origin)] = read_weight_file(file).values()
-    with invalid_content_errors(path / "config.json"):
-        is_of_timm = "architecture" in json.loads((path / "config.json").read_bytes())
-    name = f"{FOLDER}{path}" if is_of_timm else None
-    classes = stated_classes(file)
-    return Weights(tensors, "raw", {"raw": tensors}, origin, classes=classes, model=name)
-
-
 def _open_published(config: ModelConfig) -> Weights:
     model = build_model(config)
     description, count = published_weights(config, model)
-    tensors = model.state_dict()
     return Weights(
-        tensors,
+        {"raw": model.state_dict()},
         "raw",
-        {"raw": tensors},
         f"published weights ({description})",
         model_mean_std(model),
-        imagenet_ids(count),
+        label_names(model) or imagenet_ids(count),
         model=config.name,
     )
 
 
 def stated_classes(path: Path) -> list[str] | None:
-    """The classes that a checkpoint, a file in it or a safetensors file of this project states;
-    None for other files and URLs. Raises CheckpointError.
+    """The classes that a checkpoint, a file in it, a folder of the Hub or a safetensors file of
+    this project states; None for other files and URLs. Raises CheckpointError.
     """
     with invalid_content_errors(path):
         state: Mapping[str, Any] | None = None
-        if is_checkpoint(path) or (path.parent / "manifest.json").is_file():
+        if is_checkpoint(path) or _is_in_checkpoint(path):
             state = read_state(path)
         elif path.is_file() and is_safetensors(path):
             with safe_open(path, "pt") as file:
                 state = json.loads((file.metadata() or {}).get(METADATA, "null"))
-        return None if state is None else [*map(str, state["classes"])]
+        if state is not None:
+            return [*map(str, state["classes"])]
+        is_of_hub = path.is_dir() or path.name in _HUB_FILES
+        return _hub_config(path).get("label_names") if is_of_hub else None
+
+
+def _is_in_checkpoint(path: Path) -> bool:
+    return path.name in _KINDS and (path.parent / "state.json").is_file()
+
+
+def _hub_config(path: Path) -> dict[str, Any]:
+    """The config.json of a folder as the Hugging Face Hub has it, or beside a file in it; empty
+    without one.
+    """
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    with invalid_content_errors(file):
+        return json.loads(file.read_bytes()) if file.is_file() else {}
 
 
 def check_kind(weights: Collection[str], kind: str, origin: Path | str) -> None:

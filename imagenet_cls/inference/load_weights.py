@@ -39,6 +39,7 @@ from imagenet_cls.models.adapt import resize_model, size_remedy
 from imagenet_cls.models.factory import (
     RESERVED,
     build_model,
+    label_names,
     model_problems,
     published_evaluation,
     published_weights,
@@ -212,7 +213,7 @@ def load_alone(
     section = config.model if config is not None else ModelConfig(str(name))
     if problems := model_problems(section):
         raise ConfigError([f"{problem.key}: {problem.message}" for problem in problems])
-    network = build_model(replace(section, pretrained=False, checkpoint=None))
+    network = build_model(replace(section, pretrained=False, checkpoint=None), section.num_classes)
     warnings = [*weights.warnings]
     if config is None:
         evaluation = published_evaluation(network)
@@ -223,13 +224,12 @@ def load_alone(
         warnings.append(f"images are prepared as for the published weights of {name}: {values}")
     if Path(source).exists() and not model_problems(ModelConfig(str(source))):
         warnings.append(f"{source} is read from this path; it is also the name of a model")
-    count = count_outputs(network, weights.tensors)
-    stated = (getattr(network, "pretrained_cfg", None) or {}).get("label_names")
-    classes = weights.classes or stated
-    if classes is None:
+    count = section.num_classes or count_outputs(network, weights.tensors)
+    classes = weights.classes
+    if not classes:
         classes = imagenet_ids(count)
-        if classes:
-            warnings.append(f"its {count} outputs are assumed to be the classes of ImageNet")
+        note = "are assumed to be the classes of ImageNet" if classes else "have no names"
+        warnings.append(f"its {count} outputs {note}")
     names = classes or [*map(str, range(count))]
     trained = models_of_config(config, weights, names)
     return replace(trained, classes=tuple(classes), warnings=warnings, path=Path(source))
@@ -342,11 +342,11 @@ def models_of_config(
             )
         origin = f"published weights ({source})"
         # a folder of publish.py names its classes
-        names = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
-        if had == IMAGENET_CLASSES and not ignore_head:
-            origin += permute_outputs(model, imagenet_order(classes))
-        elif names and not ignore_head:
+        names = label_names(model)
+        if names and not ignore_head:
             known = tuple(names)
+        elif had == IMAGENET_CLASSES and not ignore_head:
+            origin += permute_outputs(model, imagenet_order(classes))
         return TrainedModels({"raw": model}, config, count, known, mean, std, origin)
     # A new, random head is fine for training, but its predictions are chance.
     sentence = load_weights(model, weights.tensors, count, head_may_differ=ignore_head)

@@ -281,6 +281,12 @@ def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], li
     return [fmean(mean)], [fmean(std)]
 
 
+def label_names(model: nn.Module) -> list[str] | None:
+    """The classes that timm's config of a model in a folder or on the Hub states."""
+    cfg = getattr(model, "pretrained_cfg", None) or {}
+    return cfg.get("label_names")
+
+
 def published_evaluation(model: nn.Module) -> dict[str, Any]:
     """The values of the section `eval` with which the published weights of a model were evaluated;
     for other models those of timm's defaults.

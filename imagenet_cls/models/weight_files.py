@@ -34,6 +34,8 @@ PRETRAINING_KEYS = ("teacher", "student", "target_encoder", "encoder")
 # preference.
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module", *PRETRAINING_KEYS)
 AVERAGE_KEYS = ("state_dict_ema", "model_ema")
+# Trained weights of mmengine and Lightning, whose `state_dict` is then the average.
+SWAPPED_KEYS = ("ema_state_dict", "current_model_state")
 # What values beside the weights use in files of torch before 1.6, whose names can't be listed.
 _OLD_GLOBALS = (
     "argparse.Namespace",
@@ -212,7 +214,8 @@ def _load(file: BinaryIO, stand_ins: dict[str, type]) -> Any:
 
 def _one_line(error: Exception) -> str:
     # Around its error, torch's restricted loader has advice, also to load without restriction.
-    text = re.split(r"WeightsUnpickler error:|from a trusted source\.", str(error))[-1]
+    parts = re.split(r"WeightsUnpickler error:|from a trusted source\.", str(error))
+    text = next((part for part in reversed(parts) if part.strip()), "")
     text = " ".join(text.partition("Check the documentation")[0].split())
     return shorten(f"{type(error).__name__}: {text}", 160)
 
@@ -220,13 +223,12 @@ def _one_line(error: Exception) -> str:
 def _find_state_dicts(content: Any, path: Path) -> dict[str, tuple[dict[str, Tensor], str]]:
     """The state dicts of a checkpoint, bare or under a key, by kind of weights."""
     nested = dict(content) if isinstance(content, Mapping) else {}
-    for key, value in {"": content, **nested}.items():
-        if key in ("", *NESTED_KEYS) and isinstance(value, _Unread):
-            _raise_for_object(path, key, value)
     bare = _tensors_in(nested)
     states = {key: state for key, value in nested.items() if (state := _tensors_in(value))}
     trained = next((key for key in NESTED_KEYS if key in states), None)
     average = next((key for key in AVERAGE_KEYS if key in states), None)
+    if swapped := next((key for key in SWAPPED_KEYS if key in states), None):
+        trained, average = swapped, trained
     if trained is None and average is None:
         # A checkpoint's top level may hold a single tensor (pytorch/examples' best_acc1), which is
         # no model.
@@ -247,6 +249,9 @@ def _find_state_dicts(content: Any, path: Path) -> dict[str, tuple[dict[str, Ten
         found["ema"] = states[average], f"{path} (its average {note})"
     if found:
         return found
+    for key, value in {"": content, **nested}.items():
+        if key in ("", *NESTED_KEYS) and isinstance(value, _Unread):
+            _raise_for_object(path, key, value)
     problem = f"no weights: found {join_names([*map(str, nested)]) or type(content).__name__}"
     if states:
         problem = f"weights under each of {join_names([*states])}: which to use is not known"

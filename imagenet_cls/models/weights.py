@@ -45,7 +45,7 @@ PRETRAINING_ONLY = re.compile(
     r"(decoder\w*|mask_token|queue\w*|fc|(\w+_)?(head|projector|projection|predictor|prototypes))(\.|$)"
 )
 IMAGE_TEXT_PROJECTION = re.compile(
-    r"visual\.(proj|head\.proj\.weight|attnpool\.c_proj\.(weight|bias))"
+    r"(^|\.)visual\.(proj|head\.(proj|mlp\.fc2)\.weight|attnpool\.c_proj\.(weight|bias))$"
 )
 # Parts of a model that an encoder may lack, besides the head: MAE has no norm after its average
 # pooling.
@@ -105,7 +105,7 @@ def load_weights(
     if named.prefix in PRETRAINING_PREFIXES:
         others |= {named.prefix + name: part.pop(name) for name in head if name in part}
     elif not any(name in part for name in head):
-        _rename_head(part, others, expected, head)
+        _rename_head(named, expected, head)
     is_encoder = head_may_differ and not any(name in part for name in head)
     for name in part.keys() - expected.keys():
         is_replaced = name.startswith("norm.") and "fc_norm.weight" in expected
@@ -151,7 +151,7 @@ def load_weights(
     if of_size:
         sentence += (
             f"\nwarning: the head is newly initialized, but {join_names(of_size)} in the file has "
-            f"its size; to use it, rename it to {named.prefix}{head[0]}"
+            "its size; to use it, save the weights by the model's names"
         )
     return sentence
 
@@ -174,7 +174,7 @@ def name_weights(model: nn.Module, state: Mapping[str, Tensor], head: list[str])
             name.removeprefix(prefix): value
             for name, value in state.items()
             # timm would take the output of CLIP's image towers for a classifier.
-            if name.startswith(prefix) and not IMAGE_TEXT_PROJECTION.fullmatch(name)
+            if name.startswith(prefix) and not IMAGE_TEXT_PROJECTION.search(name)
         }
         others = {name: state[name] for name in state if name.removeprefix(prefix) not in named}
         part, notes = _convert_if_needed(model, _join_chunks(named, expected), head)
@@ -213,30 +213,27 @@ def count_outputs(model: nn.Module, state: Mapping[str, Tensor]) -> int:
     expected = model.state_dict()
     head = head_names(model, getattr(model, "num_classes", 1000))[:1]
     named = name_weights(model, state, head)
-    found = [
-        len(value)
+    own = [named.tensors[name] for name in head if name in named.tensors]
+    found = own or [
+        value
         for name, value in {**named.others, **named.tensors}.items()
-        if (name in head or name not in expected) and value.ndim > 1
+        if name not in expected and value.ndim > 1
         if head and value.shape[1:] == expected[head[0]].shape[1:]
     ]
     if len(found) != 1:
         raise CheckpointError(
             "The weights have no known classifier.", "Give a config that sets model.num_classes."
         )
-    return found[0]
+    return len(found[0])
 
 
-def _rename_head(
-    part: dict[str, Tensor],
-    others: dict[str, Tensor],
-    expected: Mapping[str, Tensor],
-    head: list[str],
-) -> None:
+def _rename_head(named: NamedWeights, expected: Mapping[str, Tensor], head: list[str]) -> None:
     """Give the layer that must be the head its names in the model, in place.
 
     There is none if several layers have the head's parameters and shapes, or if there are others
     that only pre-training uses.
     """
+    part, others = named.tensors, named.others
     unused = {**others, **{name: part[name] for name in part if name not in expected}}
     fitting = []
     for owner in {name.rpartition(".")[0] for name in unused}:
@@ -250,6 +247,7 @@ def _rename_head(
         for old, new in fitting[0].items():
             (part if old in part else others).pop(old)
             part[new] = unused[old]
+            named.notes.append(f"{old} as {new}")
 
 
 def _convert_channels(
@@ -303,8 +301,16 @@ def state_dict_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Ten
 
 
 def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` by the names that its model has without `WRAPPER`."""
-    return {WRAPPER.sub("", name): value for name, value in state.items()}
+    """`state` by the names that its model has without `WRAPPER`. Raises CheckpointError if names
+    become equal.
+    """
+    named = {WRAPPER.sub("", name): value for name, value in state.items()}
+    if len(named) < len(state):
+        raise CheckpointError(
+            "The file has a model both inside and outside of a wrapper (module. or _orig_mod.).",
+            "Save the one to use alone.",
+        )
+    return named
 
 
 def without_split_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

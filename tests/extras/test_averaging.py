@@ -57,7 +57,7 @@ def mean_of(paths: list[Path], name: str = "model.safetensors") -> dict[str, tor
 def test_mean_of_weights_half_precision_is_summed_in_double() -> None:
     """A thousand times 1 + 1/128, whose sum bfloat16 can't represent."""
     state = {"weight": torch.full((3,), 1 + 1 / 128, dtype=torch.bfloat16)}
-    mean, _ = mean_of_weights((Path("x"), Weights(state, "raw", {}, "x")) for _ in range(1000))
+    mean, _ = mean_of_weights((Path("x"), Weights({"raw": state}, "raw", "x")) for _ in range(1000))
     assert mean["weight"].tolist() == [1 + 1 / 128] * 3
 
 

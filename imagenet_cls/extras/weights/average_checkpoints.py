@@ -162,17 +162,17 @@ def read_weights(
 
     first: Weights | None = None
     for path in paths:
-        if path.is_file() and not weights_only:
+        stored = open_weights(path, kind)
+        if stored.state is None and not weights_only:
             raise UsageError(
-                f"{path} is a file, and a checkpoint is a folder.",
+                f"{path} is no checkpoint.",
                 "Give checkpoints; or average files of weights with --out average.safetensors.",
             )
-        stored = open_weights(path, kind)
-        stored = replace(stored, tensors=without_wrappers(stored.tensors), by_kind={})
+        stored = replace(stored, by_kind={kind: without_wrappers(stored.tensors)})
         if stored.warnings:
             raise CheckpointError(stored.warnings[0], "Give the checkpoints to average one by one.")
         if stored.state is not None:
-            first = first or replace(stored, tensors={})
+            first = first or replace(stored, by_kind={})
             mine, others = required_settings(stored), required_settings(first)
             if different := [key for key in mine if mine[key] != others[key]]:
                 text = f"{stored.path} and {first.path} differ in {', '.join(different)}"
@@ -214,7 +214,7 @@ def mean_of_weights(
     sums: dict[str, Tensor] = {}
     sources: list[Weights] = []
     for count, (path, stored) in enumerate(all_weights, start=1):
-        sources.append(replace(stored, tensors={}))
+        sources.append(replace(stored, by_kind={}))
         state = stored.tensors
         kinds = {key: (value.shape, value.dtype) for key, value in state.items()}
         if count == 1:
