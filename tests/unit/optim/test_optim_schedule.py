@@ -31,12 +31,12 @@ def test_step_defaults_are_those_of_pytorch_examples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs"),
-    [("step", {"every_epochs": 4}), ("multistep", {"milestones_epochs": [4, 8]})],
+    ("name", "kwargs", "by_epoch"),
+    [("step", {"every_epochs": 4}, False), ("multistep", {"milestones_epochs": [4, 8]}, True)],
 )
-def test_staircase_in_the_cooldown_is_constant(name: str, kwargs: dict) -> None:
+def test_staircase_in_the_cooldown_is_constant(name: str, kwargs: dict, by_epoch: bool) -> None:
     """Also if its next step would be at the start of the cooldown."""
-    ours = built(name, {"gamma": 0.5, **kwargs}, cooldown_epochs=2)
+    ours = built(name, {"gamma": 0.5, **kwargs}, cooldown_epochs=2, by_epoch=by_epoch)
     assert rates(ours) == [BASE] * (4 * PER_EPOCH) + [BASE * 0.5] * (6 * PER_EPOCH)
 
 
