@@ -1,5 +1,5 @@
 """Images of another size than in training: position embeddings against timm, torchvision and the
-formula; flipped images; convolutional networks.
+formula.
 """
 
 from functools import partial
@@ -10,20 +10,9 @@ import safetensors.torch
 import timm
 import torch
 import torchvision
-from helpers import (
-    arguments,
-    evaluations,
-    has_clear_class,
-    newest,
-    train_here,
-)
-from PIL import Image
 from torch import nn
 from torch.nn import functional
-from torchvision.transforms.v2 import functional as reference
 
-from imagenet_cls.config.load import load_config
-from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.models.adapt import resize_model
 from imagenet_cls.models.weights import load_weights
 
@@ -114,44 +103,3 @@ def test_resize_model_equals_loading_into_a_model_of_that_size(name: str) -> Non
     with torch.no_grad():
         images = torch.randn(2, 3, size_px, size_px)
         torch.testing.assert_close(trained(images), built(images), rtol=0, atol=1e-6)
-
-
-# ---- FixRes
-
-
-def test_evaluation_at_a_larger_size_equals_a_plain_loop(digits: Path, tmp_path: Path) -> None:
-    """FixRes (Touvron et al. 2019): 16 px in training, 24 px in evaluation. The run's figures are a
-    plain loop's.
-    """
-    run = tmp_path / "run"
-    settings = {
-        "model.name": "test_resnet",
-        "train.max_steps": 2,
-        "eval.crop_px": 24,
-        "eval.resize_px": 30,
-        "eval.flip_tta": "true",
-    }
-    train_here(arguments(digits, run, **settings))
-    record = evaluations(run)[-1]
-
-    model = timm.create_model("test_resnet", num_classes=10).eval()
-    model.load_state_dict(safetensors.torch.load_file(newest(run) / "model.safetensors"))
-    held_out = open_datasets(load_config(run / "config.yaml").config.data, ("val",)).val
-    files = [digits / "train" / held_out.name(index) for index in range(len(held_out))]
-    images = torch.stack(
-        [reference.pil_to_tensor(Image.open(path).convert("RGB")) for path in files]
-    )
-    images = reference.center_crop(reference.resize(images, [30], antialias=True), [24])
-    pixels = reference.normalize(
-        images / 255, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
-    )
-    targets = torch.tensor([int(path.parent.name) for path in files])
-    with torch.no_grad():
-        logits = (model(pixels) + model(pixels.flip(3))) / 2
-    right = logits.argmax(1).eq(targets).sum().item()
-    unclear = len(logits) - has_clear_class(logits).sum().item()
-    assert record["images"] == 359 == len(files)
-    assert unclear < 36 and abs(record["top1_pct"] * 3.59 - right) < unclear + 0.01
-    assert record["loss"] == pytest.approx(
-        functional.cross_entropy(logits, targets).item(), rel=1e-5
-    )

@@ -72,21 +72,23 @@ def test_logits_under_autocast_are_float32_without_gradient() -> None:
         assert logits["raw"].dtype is torch.float32 and not logits["raw"].requires_grad
 
 
-def test_padded_batches_have_one_shape_and_the_same_outputs() -> None:
+def test_padded_batches_have_one_shape_and_the_outputs_of_a_plain_call() -> None:
+    """With `eval.flip_tta`, the mean with those of the flipped images."""
     images = torch.randint(0, 256, (10, 3, 2, 2), generator=torch.Generator().manual_seed(0)).to(
         torch.uint8
     )
-    batches, shapes, model = batches_of(images, torch.arange(10) % 3, 4), [], network(3)
+    batches, shapes = batches_of(images, torch.arange(10) % 3, 4), []
 
     def preprocess(batch: torch.Tensor) -> torch.Tensor:
         shapes.append(batch.shape)
         return batch.float() / 255
 
-    for flip in (False, True):
-        plain = list(model_outputs({"raw": model}, batches, preprocess, CPU, None, flip))
+    model, pixels = network(3).eval(), images.float() / 255
+    plain, flipped = model(pixels), model(pixels.flip(3))
+    for flip, expected in ((False, plain), (True, (plain + flipped) / 2)):
         shapes.clear()
         padded = list(model_outputs({"raw": model}, batches, preprocess, CPU, None, flip, pad_to=4))
         assert shapes == [(4, 3, 2, 2)] * 3
-        for (logits, targets, indices), expected in zip(padded, plain, strict=True):
-            torch.testing.assert_close(logits["raw"], expected[0]["raw"])
-            assert torch.equal(targets, expected[1]) and torch.equal(indices, expected[2])
+        torch.testing.assert_close(torch.cat([logits["raw"] for logits, *_ in padded]), expected)
+        for (_, targets, indices), batch in zip(padded, batches, strict=True):
+            assert torch.equal(targets, batch[1]) and torch.equal(indices, batch[2])
