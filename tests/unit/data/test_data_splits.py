@@ -2,7 +2,6 @@
 
 import os
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -46,15 +45,6 @@ def photos(tmp_path: Path) -> Path:
 def opened(root: Path, kind: str, **changes: object) -> DataSets:
     train = "train" if kind == "folder" else "all.txt"
     return open_datasets(DataConfig(name=kind, root=str(root), train=train, val=None, **changes))
-
-
-@pytest.mark.parametrize("stratify", [False, True])
-@pytest.mark.parametrize("kind", ["folder", "list"])
-def test_each_image_is_held_out_in_one_fold(photos: Path, kind: str, stratify: bool) -> None:
-    folds = [opened(photos, kind, fold=[number, 3], stratify=stratify) for number in range(3)]
-    held_out = sorted(chain.from_iterable(names(fold.val) for fold in folds))
-    assert len(set(held_out)) == len(held_out)
-    assert all(sorted(names(fold.train) + names(fold.val)) == held_out for fold in folds)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +155,3 @@ def test_fraction_is_nested_and_of_each_class() -> None:
         smaller = set(rows)
         expected = [max(round(n * share), 1) for n in np.bincount(CLASSES)]
         assert np.bincount(CLASSES[rows]).tolist() == expected
-
-
-@pytest.mark.parametrize("kind", ["folder", "list"])
-def test_fraction_is_of_the_training_images_only(photos: Path, kind: str) -> None:
-    whole, tenth = (opened(photos, kind, fold=[0, 4], fraction=share) for share in (1, 0.1))
-    assert names(tenth.val) == names(whole.val)
-    assert set(names(tenth.train)) < set(names(whole.train))
-    assert len(tenth.train) == pytest.approx(0.1 * len(whole.train), abs=2)
