@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,21 +88,14 @@ def run_files(folder: Path) -> None:
 
 def run_prefetch(folder: Path) -> None:
     """The next batch is read, and its copy started, before a batch is used."""
+    from unit.data.test_data_device_prefetch import batches
+
     from imagenet_cls.data.device import DevicePrefetch
-    from imagenet_cls.data.loader import TrainBatch
 
-    read = []
-
-    def batches() -> Iterator[TrainBatch]:
-        for number in range(3):
-            read.append(number)
-            images = torch.full((1, 3, 2, 2), number, dtype=torch.uint8)
-            yield TrainBatch(images.pin_memory(), torch.tensor([number]).pin_memory())
-
-    prefetch = DevicePrefetch(torch.device("cuda", 0))
-    seen = [(int(batch.targets), len(read)) for batch in prefetch(batches())]
+    prefetch, read = DevicePrefetch(torch.device("cuda", 0)), []
+    seen = [(int(batch.targets[0]), len(read)) for batch in prefetch(batches(3, read, pin=True))]
     assert seen == [(0, 2), (1, 3), (2, 3)]
-    assert not list(prefetch(iter([])))
+    assert not list(prefetch(batches(0, read)))
 
 
 def run_waits(folder: Path) -> None:
@@ -165,12 +158,6 @@ def run_ddp(folder: Path) -> None:
     on_two_ranks(train_command, [*words, *sync, "--work-dir", str(folder / "sync")])
 
 
-def run_ddp_one(folder: Path) -> None:
-    """DDP with one rank."""
-    train(folder / "run", *SYNTHETIC, "parallel.mode=ddp")
-    dist.destroy_process_group()
-
-
 def run_ddp_second_gpu(folder: Path) -> None:
     """DDP with one rank on cuda:1."""
     train(folder / "run", *SYNTHETIC, "device=cuda:1", "parallel.mode=ddp")
@@ -187,10 +174,6 @@ def run_check_dist(folder: Path) -> None:
     with mock.patch.object(torch.cuda, "get_device_properties", properties):
         on_two_ranks(check_command, ["device=cuda"])
         on_two_ranks(check_command, ["device=cuda", "parallel.device_ids=[1,0]"])
-
-
-def run_deterministic(folder: Path) -> None:
-    train(folder / "run", *SYNTHETIC, "train.deterministic=true")
 
 
 def run_blurpool(folder: Path) -> None:
@@ -304,10 +287,8 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], int]] = {
     "waits": (run_waits, 1),
     "dp": (run_dp, 2),
     "ddp": (run_ddp, 2),
-    "ddp_one": (run_ddp_one, 1),
     "ddp_second_gpu": (run_ddp_second_gpu, 2),
     "check_dist": (run_check_dist, 2),
-    "deterministic": (run_deterministic, 1),
     "blurpool": (run_blurpool, 1),
     "old_gpu": (run_old_gpu, 1),
     "recipes": (run_recipes, 1),
