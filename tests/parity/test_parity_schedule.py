@@ -2,7 +2,6 @@
 
 import math
 import random
-import warnings
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from timm.scheduler import (
     CosineLRScheduler,
     MultiStepLRScheduler,
-    PlateauLRScheduler,
     PolyLRScheduler,
     StepLRScheduler,
 )
@@ -139,51 +137,19 @@ def top1s(seed: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("warmup", [0, WARMUP])
-@pytest.mark.parametrize("seed", range(3))
-def test_plateau_equals_timms(seed: int, warmup: int) -> None:
-    metrics = [60.0, *top1s(seed)[1:]]  # within the warm-up, and then not to be regarded
-    optimizer = sgd()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is to be taken out of timm
-        theirs = PlateauLRScheduler(
-            optimizer,
-            0.5,
-            patience_t=2,
-            mode="max",
-            lr_min=0.02,
-            warmup_t=warmup,
-            warmup_lr_init=START_LR,
-        )
-    expected = []
-    for epoch, metric in enumerate(metrics):
-        expected += [optimizer.param_groups[0]["lr"]] * PER_EPOCH
-        theirs.step(epoch + 1, metric)
-    mine = ours(
-        "plateau",
-        {"patience": 2, "gamma": 0.5, "min_lr": 0.02},
-        epochs=len(metrics),
-        warmup_epochs=warmup,
-        warmup_start_lr=START_LR,
-        by_epoch=True,
-    )
-    recorded = [((epoch + 1) * PER_EPOCH, metric) for epoch, metric in enumerate(metrics)]
-    close(lambda step: mine(step, recorded), expected)
-    assert len(set(expected)) > 3
-    # What is recorded later changes nothing earlier: a resumed run has the same rates.
-    close(lambda step: mine(step, [pair for pair in recorded if pair[0] <= step]), expected)
-
-
 @pytest.mark.parametrize("threshold", [0.0, 1e-4, 0.05])
 @pytest.mark.parametrize("patience", [0, 2])
 def test_plateau_equals_torchs_to_the_bit(patience: int, threshold: float) -> None:
     optimizer = sgd()
-    theirs = lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.3, patience, threshold, min_lr=1e-9)
-    kwargs = {"patience": patience, "gamma": 0.3, "threshold": threshold, "min_lr": 1e-9}
+    min_lr = 1e-3 * patience  # reached with patience 2
+    theirs = lr_scheduler.ReduceLROnPlateau(
+        optimizer, "max", 0.3, patience, threshold, min_lr=min_lr
+    )
+    kwargs = {"patience": patience, "gamma": 0.3, "threshold": threshold, "min_lr": min_lr}
     mine = ours("plateau", kwargs, epochs=80, by_epoch=True)
     recorded: list[tuple[int, float]] = []
     rates = []
-    # many reductions, the last ones below 1e-8
+    # many reductions, with patience 0 the last ones below 1e-8
     for epoch, metric in enumerate([*top1s(0), *top1s(1)]):
         assert mine(epoch * PER_EPOCH, recorded) == optimizer.param_groups[0]["lr"], epoch
         rates.append(optimizer.param_groups[0]["lr"])

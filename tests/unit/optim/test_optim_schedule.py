@@ -53,9 +53,10 @@ def test_warmup_ends_at_the_first_value_of_the_curve() -> None:
 
 
 def test_plateau_uses_evaluations_between_epochs_only() -> None:
-    ours = built("plateau", {"patience": 0, "gamma": 0.5}, cooldown_epochs=2)
-    evaluations = {7: 50.0, 8: 40.0, 14: 49.0, 63: 30.0}  # by step
-    found = [ours(step, [*evaluations.items()]) for step in (0, 8, 13, 14, 63)]
+    """After the warm-up, before the cooldown, and up to the step."""
+    ours = built("plateau", {"patience": 0, "gamma": 0.5}, warmup_epochs=1, cooldown_epochs=2)
+    evaluations = {7: 60.0, 14: 50.0, 15: 40.0, 21: 49.0, 63: 30.0}  # by step
+    found = [ours(step, [*evaluations.items()]) for step in (7, 15, 20, 21, 63)]
     assert found == [BASE, BASE, BASE, BASE / 2, BASE / 2]
     assert ours.momentum(0) is None
 
