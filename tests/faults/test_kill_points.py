@@ -70,18 +70,6 @@ def test_killed_run_resumes_to_the_same_bits(
 
 
 @pytest.mark.nightly
-def test_killed_run_resumes_with_other_workers_and_another_decoder(
-    new_run: Callable[..., Run],
-) -> None:
-    """The undisturbed run has no workers."""
-    killed = new_run(2, data__num_workers=1, data__decode="whole")
-    assert killed.start(kills=[KillPoint("in_backward", IN_STEP_17, 1)])[1] == -signal.SIGKILL, (
-        killed.output
-    )
-    assert new_run(2, data__num_workers=3, data__decode="auto").resume() in (10, 15)
-
-
-@pytest.mark.nightly
 def test_killed_while_a_step_is_saved_again_resumes_to_the_same_bits(
     new_run: Callable[..., Run],
 ) -> None:
