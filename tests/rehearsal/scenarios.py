@@ -351,14 +351,22 @@ def cpu_tensor_to_nccl() -> Any:
     )
 
 
-# The scenario that has to notice the bug, and a function that returns its patch.
-PLANTED_BUGS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "mean_stays_on_the_cpu": ("train", mean_stays_on_the_cpu),
-    "no_wait_for_the_copy": ("files", no_wait_for_the_copy),
-    "no_record_stream": ("files", no_record_stream),
-    "number_read_in_each_step": ("waits", number_read_in_each_step),
-    "cpu_generator_for_erasing": ("train", cpu_generator_for_erasing),
-    "cpu_tensor_to_nccl": ("ddp", cpu_tensor_to_nccl),
+# The scenario that has to notice the bug, a function that returns its patch, and what is printed.
+PLANTED_BUGS: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "mean_stays_on_the_cpu": (
+        "train",
+        mean_stays_on_the_cpu,
+        "Expected all tensors to be on the same device",
+    ),
+    "no_wait_for_the_copy": ("files", no_wait_for_the_copy, "race between streams"),
+    "no_record_stream": ("files", no_record_stream, "without record_stream"),
+    "number_read_in_each_step": ("waits", number_read_in_each_step, "the host waits"),
+    "cpu_generator_for_erasing": (
+        "train",
+        cpu_generator_for_erasing,
+        "a generator of cpu for a tensor of cuda:0",
+    ),
+    "cpu_tensor_to_nccl": ("ddp", cpu_tensor_to_nccl, "on nccl with tensors on"),
 }
 
 
@@ -383,7 +391,7 @@ def run_scenario(name: str, bug: Callable[[], Any] = contextlib.nullcontext) -> 
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--bug"]:
-        name, bug = PLANTED_BUGS[arguments[1]]
+        name, bug, _ = PLANTED_BUGS[arguments[1]]
         return int(not run_scenario(name, bug))
     passed = [run_scenario(name) for name in arguments or SCENARIOS]
     return int(not all(passed))

@@ -40,18 +40,9 @@ def test_rare_scenario_on_simulated_gpus_passes(name: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("bug", "message"),
-    [
-        ("mean_stays_on_the_cpu", "Expected all tensors to be on the same device"),
-        ("no_wait_for_the_copy", "race between streams"),
-        ("no_record_stream", "without record_stream"),
-        ("number_read_in_each_step", "the host waits"),
-        ("cpu_generator_for_erasing", "a generator of cpu for a tensor of cuda:0"),
-        ("cpu_tensor_to_nccl", "on nccl with tensors on"),
-    ],
-)
-def test_planted_bug_is_noticed(bug: str, message: str) -> None:
+@pytest.mark.parametrize("bug", PLANTED_BUGS)
+def test_planted_bug_is_noticed(bug: str) -> None:
     done = start("--bug", bug)
-    assert done.returncode == 1 and f"FAILS {PLANTED_BUGS[bug][0]}\n" in done.stdout
+    scenario, _, message = PLANTED_BUGS[bug]
+    assert done.returncode == 1 and f"FAILS {scenario}\n" in done.stdout
     assert message in done.stdout + done.stderr
