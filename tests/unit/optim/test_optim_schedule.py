@@ -143,8 +143,6 @@ def problem_keys(
         ("plateau", {"gamma": 1.0}, "gamma"),
         ("plateau", {"patience": 1.5}, "patience"),
         ("polynomial", {"power": "two"}, "power"),
-        ("polynomial", {"power": True}, "power"),
-        ("polynomial", {"power": math.nan}, "power"),
         # The rate would be higher than the highest.
         ("exponential", {"gamma": 9.5}, "gamma"),
         ("one_cycle", {"div_factor": 1e-9}, "div_factor"),
