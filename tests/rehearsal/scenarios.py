@@ -20,7 +20,7 @@ from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "unit" / "data")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -88,11 +88,12 @@ def run_files(folder: Path) -> None:
 
 def run_prefetch(folder: Path) -> None:
     """The next batch is read, and its copy started, before a batch is used."""
-    from unit.data.test_data_device_prefetch import batches
+    from test_data_device_prefetch import batches
 
     from imagenet_cls.data.device import DevicePrefetch
 
-    prefetch, read = DevicePrefetch(torch.device("cuda", 0)), []
+    read: list[int] = []
+    prefetch = DevicePrefetch(torch.device("cuda", 0))
     seen = [(int(batch.targets[0]), len(read)) for batch in prefetch(batches(3, read, pin=True))]
     assert seen == [(0, 2), (1, 3), (2, 3)]
     assert not list(prefetch(batches(0, read)))
