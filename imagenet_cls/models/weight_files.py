@@ -263,8 +263,8 @@ def _find_state_dicts(content: Any, path: Path) -> dict[str, tuple[dict[str, Ten
 
 def _raise_for_object(path: Path, key: str, value: _Unread) -> None:
     item = f"[{key!r}]" if key else ""
-    load = f"torch.load({str(path)!r}, weights_only=False){item}"
-    command = f"import torch; torch.save({load}.state_dict(), 'weights.pth')"
+    load = f"load({str(path)!r}, weights_only=False){item}"
+    command = f"from torch import load, save; save({load}.state_dict(), 'weights.pth')"
     raise CheckpointError(
         f"{str(path)!r} holds an object of the class {type(value).__name__}, and no code of a file "
         "is run.",

