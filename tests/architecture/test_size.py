@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Core and extras, and tests.
-LIMITS = {"imagenet_cls": 170_004, "tests": 231_169}
+LIMITS = {"imagenet_cls": 170_006, "tests": 231_635}
 NOT_COUNTED = {
     tokenize.COMMENT,
     tokenize.NL,
