@@ -87,7 +87,7 @@ def _link_target(path: Path) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, or a run folder with checkpoints."""
-    return _is_complete(path) or bool(list_run(path))
+    return (path / "state.json").is_file() or bool(list_run(path))
 
 
 def _is_complete(path: Path) -> bool:

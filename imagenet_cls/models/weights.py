@@ -276,7 +276,8 @@ def _join_chunks(state: dict[str, Tensor], expected: Mapping[str, Tensor]) -> di
     """Rename `blocks.1.10.` (DINOv2's chunked blocks) to `blocks.10.`."""
     if any(CHUNK.match(name) for name in expected):
         return state
-    return {CHUNK.sub(r"blocks.\1.", name): value for name, value in state.items()}
+    joined = {CHUNK.sub(r"blocks.\1.", name): value for name, value in state.items()}
+    return joined if len(joined) == len(state) else state
 
 
 def state_dict_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
@@ -333,11 +334,15 @@ def _is_counter(name: str) -> bool:
 def _names_with_other_shape(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
 ) -> list[str]:
-    """The names that both have with different shapes, in the order of `expected`."""
+    """The names that both have with different shapes, or of which one has integers, in the order of
+    `expected`.
+    """
     return [
         name
         for name, value in expected.items()
-        if name in actual and actual[name].shape != value.shape
+        if name in actual
+        and (actual[name].shape, actual[name].is_floating_point())
+        != (value.shape, value.is_floating_point())
     ]
 
 

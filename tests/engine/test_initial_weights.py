@@ -18,6 +18,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN
 
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.schema import Config, DataConfig, ModelConfig
+from imagenet_cls.data.classes import class_difference
 from imagenet_cls.engine import training_model as engine_model
 from imagenet_cls.engine.training_model import build_initial_model
 
@@ -61,6 +62,7 @@ def test_mismatch_with_the_initial_weights_is_reported(
     (renamed / "train" / "3").rename(renamed / "train" / "three")
     (message,) = said("data.name=folder", "data.val=null", "data.val_fraction=0.2", root=renamed)
     assert message.endswith("class 3 was '3' there and is '4' here")
+    assert class_difference(("a", "b", "c"), ("b", "c"))  # with model.num_classes=3
 
 
 def test_mismatch_with_published_weights_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Prediction with weights of other programs and with published ones."""
 
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -18,6 +19,7 @@ from torch import nn
 
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.engine.stored_weights import open_weights
+from imagenet_cls.errors import CheckpointError
 from imagenet_cls.extras.weights.export import export_command
 from imagenet_cls.extras.weights.publish import publish_command
 from imagenet_cls.inference.predictor import Predictor
@@ -146,6 +148,20 @@ def test_folder_comes_before_a_model_of_its_name(
     (tmp_path / "resnet18").symlink_to(folder / "hub")
     code, _, err = call(predict_command, "resnet18", folder / "image.png")
     assert code == 0 and "resnet18 is read from this path" in err
+
+
+def test_file_of_a_hub_folder_is_the_one_that_is_named(folder: Path, tmp_path: Path) -> None:
+    hub = Path(shutil.copytree(folder / "hub", tmp_path / "hub"))
+    state = open_weights(hub).tensors
+    other = {name: value + 1 for name, value in state.items()}
+    torch.save({"state_dict": other, "state_dict_ema": state}, hub / "pytorch_model.bin")
+    (hub / "manifest.json").write_text("{}")  # of another program
+    assert torch.equal(open_weights(hub).tensors["fc.bias"], state["fc.bias"])
+    raw = open_weights(hub / "pytorch_model.bin", "raw").tensors
+    assert torch.equal(raw["fc.bias"], other["fc.bias"])
+    for source in (hub, f"local-dir:{hub}"):
+        with pytest.raises(CheckpointError):
+            open_weights(source, "ema")
 
 
 @pytest.mark.nightly

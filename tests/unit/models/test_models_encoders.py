@@ -124,6 +124,11 @@ def open_clip(state: State) -> Any:
     return prefixed("visual.trunk.", state) | text
 
 
+def clip_in_a_module(state: State) -> Any:
+    """As of a LightningModule."""
+    return {"state_dict": prefixed("model.", clip(state)["state_dict"])}
+
+
 def simclr(state: State) -> Any:
     """With the projections of SwAV, too."""
     names = ("projector.0.weight", "projection_head.0.weight", "prototypes.weight")
@@ -140,6 +145,7 @@ LAYOUTS: dict[Callable[[State], Any], tuple[str, dict[str, Any], int]] = {
     moco: ("test_resnet", {}, 80),
     moco_v3: ("vit_tiny_patch16_224", TINY, 56),
     clip: ("vit_base_patch16_clip_quickgelu_224", TINY, 4),
+    clip_in_a_module: ("vit_base_patch16_clip_quickgelu_224", TINY, 4),
     open_clip: ("vit_base_patch16_clip_224", TINY, 2),
     simclr: ("test_resnet", {}, 3),
 }

@@ -4,6 +4,7 @@ run.
 
 import argparse
 import copy
+import json
 import os
 import shlex
 import subprocess
@@ -320,3 +321,34 @@ def test_first_convolution_is_converted_to_the_channels_as_timm_does(name: str) 
         assert torch.equal(target.state_dict()[first], expected) and first in sentence
         with pytest.raises(CheckpointError, match="channels"):
             load_weights(timm.create_model(name, num_classes=5), target.state_dict(), 5)
+
+
+def test_names_and_numbers_that_are_not_the_models_are_an_error(net: nn.Module) -> None:
+    """A second model inside of a wrapper, integers, and a tensor that is missing."""
+    state = net.state_dict()
+    other = {name: value + 1 for name, value in state.items()}
+    for given in (
+        state | with_prefix("module.", other),
+        state | {"fc.weight": state["fc.weight"].to(torch.int8)},
+        {name: state[name] for name in state if name != "fc.weight"},
+    ):
+        with pytest.raises(CheckpointError):
+            load_weights(timm.create_model("test_resnet", num_classes=10), given, 10, False)
+
+
+def test_shard_gives_only_the_tensors_that_the_index_places_in_it(
+    net: nn.Module, tmp_path: Path
+) -> None:
+    state = net.state_dict()
+    first = {"conv1.0.weight": state["conv1.0.weight"]}
+    second = {"fc.weight": state["fc.weight"]}
+    safetensors.torch.save_file(first, tmp_path / "a")
+    safetensors.torch.save_file(
+        second | {name: -value for name, value in first.items()}, tmp_path / "b"
+    )
+    places = dict.fromkeys(first, "a") | dict.fromkeys(second, "b")
+    index = tmp_path / "x.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    assert same(read_weights(index)[0], first | second)
+    index.write_text(json.dumps({"weight_map": places | {"fc.bias": "../b"}}))
+    assert_is_no_checkpoint(index)
