@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Core and extras, and tests.
-LIMITS = {"imagenet_cls": 170_006, "tests": 231_635}
+LIMITS = {"imagenet_cls": 169_886, "tests": 232_081}
 NOT_COUNTED = {
     tokenize.COMMENT,
     tokenize.NL,
