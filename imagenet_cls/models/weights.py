@@ -7,7 +7,7 @@ v3, MoCo v2 and v3, CLIP and others).
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -24,9 +24,7 @@ from imagenet_cls.text import join_names
 
 # What wraps a model or parts of it: DataParallel and DistributedDataParallel, torch.compile, FSDP
 # and activation checkpointing.
-WRAPPER = re.compile(
-    r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # Where pre-training code alone puts the encoder among other networks, in order of preference: MoCo
 # evaluates `encoder_q.` and `base_encoder.`, DINOv2 the teacher. A head there is no classifier.
 PRETRAINING_PREFIXES = (
@@ -50,7 +48,7 @@ IMAGE_TEXT_PROJECTION = re.compile(
 # Parts of a model that an encoder may lack, besides the head: MAE has no norm after its average
 # pooling.
 NEAR_HEAD = re.compile(r"(fc_norm|head|classifier)\.")
-CHUNK = re.compile(r"blocks\.\d+\.(\d+)\.")
+CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")
 
 
 @contextmanager
@@ -137,7 +135,8 @@ def load_weights(
         raise CheckpointError(
             f"The checkpoint's weights don't fit this model: {mismatch}{note}.", remedy
         )
-    model.load_state_dict(loaded, strict=False)  # only the head and counters may be missing
+    expected.update(loaded)  # it also has the versions of modules, which some models need
+    model.load_state_dict(expected)
     sentence = ", ".join([f"loaded {len(loaded)} tensors{note}", *named.notes])
     if dropped := len(given) - len(part):
         sentence += f", dropped {dropped} ({join_names([*others]) or 'by the translation'})"
@@ -160,13 +159,12 @@ def name_weights(model: nn.Module, state: Mapping[str, Tensor], head: list[str])
     """The weights under the prefix whose removal fits most of the model's names and shapes. Names
     that fit as they are have none.
 
-    Wrappers, which may be inside of names, are removed first, unless the model has such names.
-    Raises CheckpointError if two prefixes fit equally well, and none is known from pre-training
-    code. head: the names of the model's head.
+    Wrappers, which may be inside of names, are removed first. Raises CheckpointError if two
+    prefixes fit equally well, and none is known from pre-training code. head: the names of the
+    model's head.
     """
     expected = model.state_dict()
-    if not any(map(WRAPPER.search, expected)):
-        state = without_wrappers(state)
+    state = without_wrappers(state, expected)
     best: list[NamedWeights] = []
     most = -1
     for prefix in _prefixes(state, len(expected)):
@@ -301,11 +299,16 @@ def state_dict_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Ten
     return "; ".join(parts)
 
 
-def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` by the names that its model has without `WRAPPER`. Raises CheckpointError if names
-    become equal.
+def without_wrappers(
+    state: Mapping[str, Tensor], expected: Iterable[str] = ()
+) -> dict[str, Tensor]:
+    """`state` by the names that its model has without `WRAPPERS`, except for those in names of the
+    model, `expected`. Raises CheckpointError if names become equal.
     """
-    named = {WRAPPER.sub("", name): value for name, value in state.items()}
+    removed = WRAPPERS.difference(*(name.split(".") for name in expected))
+    named = {}
+    for name, value in state.items():
+        named[".".join(part for part in name.split(".") if part not in removed)] = value
     if len(named) < len(state):
         raise CheckpointError(
             "The file has a model both inside and outside of a wrapper (module. or _orig_mod.).",

@@ -9,7 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from datetime import datetime
 from http import HTTPStatus
@@ -231,6 +231,21 @@ def test_load_weights_without_counters_loads_everything(net: nn.Module) -> None:
 def test_load_weights_of_torchvisions_resnet_fits_timms() -> None:
     source = torchvision.models.resnet18(num_classes=10)
     load_weights(timm.create_model("resnet18", num_classes=10), source.state_dict(), 10)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        timm.create_model("crossvit_tiny_240", num_classes=5),  # blocks in blocks
+        torchvision.models.mnasnet0_5(num_classes=5),  # has a version
+        nn.Sequential(OrderedDict(module=nn.Linear(4, 4), head=nn.Linear(4, 5))),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.model."])
+def test_names_that_look_like_wrappers_or_chunks_are_kept(model: nn.Module, prefix: str) -> None:
+    state = {key: value + 1 for key, value in model.state_dict().items()}
+    load_weights(model, with_prefix(prefix, state), 5, head_may_differ=False)
+    assert same(model.state_dict(), state)
 
 
 class Settings(dict):
