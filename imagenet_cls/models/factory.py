@@ -232,7 +232,7 @@ def _download_error(config: ModelConfig, error: Exception) -> ResourceError:
         error = error.__cause__
     name = config.name
     source = huggingface_hub.constants.ENDPOINT
-    arguments = "model.pretrained=false model.checkpoint=FILE"
+    arguments = "model.pretrained=false model.checkpoint=FILE (predict.py: FILE --model NAME)"
     from_scratch = (
         "\nOr start from random weights with model.pretrained=false, which takes many more images "
         "and epochs, and often a higher learning rate, such as optimizer.lr=0.01."
