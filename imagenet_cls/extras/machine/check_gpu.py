@@ -13,8 +13,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -91,13 +93,14 @@ class Task:
     """A check in progress, which starts processes.
 
     folder: for the files of this check; it is removed at the end. log: receives the output of the
-    processes. gpus: the names of the GPUs, filled by `describe_machine`. end: time limit on the
-    clock `time.monotonic`.
+    processes. gpus: the names of the GPUs, filled by `describe_machine`. stopped: once it is set,
+    the processes are killed. end: time limit on the clock `time.monotonic`.
     """
 
     folder: Path
     log: Path
     gpus: list[str]
+    stopped: threading.Event
     end: float
 
     def run(
@@ -135,7 +138,7 @@ class Task:
             )
             try:
                 while process.poll() is None and not kill_when():
-                    if time.monotonic() > self.end:
+                    if time.monotonic() > self.end or self.stopped.is_set():
                         raise CheckFailed("a process was killed at the time limit of this check")
                     time.sleep(_POLL_SEC)
                 code = process.poll()  # None if it is to be killed
@@ -198,7 +201,7 @@ def check_gpu_command(argv: Sequence[str]) -> int:
     }
     # An exception, so that `Task.run` kills its process.
     handle_stop_signals(lambda number, _: sys.exit(128 + number))
-    results = run_checks(checks, arguments.out)
+    results = run_checks(checks, arguments.out, arguments.parallel)
     return ResourceError.exit_code if any(result.result == "fail" for result in results) else 0
 
 
@@ -208,7 +211,7 @@ def check_gpu_parser() -> argparse.ArgumentParser:
         "Check training on the GPUs of this machine by short runs: races, precisions, "
         "torch.compile, DP, DDP, determinism, resume. Needs no data and no network. Without a GPU, "
         "checks what a CPU can run. Exit code 0 if no check fails, else 5.",
-        "[--quick] [--only NAME ...] [--out DIR]",
+        "[--quick] [--only NAME ...] [--parallel N] [--out DIR]",
         f"Checks: {', '.join(CHECKS)}.",
     )
     parser.add_argument(
@@ -217,6 +220,13 @@ def check_gpu_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="fewer checks")
     # How this command starts itself, to import torch in another process.
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--parallel",
+        type=cli.positive,
+        default=1,
+        metavar="N",
+        help="checks that run at the same time (default: %(default)s)",
+    )
     parser.add_argument(
         "--out",
         type=cli.path,
@@ -228,8 +238,9 @@ def check_gpu_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_checks(checks: Mapping[str, Check], out: Path) -> list[Result]:
-    """Run the checks; after each print its result and write all results so far.
+def run_checks(checks: Mapping[str, Check], out: Path, parallel: int = 1) -> list[Result]:
+    """Run the checks, `parallel` of them at the same time; after each print its result and write
+    all results so far.
 
     Raises ResourceError if `out` can't be written, or if the check `machine`, which runs first,
     fails.
@@ -242,23 +253,46 @@ def run_checks(checks: Mapping[str, Check], out: Path) -> list[Result]:
     commit = (code_version() or {}).get("commit", "")[:7]
     title = " ".join(["imagenet-cls", __version__, commit, f"{datetime.now(UTC):%Y-%m-%d}"])
     gpus: list[str] = []
-    results: list[Result] = []
-    for name, check in {"machine": Check(describe_machine), **checks}.items():
-        result = run_check(name, check, gpus, logs.resolve() / f"{name}.txt")
-        results.append(result)
+    stopped = threading.Event()
+    results: dict[str, Result] = {}
+
+    def run_one(name: str, check: Check) -> Result:
+        return run_check(name, check, gpus, stopped, logs.resolve() / f"{name}.txt")
+
+    def write(result: Result) -> None:
+        name = result.check
+        results[name] = result
         print(f"{name:<25} {result.result:<7} {result.seconds:6.1f} s  {result.line}", flush=True)
         rest = len(checks) + 1 - len(results)
         head = title + (f", {rest} more checks to run" if rest else "")
-        write_output(out / "check_gpu.md", markdown_table(head, results))
-        if name == "machine" and result.result == "fail":
-            raise ResourceError(f"The GPUs can't be used: {result.line}", f"See {logs}.")
-    outcomes = [result.result for result in results]
+        rows = [results[name] for name in ("machine", *checks) if name in results]
+        write_output(out / "check_gpu.md", markdown_table(head, rows))
+
+    write(run_one("machine", Check(describe_machine)))
+    if results["machine"].result == "fail":
+        raise ResourceError(f"The GPUs can't be used: {results['machine'].line}", f"See {logs}.")
+    with ThreadPoolExecutor(parallel) as pool:
+        try:
+            running = {pool.submit(run_one, *item) for item in checks.items()}
+            while running:
+                # A signal just before a wait is handled after it, so no wait is long.
+                finished, running = wait(running, _POLL_SEC, FIRST_COMPLETED)
+                for future in finished:
+                    write(future.result())
+        except BaseException:
+            handle_stop_signals(lambda *_: None)
+            stopped.set()  # the threads kill their processes
+            pool.shutdown(cancel_futures=True)
+            raise
+    outcomes = [result.result for result in results.values()]
     counts = [f"{outcomes.count(kind)} {kind}" for kind in ("pass", "fail", "skipped")]
     print(f"{', '.join(counts)}; written to {out / 'check_gpu.md'}")
-    return results
+    return list(results.values())
 
 
-def run_check(name: str, check: Check, gpus: list[str], log: Path) -> Result:
+def run_check(
+    name: str, check: Check, gpus: list[str], stopped: threading.Event, log: Path
+) -> Result:
     """Run a check in a temporary folder. Any exception is a failure of this check only."""
     begin = time.monotonic()
     outcome = "fail"
@@ -270,7 +304,7 @@ def run_check(name: str, check: Check, gpus: list[str], log: Path) -> Result:
         ) as path:
             folder = Path(path)
             (folder / "small.yaml").write_text(SMALL_CONFIG)
-            line = check.run(Task(folder, log, gpus, begin + LIMIT_SEC))
+            line = check.run(Task(folder, log, gpus, stopped, begin + LIMIT_SEC))
         outcome = "pass"
     except CheckSkipped as skipped:
         line = str(skipped)
