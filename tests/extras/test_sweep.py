@@ -106,7 +106,7 @@ SLOW: dict[str, Any] = {
     "model__kwargs": "{pause_sec: 0.1}",
     "train__max_steps": 14,
     "checkpoint__every_steps": 2,
-    "seed": "0..2",
+    "seed": "0,1,2",
 }
 
 

@@ -27,12 +27,12 @@ def grid(*overrides: str, folds: int | None = None, known: list[SweepRun] | None
 
 
 def test_grid_has_each_combination() -> None:
-    runs = grid("optimizer.lr=0.1,0.2", "train.epochs=3", "seed=-1..+1")
+    runs = grid("optimizer.lr=0.1,0.2", "train.epochs=3", "seed=-1,0,1")
     assert len({run.name for run in runs}) == 6
     assert runs[4].name == "optimizer.lr=0.2,seed=0"
     assert runs[4].best_arguments == ["demo", "train.epochs=3", "optimizer.lr=0.2"]
     assert runs[4].arguments == [*runs[4].best_arguments, "seed=0"]
-    same = grid("seed=-1..1", "train.epochs=3", "optimizer.lr=0.2,0.1")
+    same = grid("seed=0,-1,1", "train.epochs=3", "optimizer.lr=0.2,0.1")
     assert {run.name for run in same} == {run.name for run in runs}
 
 
@@ -123,13 +123,8 @@ def test_all_mistakes_are_reported_at_once_and_nothing_starts(tmp_path: Path) ->
         "--folds 1",
         "data.fold=[0,5] --folds 2",
         "checkpoint.best=top1,loss",
-        "seed=0..99 train.epochs=1..101",
         "seed=0,1 --gpus-per-run 2 --parallel 2",
-        # ranges that are no lists of whole numbers
-        "optimizer.lr=0.1..0.5",
-        "optimizer.lr=log:1..10",
-        "train.epochs=3..1",
-        "train.epochs=0..1000000000",
+        "seed=0..2",  # a range of earlier versions
     ],
 )
 def test_arguments_without_sense_are_errors_and_nothing_starts(

@@ -59,7 +59,7 @@ def sweep_parser() -> argparse.ArgumentParser:
         "sweep",
         "Train every combination of the values of some keys, each with several seeds or on all "
         "folds; then compare the settings. The same command continues a sweep that was stopped.",
-        "[CONFIG | DATA] [key=value,value ...] [seed=0..2] --out DIR [options]",
+        "[CONFIG | DATA] [key=value,value ...] --out DIR [options]",
     )
     cli.add_config_arguments(parser)
     add = parser.add_argument
