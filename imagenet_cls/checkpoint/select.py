@@ -87,7 +87,8 @@ def _link_target(path: Path) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, or a run folder with checkpoints."""
-    return (path / "state.json").is_file() or bool(list_run(path))
+    # pathlib raises without permission
+    return os.path.isfile(path / "state.json") or bool(list_run(path))  # noqa: PTH113
 
 
 def _is_complete(path: Path) -> bool:

@@ -76,8 +76,9 @@ def open_weights(source: str | Path, kind: str | None = None) -> Weights:
     """
     path = download_weights(str(source)) if is_url(source) else Path(source)
     if path.is_dir():
+        is_ours = is_checkpoint(path)
         file = next((path / name for name in _HUB_FILES if (path / name).is_file()), None)
-        if file is None or is_checkpoint(path):
+        if is_ours or file is None:
             return _open_checkpoint(path, kind)
         path = file
     elif _is_in_checkpoint(path):

@@ -2,7 +2,6 @@
 lost. Wrong configs are in test_bad_recipes.py.
 """
 
-import re
 import shutil
 from collections.abc import Callable
 from itertools import islice
@@ -13,7 +12,6 @@ import pytest
 import torch
 from helpers import (
     DEMO,
-    REPOSITORY,
     arguments,
     call,
     evaluations,
@@ -28,8 +26,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.config.load import load_config
-from imagenet_cls.data.paths import check_paths
 from imagenet_cls.data.samplers import EpochSampler
 
 
@@ -40,19 +36,6 @@ def contents(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file() and path.name != ".lock" and path.parent.name != "logs"
     }
-
-
-def test_classes_below_train_and_val_are_reported_with_overrides(
-    image_folder: Path, tmp_path: Path
-) -> None:
-    """The answer names overrides with which the config of one folder takes two."""
-    recipe = REPOSITORY / "configs" / "finetune" / "own_dataset.yaml"
-    words = [recipe, f"data.root={image_folder}", "--work-dir", tmp_path / "run"]
-    error = fails(3, train_command, *words)
-    overrides = [word for word in error.split() if re.match(r"data\.\w+=", word)]
-    expected = {"data.train=train", "data.val=val", "data.val_fraction=null"}
-    assert set(overrides) == {f"data.root={image_folder}", *expected}
-    check_paths(load_config(recipe, overrides).config.data)
 
 
 @pytest.fixture(scope="module")

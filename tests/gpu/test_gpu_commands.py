@@ -1,5 +1,6 @@
 """Commands on a GPU: the search for the largest batch, and each check of tools/check_gpu.py."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,5 +20,5 @@ def test_search_continues_below_a_size_that_is_out_of_memory_on_a_gpu(digits: Pa
 def test_check_passes_on_a_gpu(name: str, tmp_path: Path) -> None:
     gpus: list[str] = []
     for check in (Check(describe_machine), CHECKS[name]):
-        result = run_check(name, check, gpus, tmp_path / "log.txt")
+        result = run_check(name, check, gpus, threading.Event(), tmp_path / "log.txt")
         assert result.result in ("pass", "skipped"), result.line
