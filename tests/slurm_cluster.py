@@ -6,7 +6,6 @@ any process on this machine can use it while a test runs.
 
 import getpass
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -49,10 +48,6 @@ NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={
 NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} Gres=gpu:1 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def is_installed() -> bool:
-    return all(shutil.which(name, path=SEARCHED) for name in ("slurmctld", "slurmd", "srun"))
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-_MAX_POLLS = 600
 LAYOUT_PROBLEMS = """
 (() => {
   const problems = [];
@@ -117,7 +116,7 @@ class Browser:
         self.send("Emulation.setDeviceMetricsOverride", **size)
         self.settle()
         self.send("Page.navigate", url=page.as_uri())
-        for _ in range(_MAX_POLLS):
+        for _ in range(600):
             ready = (
                 "document.readyState === 'complete' && document.body.dataset.ready !== undefined"
             )

@@ -95,7 +95,6 @@ def started(
         wait_for(lambda: steps_done(folder) >= 1 or process.poll() is not None, "the first step")
         pids = pids_by_rank(folder)
         assert process.poll() is None, process.communicate()[1]
-        assert len(pids) == (1 if launcher == "alone" else 2)
         yield process, pids
 
 
@@ -108,6 +107,17 @@ def processes_of(folder: Path) -> list[int]:
         with contextlib.suppress(OSError):
             if mark in environ.read_bytes().split(b"\0"):
                 found.append(int(environ.parent.name))
+    return found
+
+
+def importing_torch(run: Path) -> int:
+    """Number of the run's processes that have loaded torch's library. A rank has set its handler of
+    Ctrl-C by then: earlier, Python would print a KeyboardInterrupt.
+    """
+    found = 0
+    for pid in processes_of(run):
+        with contextlib.suppress(OSError):
+            found += "/libtorch" in Path(f"/proc/{pid}/maps").read_text()
     return found
 
 
@@ -169,8 +179,7 @@ def test_stop_signal_saves_without_a_restart(
 def test_ctrl_c_during_imports_of_spawned_ranks_exits_130(digits: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with watched(command_for("spawn", digits, folder), folder) as process:
-        wait_for(lambda: len(processes_of(folder)) >= 3, "a rank and Python's resource tracker")
-        time.sleep(0.5)
+        wait_for(lambda: importing_torch(folder) == 3, "the launching process and two ranks")
         os.killpg(process.pid, signal.SIGINT)
         assert_ends(process, folder, 130)
     assert not folder.exists()
@@ -293,7 +302,6 @@ def test_ignored_signals_change_nothing_and_sigterm_saves(digits: Path, tmp_path
         wait_for(
             lambda: steps_done(folder) >= done + 5 or process.poll() is not None, "five more steps"
         )
-        assert process.poll() is None
         for _ in range(2):
             os.killpg(process.pid, signal.SIGTERM)
             time.sleep(0.02)
