@@ -33,7 +33,7 @@ from imagenet_cls.config.schema import OptimizerConfig
 from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.models.weights import state_dict_mismatch
+from imagenet_cls.models.weights import set_tensors, state_dict_mismatch
 from imagenet_cls.optim.optimizers import optimizer_of_layer
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import RankContext
@@ -130,13 +130,13 @@ def restore(
     optimizer = broadcast_tensors(snapshot.optimizer, context)
     ema = None if snapshot.ema is None else broadcast_tensors(snapshot.ema, context)
     with invalid_content_errors(snapshot.path):
-        parts.model.load_state_dict(model)
+        set_tensors(parts.model, model)
         changed = changed_optimizer_kwargs(snapshot.state, parts.config.optimizer)
         load_optimizer(parts.model, parts.optimizer, optimizer, snapshot.optimizer_values, changed)
         if ema is None:  # the earlier run had none: the EMA starts from the loaded weights
             parts.ema.set(parts.model)
         elif parts.ema.module is not None:
-            parts.ema.module.load_state_dict(ema)
+            set_tensors(parts.ema.module, ema)
         if parts.scaler.is_enabled() and snapshot.state["scaler"]:
             parts.scaler.load_state_dict(snapshot.state["scaler"])
         progress = read_progress(snapshot.state["progress"])

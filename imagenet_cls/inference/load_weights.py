@@ -49,6 +49,7 @@ from imagenet_cls.models.weights import (
     count_outputs,
     load_weights,
     prefix_errors,
+    set_tensors,
     state_dict_mismatch,
     without_split_bn,
 )
@@ -155,7 +156,7 @@ def load_on_all_ranks(
         build = partial(build_untrained_model, described.config, described.num_classes)
         trained = replace(described, models={name: build() for name in names})
     for model in trained.models.values():
-        model.load_state_dict(broadcast_tensors(model.state_dict(), context))
+        set_tensors(model, broadcast_tensors(model.state_dict(), context))
     return trained
 
 
@@ -280,7 +281,7 @@ def models_of_checkpoint(weights: Weights, trusted: Collection[str]) -> TrainedM
                 f"builds it: {mismatch}.",
                 "Install the versions named in its state.json.",
             )
-        model.load_state_dict(tensors)
+        set_tensors(model, tensors)
         models[name] = model
     return TrainedModels(
         models,

@@ -28,7 +28,7 @@ from imagenet_cls.models.factory import (
     published_weights,
 )
 from imagenet_cls.models.head import head_names, permute_outputs
-from imagenet_cls.models.weights import load_weights, prefix_errors
+from imagenet_cls.models.weights import load_weights, prefix_errors, set_tensors
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main_first
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.seeding import hash_key, seed_generators
@@ -107,7 +107,7 @@ def build_teacher(
         return teacher
 
     teacher = run_on_main_first(context, build)
-    teacher.load_state_dict(broadcast_tensors(teacher.state_dict(), context))
+    set_tensors(teacher, broadcast_tensors(teacher.state_dict(), context))
     return teacher.to(context.device, memory_format=memory_format)  # type: ignore[call-overload]
 
 

@@ -109,7 +109,14 @@ def load_weights(
         is_replaced = name.startswith("norm.") and "fc_norm.weight" in expected
         if is_encoder and (PRETRAINING_ONLY.match(name) or is_replaced):
             others[named.prefix + name] = part.pop(name)
-    resized = [name for name in head if name in part and _differs_in_size(expected, part, name)]
+    resized = [  # in the first dimension
+        name
+        for name in head
+        if name in part
+        and part[name].ndim == expected[name].ndim
+        and part[name].shape[1:] == expected[name].shape[1:]
+        and len(part[name]) != len(expected[name])
+    ]
     new = []
     if head_may_differ and (resized or not keep_head):
         new = head
@@ -135,8 +142,7 @@ def load_weights(
         raise CheckpointError(
             f"The checkpoint's weights don't fit this model: {mismatch}{note}.", remedy
         )
-    expected.update(loaded)  # it also has the versions of modules, which some models need
-    model.load_state_dict(expected)
+    set_tensors(model, loaded)
     sentence = ", ".join([f"loaded {len(loaded)} tensors{note}", *named.notes])
     if dropped := len(given) - len(part):
         sentence += f", dropped {dropped} ({join_names([*others]) or 'by the translation'})"
@@ -153,6 +159,17 @@ def load_weights(
             "its size; to use it, save the weights by the model's names"
         )
     return sentence
+
+
+def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Set parameters and buffers of a model by name; others keep their values.
+
+    Unlike tensors of a file or another rank, a model's own state dict has the versions of its
+    modules, without which some, such as torchvision's MNASNet, load nothing.
+    """
+    state = model.state_dict()
+    state.update(tensors)
+    model.load_state_dict(state)
 
 
 def name_weights(model: nn.Module, state: Mapping[str, Tensor], head: list[str]) -> NamedWeights:
@@ -294,8 +311,7 @@ def state_dict_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Ten
     parts = []
     for kind, names in kinds.items():
         if names:
-            examples = names[:3] if len(names) <= 3 else [*names[:3], "..."]
-            parts.append(f"{len(names)} {kind} ({', '.join(examples)})")
+            parts.append(f"{len(names)} {kind} ({join_names(names)})")
     return "; ".join(parts)
 
 
@@ -320,14 +336,6 @@ def without_wrappers(
 def without_split_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`state` without the BatchNorm layers that `model.split_bn` adds, which only training uses."""
     return {name: value for name, value in state.items() if ".aux_bn." not in name}
-
-
-def _differs_in_size(
-    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], name: str
-) -> bool:
-    """Whether two shapes differ in the first dimension only."""
-    old, new = actual[name].shape, expected[name].shape
-    return old != new and old[1:] == new[1:] and len(old) == len(new)
 
 
 def _is_counter(name: str) -> bool:

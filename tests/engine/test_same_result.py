@@ -156,11 +156,11 @@ def test_resume_keeps_best_evaluations_and_ema_warmup(digits: Path, tmp_path: Pa
     """
     folder, whole = tmp_path / "run", tmp_path / "whole"
     settings = {
+        "model__name": "torchvision:mnasnet0_5",  # its modules have versions
         "schedule__name": "plateau",
         "schedule__kwargs": "{patience: 0}",
         "ema__decay": 0.999,
         "ema__warmup": "true",
-        "eval__every_epochs": 1,
         "checkpoint__every_steps": 12,
     }
     train_here(arguments(digits, folder, train__max_steps=11, **settings))

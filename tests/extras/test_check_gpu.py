@@ -217,6 +217,6 @@ def test_libraries_of_reports_may_be_missing(
 def test_checks_that_a_cpu_can_run_pass(tmp_path: Path) -> None:
     # The compiled checks take minutes on a CPU: see tests/distributed/test_compiled_runs.py.
     names = ["deterministic", "resume", "ddp"]
-    done = run([*TOOL, "--only", *names, "--out", "out"], timeout_sec=540, cwd=tmp_path)
+    done = run([*TOOL, "--only", *names, "--out", "out"], timeout_sec=900, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert results(tmp_path / "out") == dict.fromkeys(["machine", *names], "pass")

@@ -138,7 +138,7 @@ def test_interrupted_overwrite_leaves_no_card_of_another_model(
     fails(2, publish_command, run, tmp_path / "new", "--license", "mit\nevil: 1")
 
 
-@pytest.mark.parametrize("model", ["helpers:noisy", "torchvision:squeezenet1_1", "resnet18_cifar"])
+@pytest.mark.parametrize("model", ["helpers:noisy", "torchvision:mnasnet0_5", "resnet18_cifar"])
 def test_model_of_another_library_is_exit_code_2(
     model: str, train_on_digits: Callable[..., Path], tmp_path: Path
 ) -> None:
