@@ -54,7 +54,7 @@ def read_state(path: Path) -> dict[str, Any]:
     for checkpoint in (folder, *list_run(folder)):
         with suppress(OSError, ValueError):
             state: dict[str, Any] = json.loads((checkpoint / "state.json").read_bytes())
-            if "progress" in state:
+            if isinstance(state, dict) and "progress" in state:
                 return state
     raise CheckpointError(
         f"{path}: neither a checkpoint nor a run folder with an intact one.",

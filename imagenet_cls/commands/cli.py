@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
 
-from imagenet_cls.commands.own_data import is_config, is_data, load_config_or_data
+from imagenet_cls.commands.own_data import load_config_or_data
 from imagenet_cls.config import keys
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.config.schema import POSITIVE, Range
@@ -197,25 +197,15 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """Parse arguments, options and positional ones in any order. Raises ConfigError for options of
     other projects.
 
-    The word after `--resume` is its value only if it is `auto`. Raises UsageError for a checkpoint
-    there.
+    The word after `--resume` is its value only if it is `auto`.
     """
     words = []
-    resumed = ""
     for word, following in zip(argv, [*argv, ""][1:], strict=True):
         words.append(word)
         if word == "--resume" and following != "auto":
             words.append("auto")
-            resumed = following
     arguments, unknown = parser.parse_known_intermixed_args(words)
     following_words = dict(zip(words, [*words, ""][1:], strict=True))
-    given = [word for word in vars(arguments).get("arguments", []) if not is_override(word)]
-    is_source = len(given) == 1 and (is_config(resumed) or is_data(resumed))
-    if resumed in given and not is_source:
-        raise UsageError(
-            f"--resume {resumed}: --resume takes no checkpoint.",
-            f"To resume from one, give its config or dataset, and --resume-from {resumed}.",
-        )
     errors = []
     for word in unknown:
         if not word.startswith("-"):
@@ -251,6 +241,8 @@ def split_overrides(
         remedy = f"Write overrides as {key or 'key'}=value"
         if spaced:
             remedy += ", without spaces around the equals sign"
+        if vars(arguments).get("resume"):
+            remedy += "; give a checkpoint to resume from by --resume-from"
         raise UsageError(
             f"Unexpected argument {key or others[len(names)]!r}: this command takes "
             f"{' and '.join(names)}, and overrides.",

@@ -71,14 +71,11 @@ def predict_command(argv: Sequence[str]) -> None:
         raise UsageError("No images given.", "Name files or folders after the weights.")
     paths = find_images(images)
     if options["checkpoint"].endswith(".onnx"):
-        if arguments.weights or arguments.device not in ("auto", "cpu"):
+        others = arguments.weights, arguments.features, arguments.model
+        if any(others) or arguments.device not in ("auto", "cpu"):
             raise UsageError(
-                "An ONNX file has one set of weights and runs on the CPU.",
-                "Omit --weights and --device.",
-            )
-        if arguments.features:
-            raise UsageError(
-                "An ONNX file holds no features, only logits.", "Use --features with a checkpoint."
+                "An ONNX file has its model, one set of weights, no features, and runs on the CPU.",
+                "Omit --model, --weights, --features and --device.",
             )
         predictor: Predictor = OnnxPredictor(
             cli.checkpoint_path(options["checkpoint"]), arguments.threshold
@@ -91,12 +88,10 @@ def predict_command(argv: Sequence[str]) -> None:
         errors = write_features(predictor, paths, arguments.features)
     else:
         errors = print_predictions(predictor, paths, arguments)
-    if len(errors) == 1:
-        raise errors[0]
     if errors:
-        count = f"{len(errors)} of {len(paths)} images can't be read"
+        problems = "\n".join(error.problem for error in errors[:2])
         raise DataError(
-            f"{count}: {errors[0].problem}\n{errors[1].problem}",
+            f"{len(errors)} of {len(paths)} images can't be read: {problems}",
             "Leave them out, or give other files.",
         )
     used = f"used the {predictor.weights} weights of {predictor.path}"

@@ -23,6 +23,7 @@ from imagenet_cls.models.factory import (
     label_names,
     model_mean_std,
     model_problems,
+    ordered_names,
     published_weights,
 )
 from imagenet_cls.models.teacher import MeanStd
@@ -153,7 +154,7 @@ def stated_classes(path: Path) -> list[str] | None:
         if state is not None:
             return [*map(str, state["classes"])]
         is_of_hub = path.is_dir() or path.name in _HUB_FILES
-        return _hub_config(path).get("label_names") if is_of_hub else None
+        return ordered_names(_hub_config(path).get("label_names")) if is_of_hub else None
 
 
 def _is_in_checkpoint(path: Path) -> bool:
@@ -166,7 +167,7 @@ def _hub_config(path: Path) -> dict[str, Any]:
     """
     file = (path if path.is_dir() else path.parent) / "config.json"
     with invalid_content_errors(file):
-        return json.loads(file.read_bytes()) if file.is_file() else {}
+        return dict(json.loads(file.read_bytes())) if file.is_file() else {}
 
 
 def check_kind(weights: Collection[str], kind: str, origin: Path | str) -> None:

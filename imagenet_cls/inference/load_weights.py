@@ -201,6 +201,11 @@ def load_alone(
     both for such a file, CheckpointError, ConfigError and ResourceError.
     """
     weights = open_weights(source, kind)
+    if name is not None and (config is not None or weights.state is not None):
+        raise UsageError(
+            f"The model {name!r} is named, but {source} or its config states it.",
+            "Leave out --model (in Python: model=).",
+        )
     if name is None and config is None:
         if weights.state is not None:
             return models_of_checkpoint(weights, trusted)
@@ -274,8 +279,9 @@ def models_of_checkpoint(weights: Weights, trusted: Collection[str]) -> TrainedM
                 "Start from the folder that has its module, with the library versions named in its "
                 "state.json.",
             ) from error
-        tensors = without_split_bn(stored)
-        if mismatch := state_dict_mismatch(model.state_dict(), tensors):
+        expected = model.state_dict()
+        tensors = without_split_bn(stored, expected)
+        if mismatch := state_dict_mismatch(expected, tensors):
             raise CheckpointError(
                 f"{path}: does not fit {config.model.name} as the installed library "
                 f"builds it: {mismatch}.",

@@ -283,8 +283,16 @@ def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], li
 
 def label_names(model: nn.Module) -> list[str] | None:
     """The classes that timm's config of a model in a folder or on the Hub states."""
-    cfg = getattr(model, "pretrained_cfg", None) or {}
-    return cfg.get("label_names")
+    return ordered_names((getattr(model, "pretrained_cfg", None) or {}).get("label_names"))
+
+
+def ordered_names(names: Any) -> list[str] | None:
+    """The names of outputs in a list, or by their numbers as keys, in which an output may have
+    none.
+    """
+    if isinstance(names, dict):
+        names = [names.get(str(i), str(i)) for i in range(1 + max(map(int, names)))]
+    return names and [*map(str, names)]
 
 
 def published_evaluation(model: nn.Module) -> dict[str, Any]:

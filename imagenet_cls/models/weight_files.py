@@ -33,9 +33,7 @@ PRETRAINING_KEYS = ("teacher", "student", "target_encoder", "encoder")
 # Where the libraries put the trained weights inside a checkpoint, and their average, in order of
 # preference.
 NESTED_KEYS = ("state_dict", "model", "model_state_dict", "module", *PRETRAINING_KEYS)
-AVERAGE_KEYS = ("state_dict_ema", "model_ema")
-# Trained weights of mmengine and Lightning, whose `state_dict` is then the average.
-SWAPPED_KEYS = ("ema_state_dict", "current_model_state")
+AVERAGE_KEYS = ("state_dict_ema", "model_ema", "ema_state_dict")
 # What values beside the weights use in files of torch before 1.6, whose names can't be listed.
 _OLD_GLOBALS = (
     "argparse.Namespace",
@@ -229,8 +227,11 @@ def _find_state_dicts(content: Any, path: Path) -> dict[str, tuple[dict[str, Ten
     states = {key: state for key, value in nested.items() if (state := _tensors_in(value))}
     trained = next((key for key in NESTED_KEYS if key in states), None)
     average = next((key for key in AVERAGE_KEYS if key in states), None)
-    if swapped := next((key for key in SWAPPED_KEYS if key in states), None):
-        trained, average = swapped, trained
+    # Lightning and mmengine save the average as `state_dict`, and the trained weights beside it.
+    if "current_model_state" in states:
+        trained, average = "current_model_state", trained
+    elif average == "ema_state_dict" and "message_hub" in nested:
+        trained, average = average, trained
     if trained is None and average is None:
         # A checkpoint's top level may hold a single tensor (pytorch/examples' best_acc1), which is
         # no model.
@@ -240,12 +241,8 @@ def _find_state_dicts(content: Any, path: Path) -> dict[str, tuple[dict[str, Ten
             (trained,) = states
     found = {}
     if trained is not None:
-        note = ""
-        if average is not None:
-            note = f" ({trained}, not its average {average})"
-        elif trained not in NESTED_KEYS or trained in PRETRAINING_KEYS:
-            note = f" ({trained})"
-        found["raw"] = states[trained], f"{path}{note}"
+        note = trained if average is None else f"{trained}, not its average {average}"
+        found["raw"] = states[trained], f"{path} ({note})"
     if average is not None:
         note = average if trained is None else f"{average}, not {trained}"
         found["ema"] = states[average], f"{path} (its average {note})"
@@ -287,11 +284,10 @@ def _tensors_in(content: Any) -> dict[str, Tensor]:
     tensors = {
         str(name): value
         for name, value in content.items()
-        if isinstance(value, Tensor) and name != "n_averaged" and _is_dense(value)
+        if isinstance(value, Tensor)
+        and name != "n_averaged"
+        and value.layout == torch.strided
+        and not value.is_quantized
+        and value.device.type == "cpu"
     }
     return tensors if any(map(torch.is_floating_point, tensors.values())) else {}
-
-
-def _is_dense(value: Tensor) -> bool:
-    is_strided = value.layout == torch.strided and not value.is_quantized
-    return is_strided and value.device.type == "cpu"

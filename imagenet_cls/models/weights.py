@@ -48,6 +48,12 @@ IMAGE_TEXT_PROJECTION = re.compile(
 # Parts of a model that an encoder may lack, besides the head: MAE has no norm after its average
 # pooling.
 NEAR_HEAD = re.compile(r"(fc_norm|head|classifier)\.")
+# What torchvision's files of DenseNet and of its ViT are named by, and its models no more.
+OLD_NAMES = {
+    r"(denselayer\d+\.(?:norm|conv))\.([12]\.)": r"\1\2",
+    r"(encoder_layer_\d+\.mlp\.)linear_1": r"\g<1>0",
+    r"(encoder_layer_\d+\.mlp\.)linear_2": r"\g<1>3",
+}
 CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")
 
 
@@ -96,7 +102,7 @@ def load_weights(
     """
     expected = model.state_dict()
     head = [name for name in head_names(model, num_classes) if name in expected]
-    given = without_split_bn(state)
+    given = without_split_bn(state, expected)
     named = name_weights(model, given, head)
     part, others = named.tensors, named.others
     _convert_channels(part, expected, named.notes)
@@ -132,7 +138,9 @@ def load_weights(
     note = f", without the prefix {named.prefix}" if named.prefix else ""
     if mismatch := state_dict_mismatch(required, loaded):
         classes = f"model.num_classes={len(part[resized[0]])}, " if resized else ""
-        remedy = f"Set {classes}model.name and model.kwargs as the checkpoint was trained."
+        remedy = (
+            f"Set {classes}model.name and model.kwargs, or --model, as the checkpoint was trained."
+        )
         reshaped = _names_with_other_shape(required, loaded)
         if required.keys() == loaded.keys() and all("pos" in name for name in reshaped):
             remedy = (
@@ -299,13 +307,12 @@ def state_dict_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Ten
     """How the names and shapes of two state dicts differ: counts and three names of each kind; ""
     if they don't.
     """
-    other_shape = _names_with_other_shape(expected, actual)
     kinds = {
         "missing": [name for name in expected if name not in actual],
         "unexpected": [name for name in actual if name not in expected],
         "of another shape": [
             f"{name} {tuple(actual[name].shape)} for {tuple(expected[name].shape)}"
-            for name in other_shape
+            for name in _names_with_other_shape(expected, actual)
         ],
     }
     parts = []
@@ -315,9 +322,7 @@ def state_dict_mismatch(expected: Mapping[str, Tensor], actual: Mapping[str, Ten
     return "; ".join(parts)
 
 
-def without_wrappers(
-    state: Mapping[str, Tensor], expected: Iterable[str] = ()
-) -> dict[str, Tensor]:
+def without_wrappers(state: Mapping[str, Tensor], expected: Iterable[str]) -> dict[str, Tensor]:
     """`state` by the names that its model has without `WRAPPERS`, except for those in names of the
     model, `expected`. Raises CheckpointError if names become equal.
     """
@@ -333,8 +338,12 @@ def without_wrappers(
     return named
 
 
-def without_split_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` without the BatchNorm layers that `model.split_bn` adds, which only training uses."""
+def without_split_bn(state: Mapping[str, Tensor], expected: Iterable[str]) -> dict[str, Tensor]:
+    """`state` without the BatchNorm layers that `model.split_bn` adds, which only training uses,
+    unless the model itself has some of this name. expected: its names.
+    """
+    if any(".aux_bn." in name for name in expected):
+        return dict(state)
     return {name: value for name, value in state.items() if ".aux_bn." not in name}
 
 
@@ -390,6 +399,8 @@ def _convert_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> dict[s
     A state dict of another model may come back changed or unchanged: compare it with the model's.
     """
     state = dict(state)
+    for old, new in OLD_NAMES.items():
+        state = {re.sub(old, new, name): value for name, value in state.items()}
     try:
         if isinstance(model, TorchvisionTransformer):
             return interpolate_embeddings(model.image_size, model.patch_size, state)

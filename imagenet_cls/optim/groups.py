@@ -152,8 +152,8 @@ def layer_lr_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
         raise ConfigError(
             [
                 f"optimizer.layer_decay: {type(model).__name__} has no group_matcher that finds "
-                "layers; set it to null (optimizer.lr_scales has rates by name), or use timm's "
-                "model of that name"
+                "layers; give optimizer.layer_decay=null (optimizer.lr_scales has rates by name), "
+                "or use a model of timm"
             ]
         )
     return {name: layer_decay ** (last - layer) for name, layer in layers.items()}

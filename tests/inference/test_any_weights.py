@@ -120,6 +120,7 @@ def test_published_model_is_exported_and_published_again(
         (2, "b.safetensors image.png"),  # of which model
         (4, "b.safetensors image.png --model resnet18"),
         (2, "b.safetensors image.png --model os:system"),
+        (2, "config.yaml b.safetensors image.png --model test_resnet"),  # which of both
         (4, "os:system image.png"),
         (4, "resnet50.zebra image.png"),
         (4, "nothing/there image.png"),
@@ -156,12 +157,13 @@ def test_file_of_a_hub_folder_is_the_one_that_is_named(folder: Path, tmp_path: P
     other = {name: value + 1 for name, value in state.items()}
     torch.save({"state_dict": other, "state_dict_ema": state}, hub / "pytorch_model.bin")
     (hub / "manifest.json").write_text("{}")  # of another program
+    (hub / "config.json").write_text('{"label_names": {"1": "b", "0": "a"}}')
+    assert open_weights(hub).classes == ["a", "b"]
     assert torch.equal(open_weights(hub).tensors["fc.bias"], state["fc.bias"])
     raw = open_weights(hub / "pytorch_model.bin", "raw").tensors
     assert torch.equal(raw["fc.bias"], other["fc.bias"])
-    for source in (hub, f"local-dir:{hub}"):
-        with pytest.raises(CheckpointError):
-            open_weights(source, "ema")
+    with pytest.raises(CheckpointError):
+        open_weights(f"local-dir:{folder}/hub", "ema")
 
 
 @pytest.mark.nightly

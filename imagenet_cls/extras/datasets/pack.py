@@ -49,7 +49,7 @@ def pack_command(argv: Sequence[str]) -> None:
         "Pack a dataset into WebDataset shards OUT/train/train-00000.tar, ... and OUT/val/..., for "
         "data.root=OUT. Files are copied as they are, unless --max-px or --reencode encodes them. "
         "The same command continues an interrupted one.",
-        "SOURCE OUT [key=value ...] [--max-px N] [--quality Q | --reencode Q] "
+        "SOURCE OUT [key=value ...] [--max-px N] [--reencode Q] "
         "[--images-per-shard N] [--multilabel] [--threads N]",
     )
     parser.add_argument(
@@ -65,17 +65,9 @@ def pack_command(argv: Sequence[str]) -> None:
         "--max-px",
         type=cli.positive,
         metavar="N",
-        help="shrink images whose longer side exceeds N",
+        help="shrink images whose longer side exceeds N, to quality 90 or that of --reencode",
     )
-    quality = parser.add_mutually_exclusive_group()
-    quality.add_argument(
-        "--quality",
-        type=cli.number(1, 100),
-        default=90,
-        metavar="Q",
-        help="of shrunk images (default: 90)",
-    )
-    quality.add_argument(
+    parser.add_argument(
         "--reencode",
         type=cli.number(1, 100),
         metavar="Q",
@@ -161,7 +153,7 @@ def write_part(
     partial_folder = out / f".{name}.partial"
     max_px = arguments.max_px
     reencode = arguments.reencode is not None
-    quality = arguments.reencode if reencode else arguments.quality
+    quality = arguments.reencode or 90  # FFCV's, for images that are shrunk
     per_shard = arguments.images_per_shard
     fingerprint = f"{part.digest} {part.size_fingerprint()}"
     made_of = [fingerprint, list(part.classes), max_px, quality, per_shard]

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 RULES = {
     "last": "the newest N of a run folder",
     "best": "its N with the highest top-1, or mAP with data.labels multi",
-    "improving": "its newest N that were the best so far when they were saved",
 }
 
 
@@ -60,10 +59,9 @@ def average_command(argv: Sequence[str]) -> None:
                 )
             paths = choose(paths[0], rule, count, kind)
     if len(paths) < 2:
-        ways = ", ".join(f"--{rule} N" for rule in RULES)
         raise UsageError(
             "An average needs two checkpoints or more.",
-            f"Give them, or a run folder with one of {ways}.",
+            "Give them, or a run folder with --last N or --best N.",
         )
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UsageError(f"{out} exists and is not overwritten.", "Give another --out.")
@@ -118,28 +116,16 @@ def choose(run: Path, rule: str, count: int, kind: str) -> list[Path]:
         result = progress[path]["latest"][kind]
         return result[main_metric(result).field]
 
-    paths = list_run(run)
-    progress = {path: read_state(path)["progress"] for path in paths}
-    with explain_content_errors(CheckpointError, run):
-        evaluated = [
-            path
-            for path, p in progress.items()
-            if p["evaluated_step"] == p["step"] and kind in p["latest"]
-        ]
-        fitting = {
-            "last": paths,
-            "best": sorted(evaluated, key=result_of, reverse=True),
-            "improving": [
+    fitting = paths = list_run(run)
+    if rule == "best":
+        progress = {path: read_state(path)["progress"] for path in paths}
+        with explain_content_errors(CheckpointError, run):
+            evaluated = [
                 path
-                for path in evaluated
-                # without a finite loss there is no best one
-                if progress[path]["best"].get(kind, {}).get("step") == progress[path]["step"]
-            ],
-        }[rule]
-    if not paths:
-        raise CheckpointError(
-            f"{run} is no run folder with checkpoints.", f"Give one for --{rule}."
-        )
+                for path, p in progress.items()
+                if p["evaluated_step"] == p["step"] and kind in p["latest"]
+            ]
+            fitting = sorted(evaluated, key=result_of, reverse=True)
     if len(fitting) < count:
         raise CheckpointError(
             f"{run}: --{rule} {count} finds only {len(fitting)} of {len(paths)} checkpoints "
@@ -168,7 +154,10 @@ def read_weights(
                 f"{path} is no checkpoint.",
                 "Give checkpoints; or average files of weights with --out average.safetensors.",
             )
-        stored = replace(stored, by_kind={kind: without_wrappers(stored.tensors)})
+        tensors = stored.tensors
+        if stored.state is None:
+            tensors = without_wrappers(tensors, ())
+        stored = replace(stored, by_kind={kind: tensors})
         if stored.warnings:
             raise CheckpointError(stored.warnings[0], "Give the checkpoints to average one by one.")
         if stored.state is not None:
@@ -230,7 +219,7 @@ def mean_of_weights(
                 sums[key] = sums[key] + value if key in sums else value.double()
             else:
                 sums[key] = value
-    means = {
-        key: value / count if value.is_floating_point() else value for key, value in sums.items()
-    }
-    return {key: value.to(expected[key][1]) for key, value in means.items()}, sources
+    for key, (_, dtype) in expected.items():
+        if dtype.is_floating_point:
+            sums[key] = (sums[key] / count).to(dtype)
+    return sums, sources

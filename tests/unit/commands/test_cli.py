@@ -98,9 +98,6 @@ def test_ctrl_c_ignored_by_the_shell_stays_ignored() -> None:
         ("a.yaml b.yaml", "'b.yaml'"),
         # --resume takes no checkpoint
         ("a.yaml --resume run/checkpoints/step-0000001", "--resume-from"),
-        ("--resume=run/checkpoints/step-0000001 a.yaml", "--resume-from"),
-        ("--resume no_such_folder", "--resume-from"),
-        ("a.yaml --resume runs/lr=1/last", "--resume-from"),
         # the demo, the default, is rarely the config of the checkpoint
         ("--resume-from some/checkpoint", "some/checkpoint"),
     ],
@@ -122,7 +119,6 @@ def test_wrong_arguments_exit_with_2_and_name_the_right_ones(
         ("--resume auto a.yaml", ["a.yaml"]),
         ("--resume a.yaml", ["a.yaml"]),
         ("--resume seed=1 a.yaml", ["seed=1", "a.yaml"]),
-        ("a.yaml --resume=auto", ["a.yaml"]),
     ],
 )
 def test_resume_takes_no_word_but_auto(words: str, others: list[str]) -> None:

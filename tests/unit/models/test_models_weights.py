@@ -6,10 +6,11 @@ import argparse
 import copy
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from datetime import datetime
 from http import HTTPStatus
@@ -102,7 +103,7 @@ def average(net: nn.Module) -> AveragedModel:
     return average
 
 
-@pytest.mark.parametrize("kind", ["timm", "torchvision", "compiled"])
+@pytest.mark.parametrize("kind", ["timm", "torchvision", "compiled", "other"])
 def test_read_weights_with_average_returns_the_average(
     kind: str, net: nn.Module, average: AveragedModel, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_read_weights_with_average_returns_the_average(
         "timm": {"state_dict": with_prefix("module.", trained), "state_dict_ema": state},
         "torchvision": {"model": trained, "model_ema": average.state_dict()},
         "compiled": {"model": with_prefix("_orig_mod.module.", trained), "model_ema": state},
+        "other": {"state_dict": trained, "ema_state_dict": state},
     }[kind]
     path = tmp_path / "weights.pth"
     torch.save({"epoch": 3, **content}, path)
@@ -228,6 +230,17 @@ def test_load_weights_without_counters_loads_everything(net: nn.Module) -> None:
     assert same({key: target.state_dict()[key] for key in state}, state)
 
 
+@pytest.mark.parametrize("name", ["densenet121", "vit_b_16"])
+def test_names_in_torchvisions_files_are_translated(name: str) -> None:
+    model = torchvision.models.get_model(name)
+    state = {
+        re.sub(r"(norm|conv)([12]\.)", r"\1.\2", key).replace("mlp.0", "mlp.linear_1"): value + 1
+        for key, value in model.state_dict().items()
+    }
+    load_weights(model, state, 1000)
+    assert all(map(torch.equal, model.state_dict().values(), state.values()))
+
+
 def test_load_weights_of_torchvisions_resnet_fits_timms() -> None:
     source = torchvision.models.resnet18(num_classes=10)
     load_weights(timm.create_model("resnet18", num_classes=10), source.state_dict(), 10)
@@ -238,7 +251,9 @@ def test_load_weights_of_torchvisions_resnet_fits_timms() -> None:
     [
         timm.create_model("crossvit_tiny_240", num_classes=5),  # blocks in blocks
         torchvision.models.mnasnet0_5(num_classes=5),  # has a version
-        nn.Sequential(OrderedDict(module=nn.Linear(4, 4), head=nn.Linear(4, 5))),
+        nn.ModuleDict(
+            {"module": nn.ModuleDict({"aux_bn": nn.Linear(4, 4)}), "head": nn.Linear(4, 5)}
+        ),
     ],
 )
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.model."])
