@@ -203,7 +203,7 @@ def load_alone(
     weights = open_weights(source, kind)
     if name is not None and (config is not None or weights.state is not None):
         raise UsageError(
-            f"The model {name!r} is named, but {source} or its config states it.",
+            f"{source}: {name!r} is named, but the run or the config states the model.",
             "Leave out --model (in Python: model=).",
         )
     if name is None and config is None:
