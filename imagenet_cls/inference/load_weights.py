@@ -201,9 +201,9 @@ def load_alone(
     both for such a file, CheckpointError, ConfigError and ResourceError.
     """
     weights = open_weights(source, kind)
-    if name is not None and (config is not None or weights.state is not None):
+    if name is not None and (config or weights.state or weights.model):
         raise UsageError(
-            f"{source}: {name!r} is named, but the run or the config states the model.",
+            f"{source}: {name!r} is named, but the weights or the config state their model.",
             "Leave out --model (in Python: model=).",
         )
     if name is None and config is None:

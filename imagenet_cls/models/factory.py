@@ -290,7 +290,7 @@ def ordered_names(names: Any) -> list[str] | None:
     """The names of outputs in a list, or by their numbers as keys, in which an output may have
     none.
     """
-    if isinstance(names, dict):
+    if names and isinstance(names, dict):
         names = [names.get(str(i), str(i)) for i in range(1 + max(map(int, names)))]
     return names and [*map(str, names)]
 

@@ -48,7 +48,7 @@ IMAGE_TEXT_PROJECTION = re.compile(
 # Parts of a model that an encoder may lack, besides the head: MAE has no norm after its average
 # pooling.
 NEAR_HEAD = re.compile(r"(fc_norm|head|classifier)\.")
-# What torchvision's files of DenseNet and of its ViT are named by, and its models no more.
+# Patterns of old names in torchvision's files of DenseNet and ViT, and the names in its models.
 OLD_NAMES = {
     r"(denselayer\d+\.(?:norm|conv))\.([12]\.)": r"\1\2",
     r"(encoder_layer_\d+\.mlp\.)linear_1": r"\g<1>0",

@@ -121,6 +121,7 @@ def test_published_model_is_exported_and_published_again(
         (4, "b.safetensors image.png --model resnet18"),
         (2, "b.safetensors image.png --model os:system"),
         (2, "config.yaml b.safetensors image.png --model test_resnet"),  # which of both
+        (2, "hub image.png --model resnet18"),
         (4, "os:system image.png"),
         (4, "resnet50.zebra image.png"),
         (4, "nothing/there image.png"),
