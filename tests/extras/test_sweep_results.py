@@ -14,7 +14,7 @@ from imagenet_cls.config.metrics import BY_NAME
 from imagenet_cls.extras.sweep import results as sweep_results
 from imagenet_cls.extras.sweep.command import sweep_command
 from imagenet_cls.extras.sweep.plan import plan_grid, write_runs
-from imagenet_cls.extras.sweep.results import read_table
+from imagenet_cls.extras.sweep.results import read_table, show_results
 
 
 def test_runs_with_other_arguments_are_of_another_setting(
@@ -32,6 +32,25 @@ def test_runs_with_other_arguments_are_of_another_setting(
         ({"optimizer.lr": "0.1", "others": "train.epochs=5"}, [60.0, 62.0]),
         ({"optimizer.lr": "0.1", "others": "train.epochs=9"}, [99.0]),  # of one run
     ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_best_setting_is_compared_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_runs(tmp_path, plan_grid(["demo"], ["optimizer.lr=1,2", "seed=0,1"], None, []))
+    for note, *results in (
+        ("setting:", 80.0, 80.0, 90.0, 91.0),
+        ("1 other", 60.0, 62.0, 62.0, 64.0),
+        ("1 other", 80.0, 80.0, 90.0, 90.0),  # a test needs a variance
+        ("1 other", 60.0, 62.0, 99.0, None),
+        ("one run", 60.0, None, 70.0, None),
+        ("setting:", 60.0, None, None, None),
+    ):
+        found = [value and (BY_NAME["top1"], value) for value in results]
+        monkeypatch.setattr(sweep_results, "best_result", Mock(side_effect=found))
+        show_results(tmp_path)
+        assert note in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_other_numbers_of_folds_are_other_settings(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import csv
 import io
 import math
 import shlex
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from imagenet_cls.extras.pages.render import format_cell
 from imagenet_cls.extras.pages.report import write_page
 from imagenet_cls.extras.sweep.plan import SweepRun, load_runs, read_runs, split_overrides
 from imagenet_cls.files import write_output
-from imagenet_cls.text import command_line, first_line, format_columns, format_value
+from imagenet_cls.text import command_line, count_of, first_line, format_columns, format_value
 
 # Beginnings of keys that do not change results, or for which the data is compared.
 _NOT_COMPARED = (
@@ -164,6 +165,21 @@ def read_table(folder: Path) -> tuple[Metric | None, list[Row]]:
     return metric, sorted(rows.values(), key=order, reverse=True)
 
 
+def differ(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether the results of two settings differ: by Welch's t-test, two-sided, at p < 0.05.
+
+    False where the test is not defined: for a setting of one run, and if all results of each
+    setting are equal.
+    """
+    from scipy.stats import ttest_ind  # takes a second to import; scikit-learn requires it
+
+    if len({*first}) == len({*second}) == 1:
+        return False
+    with warnings.catch_warnings(action="ignore"):  # about one value, or equal ones
+        p = ttest_ind(first, second, equal_var=False).pvalue
+    return bool(p < 0.05)  # p is NaN with one run
+
+
 def show_results(folder: Path) -> None:
     """Print the table, and write `table.csv` and `report.html`. Raises UsageError for a folder
     without a sweep.
@@ -194,7 +210,14 @@ def show_results(folder: Path) -> None:
             write_page(begun, folder / "report.html", settings=(columns, cells))
         except UsageError as error:  # a missing package, which the results do not need
             print(error)
-    best = rows[0]
+    best, *others = rows
     if best.results:
+        alike = [row for row in others if row.results and not differ(best.results, row.results)]
+        note = ""
+        if alike:
+            count = count_of(len(alike), "other")
+            note = f" (not different from {count} by Welch's t-test at p < 0.05)"
+            if len(best.results) == 1:
+                note = " of one run each, so chance may decide"
         arguments = ["--work-dir", str(folder / "best"), *best.runs[0].best_arguments]
-        print(f"the best setting: {command_line('train')} {shlex.join(arguments)}")
+        print(f"the best setting{note}: {command_line('train')} {shlex.join(arguments)}")
