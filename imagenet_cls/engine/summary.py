@@ -262,7 +262,9 @@ def final_message(progress: Progress, plan: Plan, work_dir: Path, meter: Meter) 
             if plan.offset:  # it may be of an epoch with other steps
                 when = f"after step {best['step']}"
             note = ", used by predict.py" if kind == used else ""
-            value = metric.format(best[metric.field])
+            # All evaluations have the same images. Checkpoints of older versions lack the number.
+            images = progress.latest.get(kind, {}).get("images")
+            value = metric.format(best[metric.field], images=images)
             lines.append(f"best {metric.title} ({kind} weights{note}): {value} {when}")
         path = checkpoint_path(work_dir / "checkpoints", progress.best[used]["step"])
         lines.append(f"checkpoint: {path}{'' if path.exists() else ', which is missing'}")

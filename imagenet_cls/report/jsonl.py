@@ -84,7 +84,8 @@ def describe_result(result: Mapping[str, Any], digits: int, num_classes: int) ->
     digits: after the decimal point of percentages.
     """
     shown = [metric for metric in metrics_of(result) if metric.is_shown(result, num_classes)]
-    texts = [f"{metric.title} {metric.format(result[metric.field], digits)}" for metric in shown]
+    images = result["images"]
+    texts = [f"{m.title} {m.format(result[m.field], digits, images)}" for m in shown]
     if "best_threshold" in result:
         texts.append(
             f"best micro F1 {result['best_micro_f1_pct']:.{digits}f} % at threshold "
@@ -94,7 +95,7 @@ def describe_result(result: Mapping[str, Any], digits: int, num_classes: int) ->
     if "classes" in result:
         texts.append(f"classes: {result['classes']}")
     left_out = f" ({result['left_out']} left out)" if "left_out" in result else ""
-    return [*texts, f"over {result['images']} images{left_out} in {result['seconds']:.1f} s"]
+    return [*texts, f"over {images} images{left_out} in {result['seconds']:.1f} s"]
 
 
 def finite_json(value: Any) -> str:

@@ -216,7 +216,7 @@ def test_result_does_not_depend_on_the_ranks(
     rank_server.call(lines_on_ranks, 3, tmp_path)
     expected, lines = ((tmp_path / f"lines{ranks}").read_text().splitlines() for ranks in (1, 3))
     assert lines == expected and len(lines) == 4 and "newly initialized" in lines[1]
-    assert "over 359 images" in lines[2]
+    assert ") over 359 images" in lines[2]
 
 
 def test_command_evaluates_raw_and_ema_weights(run: Path, tmp_path: Path) -> None:

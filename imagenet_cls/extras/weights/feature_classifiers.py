@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from imagenet_cls.config.metrics import BY_NAME
 from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.errors import CheckpointError, UsageError
 from imagenet_cls.extras.weights.feature_model import FeatureModel
@@ -73,7 +74,9 @@ def evaluate_features(
 
 
 def format_accuracy(predicted: Tensor, targets: Tensor) -> str:
-    return f"top-1 {100 * (predicted == targets).double().mean():.3f} % over {len(targets)} images"
+    images = len(targets)
+    top1_pct = 100 * (predicted == targets).double().mean().item()
+    return f"top-1 {BY_NAME['top1'].format(top1_pct, 3, images)} over {images} images"
 
 
 def knn_classes(

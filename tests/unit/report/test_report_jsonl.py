@@ -11,6 +11,7 @@ import pytest
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.report.jsonl import (
     MetricsFile,
+    describe_result,
     finite_json,
     read_metrics,
     truncate_after,
@@ -52,6 +53,20 @@ def test_nonfinite_numbers_are_valid_json_and_read_back(tmp_path):
 def test_nonfinite_numbers_are_null_in_files_of_results():
     values = {"loss": math.inf, "f1": [math.nan, 0.5], "name": "NaN"}
     assert json.loads(finite_json(values)) == {"loss": None, "f1": [None, 0.5], "name": "NaN"}
+
+
+@pytest.mark.parametrize(
+    ("top1_pct", "images", "text"),
+    [
+        (4300 / 60, 60, "71.7 % (59 to 81)"),
+        (100.0, 20, "100.0 % (84 to 100)"),
+        (0.0, 20, "0.0 % (0 to 16)"),
+        (75.0, 2000, "75.0 %"),
+    ],
+)
+def test_top1_of_few_images_has_its_interval(top1_pct, images, text):
+    result = {"top1_pct": top1_pct, "images": images, "seconds": 1.0}
+    assert describe_result(result, 1, 5)[0] == f"top-1 {text}"
 
 
 def test_kill_at_any_byte_loses_at_most_the_unfinished_line(tmp_path):
