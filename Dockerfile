@@ -9,7 +9,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
 COPY . /opt/imagenet-cls
-RUN pip install --no-cache-dir "/opt/imagenet-cls[report]"
+RUN pip install --no-cache-dir /opt/imagenet-cls
 
 WORKDIR /workspace
 ENTRYPOINT ["imagenet-cls"]

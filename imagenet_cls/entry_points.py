@@ -107,10 +107,12 @@ EXTRAS = {
     "test.py --knn, --linear-probe": "extras.weights.feature_classifiers:evaluate_features",
     "test.py --report": "extras.pages.evaluation_report:EvaluationReport",
     "TrainedRun.report": "extras.pages.report:report_command",
-    "TrainedRun.plot": "extras.pages.plots:draw_run",
+    "TrainedRun.plot": "extras.pages.report:plot_records",
     "log.writers=wandb": "extras.trackers:Wandb",
     "log.writers=mlflow": "extras.trackers:Mlflow",
-    "log.plots": "extras.pages.plots:plot_run",
+    "first batch": "extras.before_training.show_batch:write_first_batch",
+    "log.plots": "extras.pages.report:write_plots",
+    "log.report": "extras.pages.report:write_run_page",
 }
 
 

@@ -182,6 +182,7 @@ def arguments(root: Any, work_dir: Any, model: Any = "plain", **changes: Any) ->
         "log.every_steps": 1,
         "log.tensorboard": "false",
         "log.plots": "false",  # slow
+        "log.report": "false",
         "ema.decay": "null",
     }
     settings |= {name.replace("__", "."): value for name, value in changes.items()}

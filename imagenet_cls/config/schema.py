@@ -762,8 +762,11 @@ class LogConfig:
     writers: list[str] = key(["jsonl", "tensorboard"], per_machine=True, code=())
     # false: no TensorBoard files, even if `writers` lists it.
     tensorboard: bool = key(True, per_machine=True)
-    # Plot loss, top-1 and learning rate into plots/ at the end (rank 0 only).
+    # Draw the curves into plots/ at the end (rank 0 only).
     plots: bool = key(True, per_machine=True)
+    # Write report.html at the end: a page with the curves, the accuracy of each class, the first
+    # images and the settings (rank 0 only).
+    report: bool = key(True, per_machine=True)
 
 
 @dataclass(frozen=True)

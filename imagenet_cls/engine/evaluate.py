@@ -65,6 +65,8 @@ class Evaluation:
         # synthetic batches need no workers
         self.keep_workers = keep_workers and config.data.name != "synthetic"
         self.kept: Generator[EvalBatch] | None = None
+        # Of the last `results`: recall (or average precision) and images of each class, by model.
+        self.by_class: dict[str, dict[str, list[float]]] = {}
 
     def batches(self) -> Iterator[EvalBatch]:
         """The batches of this rank's shard."""
@@ -118,7 +120,9 @@ class Evaluation:
         * left_out, the number of images that `data.exclude` has left out, if any.
         """
         results = compute_results(outputs, names, self.context, num_classes, self.task, metrics)
-        for result in results.values():
+        for name, result in results.items():
+            keys = "class_pct", "class_images"
+            self.by_class[name] = {key: result.pop(key) for key in keys}
             if self.present is not None:
                 result["classes"] = f"{len(self.present)} of {num_classes}"
             if self.source.left_out:

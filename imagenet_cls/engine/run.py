@@ -7,7 +7,7 @@ import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 
 from torch import nn
 
@@ -96,6 +96,10 @@ class Run:
         """
         parts = self.parts
         batches = parts.prefetch(parts.train_loader.epoch(epoch, first_step))
+        if self.progress.step == 0 and parts.config.log.report:
+            first = next(batches)
+            self.reporter.write_pages(["first batch"], parts, first)
+            batches = chain([first], batches)
         self.meter.restart_clock()
         while True:
             wait_started = time.perf_counter()
@@ -192,6 +196,7 @@ class Run:
         improved = [progress.record(kind, result, metric) for kind, result in results.items()]
         training = self.meter.describe_epoch(steps=step_of_epoch + 1)
         self.reporter.eval_results(records, epoch_lines(parts, progress, records, training))
+        self.reporter.write_classes(common | parts.evaluation.by_class, parts.data.classes)
         progress.evaluated_step = progress.step
         # The plateau schedule and early stopping do not count an evaluation that is due only
         # because the run ends: `max_steps`, or epochs that are no multiple of `eval.every_epochs`.

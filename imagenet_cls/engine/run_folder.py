@@ -3,7 +3,8 @@
 Only rank 0 uses it, except for the logs of the ranks. Does not import torch.
 
 work_dirs/<config name>/
-    config.yaml  env.json  metrics.jsonl  logs/  checkpoints/  plots/  profile/  .lock  .job
+    config.yaml  env.json  metrics.jsonl  classes.json  report.html  logs/  checkpoints/  plots/
+    profile/  .lock  .job
     and folders of writers: tensorboard/  wandb/  mlflow/  writers/
 """
 
@@ -35,6 +36,8 @@ _RUN_CONTENT = (
     "config.yaml",
     "env.json",
     "metrics.jsonl",
+    "classes.json",
+    "report.html",
     "tensorboard",
     "wandb",
     "mlflow",

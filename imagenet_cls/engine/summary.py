@@ -268,14 +268,13 @@ def final_message(progress: Progress, plan: Plan, work_dir: Path, meter: Meter) 
             lines.append(f"best {metric.title} ({kind} weights{note}): {value} {when}")
         path = checkpoint_path(work_dir / "checkpoints", progress.best[used]["step"])
         lines.append(f"checkpoint: {path}{'' if path.exists() else ', which is missing'}")
-    if (work_dir / "plots").exists():
-        lines.append(f"curves: {work_dir / 'plots'}")
     run = shlex.quote(str(work_dir))
     report = shlex.quote(f"reports/{work_dir.name}")
+    page = work_dir / "report.html"
     lines += [
         "next:",
+        f"  {page}  # curves" if page.exists() else f"  {command_line('report')} {run}  # curves",
         f"  {command_line('test')} {run} --report {report}  # mistakes by class",
-        f"  {command_line('report')} {run}  # curves",
         f"  {command_line('predict')} {run} IMAGES",
     ]
     return "\n".join(lines)

@@ -10,12 +10,13 @@ from typing import Self
 from imagenet_cls.config.metrics import BY_FIELD, TRAIN_METRICS
 from imagenet_cls.config.schema import Config
 from imagenet_cls.entry_points import load_extra
-from imagenet_cls.errors import ResourceError, UsageError
-from imagenet_cls.files import explain_write_errors
+from imagenet_cls.errors import ResourceError
+from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.report.console import WRITE_REMEDY, Console
 from imagenet_cls.report.jsonl import (
     MetricsFile,
     Record,
+    finite_json,
     read_metrics,
     truncate_after,
     user_metrics,
@@ -101,17 +102,23 @@ class Reporter:
         self._record(records)
         self._console.eval_result(text)
 
-    def plot(self) -> None:
-        """Draw `plots/curves.png` from all records of the run, if the extra is installed."""
-        if not (self._folder and self._metrics):
-            return
-        try:
-            plot_run = load_extra("log.plots")
-        except UsageError as error:
-            self.message(first_line(error))
-            return
-        with explain_write_errors(self._folder / "plots", WRITE_REMEDY):
-            plot_run(read_metrics(self._metrics.path), self._folder / "plots")
+    def write_classes(self, result: Record, classes: Sequence[str]) -> None:
+        """Write `classes.json`: the results of each class in the last evaluation."""
+        if self._folder:
+            path = self._folder / "classes.json"
+            with explain_write_errors(path, WRITE_REMEDY):
+                write_file(path, finite_json({"classes": list(classes), **result}))
+
+    def write_pages(self, extras: Sequence[str], *parts: object) -> None:
+        """Call extras, such as `log.report`, with the run folder and what they need. One that fails
+        is a message: the run does not need it.
+        """
+        for name in extras if self._folder else ():
+            try:
+                load_extra(name)(self._folder, *parts)
+            except Exception as error:
+                logging.getLogger("imagenet_cls").exception("%s failed", name)
+                self.message(f"warning: {name}: {type(error).__name__}: {first_line(error)}")
 
     def sync(self) -> None:
         """Write every record to the disk, before a checkpoint. For the thread that writes it, which

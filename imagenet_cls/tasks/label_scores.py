@@ -138,6 +138,8 @@ def summarize(blocks: Sequence[LabelStatistics], images: int, threshold: float) 
         "best_micro_f1_pct": 100 * best_f1,
         "loss": sum(block.loss for block in blocks) / (images * len(precisions)),
         "images": images,
+        "class_pct": (100 * precisions).tolist(),
+        "class_images": positive.tolist(),
     }
 
 

@@ -68,7 +68,8 @@ class SingleLabel:
 
         * top1_pct, top5_pct: with fewer than five classes, top-5 counts all of them;
         * loss: mean cross-entropy without smoothing;
-        * balanced_accuracy_pct: mean recall of the classes that have images.
+        * balanced_accuracy_pct: mean recall of the classes that have images;
+        * class_pct, class_images: recall and images of each class.
         """
         # float64 counts exactly up to 2**53; mps has none, and float32 counts up to 2**24.
         dtype = torch.float32 if context.device.type == "mps" else torch.float64
@@ -85,13 +86,15 @@ class SingleLabel:
             total = Sums.of_row(row)
             images = total.class_images.sum().item()
             has_images = total.class_images > 0
-            recalls = total.class_hits[has_images] / total.class_images[has_images]
+            recalls = total.class_hits / total.class_images  # NaN without images
             results[name] = {
                 "top1_pct": 100 * total.class_hits.sum().item() / images,
                 "top5_pct": 100 * total.top5.item() / images,
                 "loss": total.loss.item() / images,
-                "balanced_accuracy_pct": 100 * fmean(recalls.tolist()),
+                "balanced_accuracy_pct": 100 * fmean(recalls[has_images].tolist()),
                 "images": int(images),
+                "class_pct": (100 * recalls).tolist(),
+                "class_images": total.class_images.int().tolist(),
             }
         return results
 

@@ -98,7 +98,7 @@ def images_in(printed: str) -> list[str]:
 def test_run_folder_holds_config_environment_plots_and_no_secret(
     resnet: Path, digits: Path
 ) -> None:
-    names = {".job", ".lock", "config.yaml", "env.json", "metrics.jsonl"}
+    names = {".job", ".lock", "config.yaml", "env.json", "metrics.jsonl", "classes.json"}
     names |= {"tensorboard", "checkpoints", "plots", "logs"}
     assert {path.name for path in resnet.iterdir()} == names
     overrides = arguments(digits, resnet, **RESNET)[1:-2]

@@ -33,12 +33,15 @@ LAYOUT_PROBLEMS = """
     check(inside(parent));
   for (const card of document.querySelectorAll(".card, .number, .gallery figure"))
     check(inside(card));
-  for (const group of document.querySelectorAll(".xaxislayer-above, .yaxislayer-above"))
-    check([...group.querySelectorAll("text")].filter((e) => !e.transform.baseVal.length));
-  for (const plot of document.querySelectorAll(".plot"))
-    for (const title of plot.querySelectorAll(".xtitle, .ytitle"))
-      for (const tick of plot.querySelectorAll(".xtick text, .ytick text"))
-        check([title, tick]);
+  for (const plot of document.querySelectorAll(".plot svg")) {
+    check([...plot.querySelectorAll("text")]);
+    const frame = plot.getBoundingClientRect();
+    for (const text of plot.querySelectorAll("text")) {
+      const box = text.getBoundingClientRect();
+      if (box.left < frame.left - 1 || box.right > frame.right + 1)
+        problems.push(`${name(text)} is outside its figure`);
+    }
+  }
   for (const box of document.querySelectorAll(".number, .hint, .note, h1, h2, h3, figcaption"))
     if (box.getBoundingClientRect().right > innerWidth) problems.push(`${name(box)} is cut off`);
   return problems;
@@ -109,7 +112,7 @@ class Browser:
         self.send("Emulation.setEmulatedMedia", features=[feature])
 
     def open(self, page: Path, width: int = 1400) -> None:
-        """Open a page, and wait until its figures are drawn."""
+        """Open a page, and wait until it is loaded."""
         self.messages.clear()
         self.urls.clear()
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -117,14 +120,12 @@ class Browser:
         self.settle()
         self.send("Page.navigate", url=page.as_uri())
         for _ in range(600):
-            ready = (
-                "document.readyState === 'complete' && document.body.dataset.ready !== undefined"
-            )
+            ready = "document.readyState === 'complete'"
             if self.evaluate(ready):
                 break
             time.sleep(0.1)
         else:
-            raise AssertionError(f"The figures are not drawn: {self.messages}")
+            raise AssertionError(f"The page is not loaded: {self.messages}")
         self.settle()
 
     def settle(self) -> None:
@@ -137,15 +138,9 @@ class Browser:
         data = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
         file.write_bytes(base64.b64decode(data))
 
-    def hover(self, element: str, x: float, y: float) -> None:
-        """Move the mouse over an element. element: a selector. x, y: shares of its size."""
-        place = f"document.querySelector('{element}').getBoundingClientRect().toJSON()"
-        self.evaluate(f"document.querySelector('{element}').scrollIntoView({{block: 'center'}})")
-        box = self.evaluate(place)
-        left = box["x"] + x * box["width"]
-        top = box["y"] + y * box["height"]
-        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=left, y=top)
-        self.settle()  # a hover is shown with a delay
+    def pdf(self) -> bytes:
+        """The page as it is printed."""
+        return base64.b64decode(self.send("Page.printToPDF")["data"])
 
     def layout_problems(self) -> list[str]:
         """Elements that are wider than the window or over another one."""

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -24,9 +25,10 @@ from helpers import (
     train_here,
     write_files,
 )
-from test_multilabel_outputs import figures
+from PIL import Image
 
-from imagenet_cls.extras.pages.figures import curve_figures
+from imagenet_cls.config.metrics import BY_NAME
+from imagenet_cls.extras.pages import report
 from imagenet_cls.extras.pages.render import format_duration
 from imagenet_cls.extras.pages.report import report_command
 from imagenet_cls.extras.pages.runs_page import read_run, run_statistics
@@ -79,22 +81,15 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path) ->
     content = (other / "metrics.jsonl").read_text()
     (other / "metrics.jsonl").write_text("".join(content.splitlines(True)[:9])[:-20])
     page = page_of(tmp_path / "new" / "page.html", run, other)
-    titles = [figure["title"] for figure in figures(page)]
-    assert titles == ["Loss", "Validation top-1, %", "Learning rate", "Images per second"]
+    assert re.findall("<h3>(.*?)</h3>", page) == ["Loss", "validation top-1, %", "Learning rate"]
     assert f"{tmp_path}/other" not in page  # a name is the path below the common folder
     assert "<b>first" not in page and "a &lt;b&gt;first" in page and "other\\udcff" in page
-    assert ">optimizer.lr</button>" in page
-    shown = {"done, 22 steps", "interrupted: step 8 of 22", "0.03", "0.07"}
-    assert shown | {"0123456789ab, with changes"} <= {*cells(page)}
+    assert ">optimizer.<wbr>lr</button>" in page
+    assert {"done", "interrupted: step 8 of 22", "0.03", "0.07"} <= {*cells(page)}
+    assert "commit 0123456789ab, with changes" in page
     links = re.findall(r'<a href="([^"]+)">', page)
     checkpoints = [tmp_path / "new" / os.fsdecode(unquote_to_bytes(link)) for link in links]
     assert links and all((path / "manifest.json").is_file() for path in checkpoints)
-
-
-def test_curves_show_where_a_run_was_resumed(tmp_path: Path) -> None:
-    events = [{"kind": "event", "step": 1, "message": text} for text in ("resumed from x", "y")]
-    page = page_of(tmp_path / "page.html", write_records(tmp_path, TRAIN, *events, EVAL))
-    assert [figure["resumed"] for figure in figures(page)] == [[[0, 1]]] * 4
 
 
 def test_state_of_a_run(run: Path, copy: Path, tmp_path: Path) -> None:
@@ -107,8 +102,10 @@ def test_state_of_a_run(run: Path, copy: Path, tmp_path: Path) -> None:
     edit_state(newest(copy), stop_early)
     page = tmp_path / "page.html"
     tool = REPOSITORY / "tools" / "report.py"
-    with take_lock(run, ""):
-        done = helpers.run([sys.executable, tool, run, copy, "--out", page])
+    saving = Path(shutil.copytree(run, tmp_path / "saving"))
+    shutil.rmtree(newest(saving))
+    with take_lock(saving, ""):
+        done = helpers.run([sys.executable, tool, saving, copy, "--out", page])
     assert done.returncode == 0
     found = cells(page.read_text())
     assert "running: step 22 of 22" in found and "stopped early: step 22 of 44" in found
@@ -128,8 +125,6 @@ def test_epochs_and_ranks_of_a_run_that_resumed_with_another_batch(
     edit_state(newest(copy), resume)
     page = page_of(tmp_path / "page.html", copy)
     assert "3 of 3" in page and "2 of 2" not in page
-    statistics = run_statistics(read_run(copy, "", {22: newest(copy)}), 128)
-    assert (statistics["hours"], statistics["ranks"]) == (None, 8)
 
 
 def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_path: Path) -> None:
@@ -143,28 +138,24 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_pa
     best = max(results, key=lambda record: record["top1_pct"])
     page = page_of(tmp_path / "page.html", run)
     found = cells(page)
-    expected = [
-        f"{best['top1_pct']:.2f}",
-        "done, 22 steps",
-        str(best["step"]),
-        "raw",
-        f"{results[-1]['top1_pct']:.2f}",
-        f"{results[-1]['balanced_accuracy_pct']:.2f}",
-        f"{train[-1]['loss']:.4f}",
-        f"{seconds:.3g} s",
-        f"{median(speeds):,.0f}",
-        f"{fmean(record['data_wait_pct'] for record in intervals):.1f}",
-        "1",
-        f"{results[-1]['mean_target']:.4f}",
-    ]
-    first = found.index(expected[1]) - 1
-    assert found[first : first + 12] == expected
-    assert f">step-{best['step']:07d}</a>, best top-1" in page
-    assert ">last validation mean_target</button></th>" in page
+    expected = {
+        "state": "done, 22 steps",
+        "best validation top-1": BY_NAME["top1"].format(best["top1_pct"], 2, best["images"]),
+        "last validation top-1, %": f"{results[-1]['top1_pct']:.2f}",
+        "last training loss": f"{train[-1]['loss']:.4f}",
+        "time": f"{seconds:.3g} s",
+        "images per second": f"{median(speeds):,.0f}",
+        "waiting for data, %": f"{fmean(record['data_wait_pct'] for record in intervals):.1f}",
+        "last validation mean_target": f"{results[-1]['mean_target']:.4f}",
+    }
+    first = found.index("state")
+    assert dict(zip(found[first:][::2], found[first:][1::2], strict=False)) | expected == dict(
+        zip(found[first:][::2], found[first:][1::2], strict=False)
+    )
+    assert f">step-{best['step']:07d}</a>, best" in page
     versions = json.loads((run / "env.json").read_text())["versions"]
-    assert all(f"<th>{name}</th>" in page for name in versions)
-    first = found.index(versions["imagenet_cls"])
-    assert found[first : first + len(versions)] == list(versions.values())
+    assert all(f"<span>{name} {value}</span>" in page for name, value in versions.items())
+    assert found[found.index("optimizer.lr") + 1] == "0.03"
 
 
 def test_page_has_the_config_of_each_run(run: Path, copy: Path, tmp_path: Path) -> None:
@@ -176,16 +167,19 @@ def test_page_has_the_config_of_each_run(run: Path, copy: Path, tmp_path: Path) 
     (copy / "config.yaml").write_text(config + "# </pre>\n")
     invalid = write_records(tmp_path / "invalid", TRAIN)
     (invalid / "config.yaml").write_text("unknown: 1\n")
-    page = page_of(tmp_path / "page.html", invalid, run, copy)
-    assert configs_of(page) == [config, config + "# </pre>\n"]
+    page = page_of(tmp_path / "page.html", invalid, copy)
+    assert configs_of(page) == [config + "# </pre>\n"]  # of the best run
     assert page.count("is not compared") == 1
 
 
-def test_hours_of_a_run_that_continues_another_are_of_its_own_steps(tmp_path: Path) -> None:
+def test_hours_of_a_run_that_continues_another_are_of_its_own_steps(
+    run: Path, tmp_path: Path
+) -> None:
     lines = [TRAIN | {"step": step} for step in range(5001, 5021)]
     lines[-1]["images_per_sec"] = 64.0
-    run = write_records(tmp_path, *lines, EVAL | {"step": 5020})
-    hours = run_statistics(read_run(run, "run", {}), 128)["hours"]
+    write_records(tmp_path, *lines, EVAL | {"step": 5020})
+    shutil.copy(run / "config.yaml", tmp_path)
+    hours = run_statistics(read_run(tmp_path, "run"))["hours"]
     assert 3600 * hours == pytest.approx(20 * 128 / 64 + 1)
 
 
@@ -194,12 +188,55 @@ def test_last_result_is_of_the_weights_with_the_best_one(tmp_path: Path) -> None
     keys = ("step", "weights", "top1_pct")
     lines = [EVAL | dict(zip(keys, value, strict=True)) for value in values]
     run = write_records(tmp_path / "run", *lines)
-    found = run_statistics(read_run(run, "run", {}), 128)
-    keys = ("best_top1_pct", "best_weights", "last_top1_pct")
-    assert [found[key] for key in keys] == [60.0, "raw", 50.0]
+    found = run_statistics(read_run(run, "run"))
+    assert [found["best"], found["best_record"]["weights"], found["last"]] == [60.0, "raw", 50.0]
     other = write_records(tmp_path / "other", EVAL | {"top1_pct": 61.5})
     page = page_of(tmp_path / "page.html", run, other)
     assert "<strong>60.75</strong>" in page  # the median of two runs is their mean
+
+
+def test_page_of_a_run_with_its_classes_and_first_images(copy: Path, tmp_path: Path) -> None:
+    """A class without images is left out. The rate of the optimizer is the one for the batch."""
+    (copy / "classes.json").write_text(
+        json.dumps(
+            {
+                "classes": ["a$b$", "<b>", "none"],
+                "epoch": 1,
+                "raw": {"class_pct": [25.0, 75.0, None], "class_images": [4, 8, 0]},
+            }
+        )
+    )
+    (copy / "plots").mkdir()
+    Image.new("RGB", (20, 10)).save(copy / "plots" / "first_batch.jpg")
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace("lr_base_batch: null", "lr_base_batch: 64"))
+    page = page_of(tmp_path / "page.html", copy)
+    assert "Accuracy by class, epoch 2" in page and "First images of the training" in page
+    texts = re.findall("<text[^>]*>(.*?)</text>", page)
+    assert {"a$b$ (4)", "&lt;b&gt; (8)"} <= {*texts} and "none (0)" not in texts
+    assert "0.06 (0.03 for a batch of 64)" in cells(page)
+    (copy / "classes.json").write_text("[3]")
+    assert "classes.json" in fails(4, report_command, copy)
+
+
+def test_curves_are_grouped_by_a_key(run: Path, copy: Path, tmp_path: Path) -> None:
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace("lr: 0.03", "lr: 0.07", 1))
+    out = tmp_path / "page.html"
+    succeeds(report_command, run, copy, "--out", out, "--group-by", "optimizer.lr")
+    assert all(f"optimizer.lr={value}" in out.read_text() for value in (0.03, 0.07))
+    fails(2, report_command, run, copy, "--out", out, "--group-by", "seed")
+
+
+def test_watched_page_reloads_until_the_run_ends(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[str] = []
+    monkeypatch.setattr(report, "is_locked", lambda run: not pages)
+    monkeypatch.setattr(time, "sleep", lambda _: pages.append((copy / "report.html").read_text()))
+    succeeds(report_command, copy, "--watch")
+    pages.append((copy / "report.html").read_text())
+    assert ['http-equiv="refresh"' in page for page in pages] == [True, False]
 
 
 def test_new_run_has_a_page(run: Path, tmp_path: Path) -> None:
@@ -242,14 +279,6 @@ def test_durations_are_seconds_then_minutes_then_hours() -> None:
     assert {value: format_duration(value) for value in expected} == expected
 
 
-def test_points_of_a_figure_are_exact_or_say_what_they_are_the_mean_of() -> None:
-    many = [TRAIN | {"step": step, "loss": 2.5 / step} for step in range(1, 3002)]
-    curve, other = curve_figures([many, many[:10]])[0]["curves"]
-    assert (curve["run"], curve["x"], curve["size"]) == (0, [*range(4, 3001, 4), 3001], 4)
-    assert (other["run"], other["size"]) == (1, 1)
-    assert other["y"] == [float(f"{2.5 / step:.6g}") for step in range(1, 11)]
-
-
 def test_other_files_and_folders_among_several_paths_are_left_out(
     run: Path, tmp_path: Path
 ) -> None:
@@ -257,7 +286,7 @@ def test_other_files_and_folders_among_several_paths_are_left_out(
     others = [tmp_path / "average", run / "config.yaml"]
     out = succeeds(report_command, *others, run, "--out", tmp_path / "page.html")
     assert all(f"left out {path}: " in out for path in others)
-    assert (tmp_path / "page.html").read_text().count("<tr data-run") == 1
+    assert (tmp_path / "page.html").read_text().count("<h2>Results</h2>") == 1
 
 
 def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path) -> None:

@@ -7,14 +7,18 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from imagenet_cls.commands import cli
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.errors import UsageError
-from imagenet_cls.extras.pages.plots import write_figure
+from imagenet_cls.extras.pages.figures import write_figure
 from imagenet_cls.files import check_replaced
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MAX_LABEL = 24  # characters of a line
 _POINTS = "offset points"  # the unit of a distance from the annotated place
@@ -40,9 +44,8 @@ def picture_path(arguments: argparse.Namespace, loaded: LoadedConfig, kind: str)
     return out
 
 
-def plot_images(path: Path, images: np.ndarray, labels: Sequence[str]) -> None:
-    """Draw images in rows of eight, each with its label above it. An existing file is replaced.
-    Raises OSError.
+def images_figure(images: np.ndarray, labels: Sequence[str]) -> "Figure":
+    """Images in rows of eight, each with its label above it.
 
     images: float (N, H, W, C) from 0 to 1, with one or three channels.
     """
@@ -58,7 +61,7 @@ def plot_images(path: Path, images: np.ndarray, labels: Sequence[str]) -> None:
         axes.imshow(image, cmap="gray", vmin=0, vmax=1)
         lines = [line[:_MAX_LABEL] for line in label.split("\n")]
         axes.set_title("\n".join(lines), fontsize=7, parse_math=False)
-    write_figure(path, figure)
+    return figure
 
 
 def plot_panels(

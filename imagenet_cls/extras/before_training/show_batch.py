@@ -1,21 +1,30 @@
 """`tools/show_batch.py`: draw the images that the model gets in training, with their labels."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from PIL import Image
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import join_alone
 from imagenet_cls.extras.before_training.pictures import (
     add_picture_option,
+    images_figure,
     picture_path,
-    plot_images,
 )
-from imagenet_cls.extras.pages.render import utf8_text
-from imagenet_cls.files import explain_write_errors
+from imagenet_cls.extras.pages.figures import png, write_figure
+from imagenet_cls.extras.pages.render import to_jpeg, utf8_text
+from imagenet_cls.files import explain_write_errors, write_file
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from torch import Tensor
+
+    from imagenet_cls.data.loader import TrainBatch
+    from imagenet_cls.engine.build import TrainingParts
 
 _USAGE = "CONFIG|DATA [key=value ...] [--epoch E] [--images N] [--out FILE.png]"
 
@@ -46,25 +55,43 @@ def show_batch_command(argv: Sequence[str]) -> None:
     )
     path = picture_path(arguments, loaded, "batch")
     config, context = join_alone(replace(loaded, config=config))
-    import torch
-
     from imagenet_cls.engine.build import build
 
     parts = build(config, context, load_initial_weights=False)
     batch = next(parts.train_loader.epoch(arguments.epoch))
-    first_step = arguments.epoch * parts.plan.steps_per_epoch
-    images, targets = parts.preprocess(batch, arguments.epoch, first_step, 0)
+    figure, count = batch_figure(parts, batch, arguments.epoch, arguments.images)
+    with explain_write_errors(path, "Name another file with --out."):
+        write_figure(path, figure)
+    print(f"wrote {path}: {count} of the {len(batch.targets)} images of the first micro-batch")
+
+
+def write_first_batch(folder: Path, parts: "TrainingParts", batch: "TrainBatch") -> None:
+    """Write `plots/first_batch.jpg` of a run that starts: 16 images as the model gets them."""
+    figure, _ = batch_figure(parts, batch, 0, 16)
+    path = folder / "plots" / "first_batch.jpg"
+    path.parent.mkdir(exist_ok=True)
+    write_file(path, to_jpeg(Image.open(io.BytesIO(png(figure))), 1200))
+
+
+def batch_figure(
+    parts: "TrainingParts", batch: "TrainBatch", epoch: int, most: int
+) -> tuple["Figure", int]:
+    """A figure of at most `most` images of the first micro-batch of an epoch, after augmentation,
+    erasing and mixing, with their labels; and the number of images.
+    """
+    import torch
+
+    images, targets = parts.preprocess(batch, epoch, epoch * parts.plan.steps_per_epoch, 0)
     mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in parts.mean_std)
-    pixels = (images[: arguments.images] * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
+    pixels = (images[:most].cpu() * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
     # The splits of a batch (augment.splits) follow each other.
     classes = [utf8_text(name) for name in parts.data.classes]
     has_several = parts.evaluation.task.is_multilabel
+    targets = targets.cpu()
     labels = [
         describe_target(targets[i % len(targets)], classes, has_several) for i in range(len(pixels))
     ]
-    with explain_write_errors(path, "Name another file with --out."):
-        plot_images(path, pixels.numpy(), labels)
-    print(f"wrote {path}: {len(pixels)} of the {len(images)} images of the first micro-batch")
+    return images_figure(pixels.numpy(), labels), len(pixels)
 
 
 def describe_target(target: "Tensor", classes: Sequence[str], multilabel: bool = False) -> str:

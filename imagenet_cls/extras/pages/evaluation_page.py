@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from imagenet_cls.config.metrics import MIN_CLASSES_FOR_TOP5, metrics_of
+from imagenet_cls.config.metrics import BY_NAME, MIN_CLASSES_FOR_TOP5, metrics_of
 from imagenet_cls.data.classes import with_readable_name
-from imagenet_cls.extras.pages.figures import Figure
+from imagenet_cls.extras.pages.evaluation_charts import calibration_charts, confusion_chart
+from imagenet_cls.extras.pages.figures import svg
 from imagenet_cls.extras.pages.render import render, utf8_text
 from imagenet_cls.report.jsonl import user_metrics
 from imagenet_cls.tasks.outputs import output_names
@@ -178,21 +179,22 @@ def evaluation_page(
         )
     has_top5 = len(classes) >= MIN_CLASSES_FOR_TOP5
     columns = _result_columns(results, len(classes))
-    figures: list[Figure] = []
+    matrix = None
+    calibration = []
     details: Sequence[tuple[str, str, str]] = ()
     if confusion is not None:
         details = _DETAILS
-        figures = [
-            {"title": "Reliability diagram", "bins": statistics["calibration"]},
-            {"title": "Confidences", "bins": statistics["calibration"]},
-        ]
+        charts = calibration_charts(statistics["calibration"])
+        calibration = [(chart, svg(chart)) for chart in charts]
         if len(classes) <= _MAX_MATRIX_CLASSES:
-            labels = [with_readable_name(row["name"]) for row in classes]
-            counts = confusion.tolist()
-            figures.append({"title": "Confusion matrix", "labels": labels, "counts": counts})
+            chart = confusion_chart(confusion, [with_readable_name(row["name"]) for row in classes])
+            matrix = chart, svg(chart)
     return render(
         "evaluation.html",
-        figures,
+        top1_text=BY_NAME["top1"].format(result.get("top1_pct", 0.0), 2, statistics["images"]),
+        has_one_label=confusion is not None,
+        matrix=matrix,
+        calibration=calibration,
         title=f"Evaluation of {statistics['model']} ({statistics['origin']})",
         has_top5=has_top5,
         result=result,

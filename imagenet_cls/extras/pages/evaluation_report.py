@@ -22,7 +22,6 @@ from imagenet_cls.files import (
     write_file,
 )
 from imagenet_cls.inference.evaluate_weights import WeightsEvaluation, prediction_rows
-from imagenet_cls.lookup import check_packages
 from imagenet_cls.report.jsonl import finite_json
 from imagenet_cls.tasks.multi_label import MultiLabel
 
@@ -34,12 +33,11 @@ _REMEDY = "Name another folder with --report."
 class EvaluationReport:
     """A folder with report.html, report.json and, with one label for an image, confusion.csv.
 
-    An earlier report in it will be replaced. Raises UsageError for a folder with another page and
-    for missing packages, ResourceError if it can't be written.
+    An earlier report in it will be replaced. Raises UsageError for a folder with another page,
+    ResourceError if it can't be written.
     """
 
     def __init__(self, folder: Path):
-        check_packages("report", "jinja2", "plotly")
         self.folder = folder
         self.page = folder / "report.html"
         if folder.is_file():

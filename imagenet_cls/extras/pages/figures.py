@@ -1,87 +1,149 @@
-"""The data of the figures of a page. templates/figures.js makes traces of Plotly of them."""
+"""The figures of the pages, of `plots/` and of `TrainedRun.plot`, each described once.
 
-import math
-from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import Any
+A `Chart` draws on axes of matplotlib. `svg` makes a drawing for a page of it, `picture` a figure
+for a PNG file or a notebook. pyplot is not used, whose figures and backend are global. matplotlib
+is imported inside the functions, since that takes half a second.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from imagenet_cls.config.metrics import BY_FIELD
-from imagenet_cls.extras.pages.plots import columns, main_metrics, mean_points
-from imagenet_cls.report.jsonl import Record
+from imagenet_cls.files import OUTPUT_MARK, write_file
 
-_ALL_POINTS = 12_000  # of the training curves of a figure
-_MOST_POINTS = 1_000  # of a training curve
-Figure = dict[str, Any]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-
-def curve_figures(runs: Sequence[Sequence[Record]]) -> list[Figure]:
-    """Loss, top-1 or mAP, learning rate and speed over the steps. runs: the records of each."""
-    most = min(_MOST_POINTS, _ALL_POINTS // len(runs))
-    steps = [record["step"] for metrics in runs for record in metrics]
-    resumed = []
-    for run, metrics in enumerate(runs):
-        events = [record for record in metrics if record["kind"] == "event"]
-        resumed += [
-            [run, event["step"]] for event in events if event["message"].startswith("resumed from ")
-        ]
-    figures = []
-    # Of a field of the records: title of its figure, and format of d3 for an exact value.
-    shown = {
-        "loss": ("Loss", ".5f"),
-        **{
-            metric.field: (f"Validation {metric.title}, %", ".3f")
-            for metric in sorted(main_metrics(chain(*runs)), key=list(BY_FIELD.values()).index)
-        },
-        "lr": ("Learning rate", ".6g"),
-        "images_per_sec": ("Images per second", ",.1f"),
-    }
-    for key, (title, number_format) in shown.items():
-        curves = []
-        for run, metrics in enumerate(runs):
-            curves += [{"run": run, **curve} for curve in _curves(metrics, key, most)]
-        figures.append(
-            {
-                "title": title,
-                "format": number_format,
-                "steps": [min(steps, default=0), max(steps, default=1)],
-                "resumed": resumed,
-                "curves": curves,
-            }
-        )
-    return figures
+SIZE = (6.2, 3.9)  # inches of 72 units, which are pixels of a page
+# Of text and lines. In a page they are variables, which page.css sets for light and dark.
+_VARIABLES = {"#1b1f24": "var(--ink)", "#dde1e6": "var(--line)", "#fffffe": "var(--card)"}
+_INK, _LINE, _CARD = _VARIABLES
+GREY = "#8b949e"
+BLUE, ORANGE, GREEN = "#2f7fd0", "#e0822b", "#2a9d63"
+COLORS = (
+    *(BLUE, ORANGE, GREEN, "#d1495b", "#8a63c9"),
+    *("#1aa6b7", "#c75fae", "#9a7b2f", "#6d7b8a", "#7aa32c", "#4c5fd5"),
+)
+_STYLE = {
+    "font.size": 12,
+    "text.color": _INK,
+    "text.parse_math": False,  # `$` is part of a name
+    "axes.edgecolor": _LINE,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.titlesize": 13,
+    "axes.xmargin": 0.02,
+    "grid.color": _LINE,
+    "xtick.color": _LINE,
+    "xtick.labelcolor": _INK,
+    "xtick.major.pad": 7,
+    "ytick.color": _LINE,
+    "ytick.labelcolor": _INK,
+    "legend.facecolor": _CARD,
+    "legend.edgecolor": "none",
+    "legend.fontsize": 11,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "imagenet-cls",  # equal figures have equal bytes
+}
 
 
-def _curves(metrics: Sequence[Record], key: str, most: int) -> Iterator[Figure]:
-    """Of the training steps, with at most `most` points, and of the evaluations of each weights.
+@dataclass(frozen=True)
+class Chart:
+    """A figure. title: what it shows. draw: draws it. size: in inches."""
 
-    size: the number of values of which a point is the mean.
+    title: str
+    draw: Callable[["Axes"], None]
+    size: tuple[float, float] = SIZE
+
+
+def picture(charts: Sequence[Chart], columns: int = 3) -> "Figure":
+    """A figure with the charts in rows. A notebook shows it."""
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        def _repr_png_(self) -> bytes:
+            """What a notebook shows. It knows other figures only if pyplot is imported."""
+            return png(self)
+
+    rows = -(-len(charts) // columns)
+    width, height = SIZE
+    with _style():
+        figure = Picture((width * columns, height * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).flat
+        for axes, chart in zip(grid, charts, strict=False):
+            chart.draw(axes)
+            axes.set_title(chart.title)
+        for axes in list(grid)[len(charts) :]:
+            axes.axis("off")
+    return figure
+
+
+def png(figure: "Figure") -> bytes:
+    content = BytesIO()
+    with _style():
+        figure.savefig(content, format="png", metadata={"Software": OUTPUT_MARK})
+    return content.getvalue()
+
+
+def write_figure(path: Path, figure: "Figure") -> None:
+    """Write a PNG file whole or not at all. Raises OSError."""
+    content = png(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, content)
+
+
+def svg(chart: Chart, names: Sequence[str] = ()) -> str:
+    """A chart as an element of a page. The groups of artists with the id `run-3` get this class,
+    and the name with this number, which a browser shows as a tooltip.
     """
-    training = [record for record in metrics if record["kind"] == "train" and key in record]
-    # The top-1 of training is of augmented, often mixed images.
-    if training and key != "top1_pct":
-        size = math.ceil(len(training) / most)
-        steps, values = mean_points(*columns(training, key), most)
-        curve = {"weights": "", "x": steps.tolist(), "y": _numbers(values), "size": size}
-        if key == "images_per_sec":
-            _, waits = mean_points(*columns(training, "data_wait_pct"), most)
-            curve["waiting"] = _numbers(waits)
-        yield curve
-    for weights in ("raw", "ema"):
-        results = [record for record in metrics if record.get("weights") == weights]
-        results = [record for record in results if key in record]
-        if results:
-            steps, values = columns(results, key)
-            epochs = [record.get("epoch") for record in results]
-            yield {
-                "weights": weights,
-                "x": steps.tolist(),
-                "y": _numbers(values),
-                "epochs": epochs,
-            }
+    from matplotlib.figure import Figure
+
+    content = BytesIO()
+    with _style():
+        figure = Figure(chart.size, layout="constrained", dpi=72)
+        chart.draw(figure.subplots())
+        figure.savefig(content, format="svg", transparent=True, metadata={"Date": None})
+    text = content.getvalue().decode()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    width = round(1.2 * 72 * chart.size[0])
+    root = rf'<svg \1 role="img" style="max-width: {width}px">'
+    text = re.sub(r'<svg [^>]*(viewBox="[^"]*")[^>]*>', root, text, count=1)
+    # a tenth of a pixel is exact enough
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text)
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, variable)
+
+    def named(group: re.Match[str]) -> str:
+        title = escape(names[int(group[1])])
+        return f'<g class="run-{group[1]}"><title>{title}</title>'
+
+    text = re.sub(r'<g id="run-(\d+)">', named, text)
+    return re.sub(r'<g id="[^"]*">', "<g>", text)  # equal in several figures of a page
 
 
-def _numbers(values: np.ndarray) -> list[float | None]:
-    """For JSON: six digits are exact enough. NaN is a gap."""
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+def tinted(color: str, opacity: np.ndarray) -> np.ndarray:
+    """Cells of a color for `imshow`: RGBA, (*opacity.shape, 4). opacity: from 0 to 1."""
+    rgb = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    return np.concatenate([np.broadcast_to(rgb, (*opacity.shape, 3)), opacity[..., None]], axis=-1)
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib as mpl
+
+    with mpl.rc_context(_STYLE), warnings.catch_warnings():
+        # Fonts that lack characters of a name. A browser has others.
+        warnings.filterwarnings("ignore", "Glyph ", UserWarning)
+        yield

@@ -1,11 +1,11 @@
 """Self-contained HTML pages from the templates in this folder. Nothing is loaded from a network.
 
-Jinja2 assembles a page and escapes all values. The script of the page draws its figures by Plotly.
+Jinja2 assembles a page and escapes all values but the drawings of `figures.svg`.
 """
 
 import base64
 import io
-from collections.abc import Sequence
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,9 @@ def utf8_text(value: Any) -> str:
     return printable(str(value)).encode(errors="backslashreplace").decode()
 
 
-def render(template: str, figures: Sequence[Any], **values: Any) -> bytes:
-    """A page. template: a file of the folder templates/. figures: their data, for its script."""
+def render(template: str, **values: Any) -> bytes:
+    """A page. template: a file of the folder templates/."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from plotly.offline import get_plotlyjs
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -40,15 +39,20 @@ def render(template: str, figures: Sequence[Any], **values: Any) -> bytes:
         lstrip_blocks=True,
         finalize=_encodable,
     )
-    environment.filters |= {"cell": format_cell, "data_url": data_url}
-    script = get_plotlyjs() if figures else ""  # about 5 MB
-    page = environment.get_template(template)
-    return page.render(figures=figures, script=script, **values).encode()
+    environment.filters |= {"cell": format_cell, "data_url": data_url, "breakable": breakable}
+    return environment.get_template(template).render(**values).encode()
 
 
 def _encodable(value: Any) -> Any:
-    # not the markup of a macro or of the script
+    # not the markup of a macro
     return utf8_text(value) if type(value) is str else value
+
+
+def breakable(name: str) -> Any:
+    """A name as markup that a browser may break after `.`, `,`, `=`, `/` and `_`."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"([.,=/_])", r"\1<wbr>", str(escape(utf8_text(name)))))
 
 
 def format_cell(value: Any, number_format: str) -> Any:

@@ -1,19 +1,22 @@
-"""`tools/report.py`: write a page about one run or several."""
+"""`tools/report.py`: write a page about one run or several. Also the page of a run at its end."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.trained_run import TrainedRun
-from imagenet_cls.config.compare import differing_values
-from imagenet_cls.config.load import load_config
-from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import UsageError, UserError
-from imagenet_cls.files import check_replaced, explain_write_errors, write_output
-from imagenet_cls.lookup import check_packages
-from imagenet_cls.text import first_line
+from imagenet_cls.errors import UsageError
+from imagenet_cls.extras.pages.curves import AXES, curves_of, run_charts
+from imagenet_cls.extras.pages.figures import picture, write_figure
+from imagenet_cls.files import check_replaced, explain_write_errors, is_locked, write_output
+from imagenet_cls.report.jsonl import read_metrics
+
+if TYPE_CHECKING:
+    from imagenet_cls.extras.pages.runs_page import Sweep
+
+_WATCH_SEC = 10
 
 
 def report_command(argv: Sequence[str]) -> None:
@@ -39,6 +42,21 @@ def report_command(argv: Sequence[str]) -> None:
         help="the page; an earlier page is replaced; default: report.html, in the folder of "
         "one run, or in the current folder for several runs",
     )
+    parser.add_argument(
+        "--axis", choices=AXES, default=AXES[0], help="of the curves (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--group-by",
+        metavar="KEY",
+        help="color the curves by the values of a key of the configs; default: up to 11 runs have "
+        "their own colors, of more the best settings",
+    )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help=f"write the page every {_WATCH_SEC} seconds, as long as a run trains; it reloads "
+        "itself in the browser",
+    )
     arguments = cli.parse(parser, argv)
     paths = list(dict.fromkeys(arguments.runs))
     runs = []
@@ -60,44 +78,42 @@ def report_command(argv: Sequence[str]) -> None:
         raise UsageError(f"--out {out}: the page is an HTML file.", "Name it *.html.")
     if arguments.out or len(runs) > 1:  # else the run folder's own page, perhaps an old one
         check_replaced(out)
-    write_page(runs, out)
+    while arguments.watch and any(map(is_locked, runs)):
+        write_page(runs, out, arguments.axis, arguments.group_by, refresh_sec=_WATCH_SEC)
+        time.sleep(_WATCH_SEC)
+    write_page(runs, out, arguments.axis, arguments.group_by)
+    print(f"wrote {out}")
 
 
 def write_page(
     runs: Sequence[Path],
     out: Path,
-    settings: tuple[Sequence[tuple[str, str]], Sequence[Sequence[Any]]] | None = None,
+    axis: str = AXES[0],
+    group_by: str | None = None,
+    sweep: "Sweep | None" = None,
+    refresh_sec: int | None = None,
 ) -> None:
-    """Write the page of run folders. settings: columns and rows of a table above the runs, see
-    `table` in templates/macros.html. Raises a UserError.
-    """
+    """Write the page of run folders, see `runs_page`. Raises a UserError."""
     from imagenet_cls.extras.pages.runs_page import read_run, run_names, runs_page
 
-    check_packages("report", "jinja2", "plotly")
-    configs: dict[Path, Config] = {}
-    texts: dict[Path, str] = {}
-    notes = []
-    for run in runs:
-        file = run / "config.yaml"
-        try:
-            configs[run] = load_config(file).config
-            texts[run] = file.read_text("utf-8")
-        except UserError as error:
-            notes.append(
-                f"{run}: its config can't be read and is not compared: {first_line(error)}"
-            )
-    differences = {}
-    for key, values in differing_values(list(configs.values())).items():
-        by_run = dict(zip(configs, values, strict=True))
-        differences[key] = [by_run.get(run) for run in runs]
-    batches = [configs[run].train.global_batch_size if run in configs else None for run in runs]
-    records = []
-    for run, name in zip(runs, run_names(runs), strict=True):
-        checkpoints = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
-        records.append(read_run(run, name, checkpoints))
-    config_texts = [texts.get(run) for run in runs]
-    page = runs_page(records, batches, config_texts, differences, notes, out.parent, settings)
+    records = [read_run(run, name) for run, name in zip(runs, run_names(runs), strict=True)]
+    page = runs_page(records, out.parent, axis, group_by, sweep, refresh_sec)
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_output(out, page)
-    print(f"wrote {out}")
+
+
+def write_run_page(folder: Path) -> None:
+    """Write `report.html` of a run at its end. Raises a UserError."""
+    write_page([folder], folder / "report.html")
+
+
+def write_plots(folder: Path) -> None:
+    """Draw `plots/curves.png` of a run. Raises a UserError or OSError."""
+    charts = run_charts(curves_of(read_metrics(folder)))
+    write_figure(folder / "plots" / "curves.png", picture(charts))
+
+
+def plot_records(records: Sequence[Any]) -> Any:
+    """The curves of the records of a run: a figure of matplotlib."""
+    return picture(run_charts(curves_of(records)))

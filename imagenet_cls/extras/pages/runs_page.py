@@ -1,6 +1,7 @@
 """The page of one run or several: results, curves, differences of the configs."""
 
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -13,34 +14,38 @@ from statistics import fmean, median
 from typing import Any
 from urllib.parse import quote
 
-from imagenet_cls.errors import CheckpointError, explain_content_errors
-from imagenet_cls.extras.pages.figures import curve_figures
-from imagenet_cls.extras.pages.plots import main_metrics
-from imagenet_cls.extras.pages.render import DURATION, render, utf8_text
+from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
+from imagenet_cls.config.compare import differing_values
+from imagenet_cls.config.load import load_config
+from imagenet_cls.config.metrics import BY_FIELD
+from imagenet_cls.config.schema import Config
+from imagenet_cls.errors import CheckpointError, UsageError, UserError, explain_content_errors
+from imagenet_cls.extras.pages.curves import (
+    Curves,
+    Group,
+    comparison_charts,
+    curves_of,
+    has_few,
+    main_metrics,
+    run_charts,
+)
+from imagenet_cls.extras.pages.evaluation_charts import chart_of_classes
+from imagenet_cls.extras.pages.figures import COLORS, Chart, svg
+from imagenet_cls.extras.pages.render import DURATION, data_url, render, utf8_text
+from imagenet_cls.extras.sweep.plan import REPEATS
 from imagenet_cls.files import is_locked
+from imagenet_cls.optim.schedule import scaled_lr
 from imagenet_cls.report.jsonl import Record, read_metrics, user_metrics
-from imagenet_cls.text import command_line
+from imagenet_cls.text import command_line, first_line, join_names
 
 _MAX_COLUMNS = 6  # differing keys that are columns of the table of runs
-
-# Columns of the results: title, key of `run_statistics`, format.
-_BEST_RESULTS = (("at step", "best_step", ",d"), ("weights", "best_weights", ""))
-_LAST_RESULTS = {
-    "top1_pct": (
-        ("last validation top-1 %", "last_top1_pct", ".2f"),
-        ("last validation balanced %", "last_balanced_pct", ".2f"),
-    ),
-    "map_pct": (
-        ("last validation mAP %", "last_map_pct", ".2f"),
-        ("last validation micro F1 %", "last_micro_f1_pct", ".2f"),
-    ),
-}
+_COLORED_GROUPS = 5  # of many runs
+# Results of a run: title, key of `run_statistics`, format.
 _RESULTS = (
     ("last training loss", "last_loss", ".4f"),
     ("time", "hours", DURATION),
-    ("img/s", "images_per_sec", ",.0f"),
-    ("waiting %", "data_wait_pct", ".1f"),
-    ("ranks", "ranks", "d"),
+    ("images per second", "images_per_sec", ",.0f"),
+    ("waiting for data, %", "data_wait_pct", ".1f"),
 )
 
 
@@ -48,9 +53,10 @@ _RESULTS = (
 class RunRecords:
     """What a run folder holds, finished or not; None and empty where a file is missing.
 
-    metrics: see `read_metrics`. is_running: its process has the lock. ranks,
-    total_steps, steps_per_epoch, offset (see `engine.plan.Plan`), saved_step and stopped_early: of
-    the newest checkpoint that is there. checkpoints: by step, newest first.
+    metrics: see `read_metrics`. is_running: its process has the lock. ranks, total_steps,
+    steps_per_epoch, offset (see `engine.plan.Plan`), saved_step and stopped_early: of the newest
+    checkpoint that is there. checkpoints: by step, newest first. config: None, with a note, if it
+    can't be read.
     """
 
     name: str
@@ -65,9 +71,32 @@ class RunRecords:
     saved_step: int | None
     stopped_early: bool
     checkpoints: Mapping[int, Path]
+    config: Config | None
+    config_text: str | None
+    note: str | None
 
     def records(self, kind: str) -> list[Record]:
         return [record for record in self.metrics if record["kind"] == kind]
+
+    @property
+    def batch(self) -> int | None:
+        """The global batch size."""
+        return self.config.train.global_batch_size if self.config else None
+
+    def curves(self, axis: str) -> Curves:
+        return curves_of(self.metrics, axis, self.steps_per_epoch, self.batch)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """columns, rows: of the table of settings, see `table` in templates/macros.html. conclusion:
+    about the best setting.
+    """
+
+    charts: Sequence[Chart]
+    columns: Sequence[tuple[str, str]]
+    rows: Sequence[Sequence[Any]]
+    conclusion: str
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
@@ -77,11 +106,8 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     return [utf8_text(path.relative_to(common)) for path in paths]
 
 
-def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRecords:
-    """Read a run folder. checkpoints: the checkpoints of the run by step, newest first.
-
-    Raises CheckpointError with the file that can't be read.
-    """
+def read_run(folder: Path, name: str) -> RunRecords:
+    """Read a run folder. Raises CheckpointError with the file that can't be read."""
     file = folder / "metrics.jsonl"
     with explain_content_errors(CheckpointError, file):
         metrics = read_metrics(file)
@@ -96,9 +122,10 @@ def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRec
             code = environment.get("code")
             commit = None
             if code:
-                note = ", with changes" if code["uncommitted_changes"] else ""
-                commit = f"{code['commit'][:12]}{note}"
+                changes = ", with changes" if code["uncommitted_changes"] else ""
+                commit = f"{code['commit'][:12]}{changes}"
             versions = {"commit": commit, **environment.get("versions", {})}
+    checkpoints = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
     for path in checkpoints.values():
         file = path / "state.json"
         with explain_content_errors(CheckpointError, file):
@@ -111,6 +138,13 @@ def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRec
                 ranks = int(state["world_size"])
                 stopped_early = bool(state["progress"].get("stopped_early"))
                 break
+    config = text = note = None
+    file = folder / "config.yaml"
+    try:
+        config = load_config(file).config
+        text = file.read_text("utf-8")
+    except UserError as error:
+        note = f"{folder}: its config can't be read and is not compared: {first_line(error)}"
     return RunRecords(
         name,
         folder,
@@ -124,15 +158,17 @@ def read_run(folder: Path, name: str, checkpoints: Mapping[int, Path]) -> RunRec
         saved_step,
         stopped_early,
         checkpoints,
+        config,
+        text,
+        note,
     )
 
 
-def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
+def run_statistics(run: RunRecords) -> dict[str, Any]:
     """The statistics of a run by name, None where unknown.
 
     best: the highest top-1, or mAP (`metric`); last: the last evaluation of the same weights.
-    hours: of training steps and evaluations, from the speed of each logging interval.
-    images_per_sec: the median of the intervals; data_wait_pct: their mean.
+    hours: see `curves_of`. images_per_sec: the median of the intervals; data_wait_pct: their mean.
     """
     train = run.records("train")
     results = run.records("eval")
@@ -146,29 +182,17 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
     if intervals:
         images_per_sec = median(record["images_per_sec"] for record in intervals)
         data_wait_pct = fmean(record["data_wait_pct"] for record in intervals)
-    # after a change of the batch, that of earlier intervals is unknown
-    if intervals and global_batch and not run.offset:
-        # The first step is above 1 for a run that continues another one's checkpoint.
-        previous = train[0]["step"] - 1
-        seconds = sum({record["step"]: record["seconds"] for record in results}.values())
-        for record in intervals:
-            seconds += global_batch * (record["step"] - previous) / record["images_per_sec"]
-            previous = record["step"]
-        hours = seconds / 3600
+        if run.batch:
+            hours = float(run.curves("minutes").places[-1]) / 60
     return {
         "step": train[-1]["step"] if train else 0,
-        "total_steps": run.total_steps,
         "metric": metric,
-        "best_top1_pct": best.get("top1_pct"),
-        "best_map_pct": best.get("map_pct"),
-        "best_step": best.get("step"),
-        "best_epoch": best.get("epoch"),
-        "best_weights": best.get("weights"),
-        "last_top1_pct": last.get("top1_pct"),
-        "last_balanced_pct": last.get("balanced_accuracy_pct"),
-        "last_map_pct": last.get("map_pct"),
-        "last_micro_f1_pct": last.get("micro_f1_pct"),
-        "user_metrics": user_metrics(last),
+        "best": best.get(metric),
+        "best_text": BY_FIELD[metric].format(best[metric], 2, best.get("images")) if best else "–",
+        "best_record": best,
+        "last": last.get(metric),
+        "last_record": last,
+        "own_metrics": user_metrics(last),
         "last_loss": train[-1]["loss"] if train else None,
         "hours": hours,
         "images_per_sec": images_per_sec,
@@ -179,71 +203,141 @@ def run_statistics(run: RunRecords, global_batch: int | None) -> dict[str, Any]:
 
 def runs_page(
     runs: Sequence[RunRecords],
-    global_batches: Sequence[int | None],
-    config_texts: Sequence[str | None],
-    differences: Mapping[str, Sequence[str | None]],
-    notes: Sequence[str],
     folder: Path,
-    settings: tuple[Sequence[tuple[str, str]], Sequence[Sequence[Any]]] | None = None,
+    axis: str = "epoch",
+    group_by: str | None = None,
+    sweep: Sweep | None = None,
+    refresh_sec: int | None = None,
 ) -> bytes:
-    """The page of the runs. Raises CheckpointError for records with missing values.
+    """The page of the runs, best first. Raises CheckpointError for records with missing values, and
+    UsageError for a key in which the runs do not differ.
 
-    global_batches: the global batch size of each run, None if unknown. config_texts: the content of
-    config.yaml of each run, None if it can't be read. differences: values of the
-    configs by key, in the order of the runs. notes: to be said first. folder: the folder of the
-    page, from which the links to checkpoints lead. settings: columns and rows of the table
-    of settings of a sweep.
+    folder: of the page, from which the links to checkpoints lead. axis: of `curves.AXES`. group_by:
+    the key by whose values curves are colored. sweep: what the runs are of. refresh_sec: after how
+    many seconds a browser loads the page again.
     """
-    statistics = []
-    for run, global_batch in zip(runs, global_batches, strict=True):
+    rows = []
+    for run in runs:
         file = run.folder / "metrics.jsonl"
         with explain_content_errors(CheckpointError, file, "missing or invalid values"):
-            statistics.append(run_statistics(run, global_batch))
-    states = [_state(run, row) for run, row in zip(runs, statistics, strict=True)]
-    found = main_metrics(record for run in runs for record in run.metrics)
-    titles = {metric.field: metric.title for metric in found}
-    metrics = list(titles)
-    main = f"best_{metrics[0]}"
-    known = [row for row in statistics if row[main] is not None]
-    values = sorted(row[main] for row in known)
-    best = max(known, key=itemgetter(main), default=statistics[0])
+            rows.append((run, run_statistics(run)))
+    rows.sort(key=lambda row: -math.inf if row[1]["best"] is None else row[1]["best"], reverse=True)
+    runs = [run for run, _ in rows]
+    statistics = [row for _, row in rows]
+    differences = config_differences(runs)
+    groups = group_runs(runs, statistics, differences, group_by)
+    curves = [run.curves(axis) for run in runs]
+    charts = comparison_charts(curves, groups) if len(runs) > 1 else run_charts(curves[0])
+    best = statistics[0]
+    values = [row["best"] for row in statistics if row["best"] is not None]
+    picture = runs[0].folder / "plots" / "first_batch.jpg"
+    file = runs[0].folder / "classes.json"
+    if len(runs) == 1 and values and file.exists():
+        with explain_content_errors(CheckpointError, file):
+            title = "Average precision" if best["metric"] == "map_pct" else "Accuracy"
+            weights = best["best_record"]["weights"]
+            charts.append(chart_of_classes(title, json.loads(file.read_bytes()), weights))
+    titles = [metric.title for metric in main_metrics(chain(*(run.metrics for run in runs)))]
+    states = [_state(run, row["step"]) for run, row in zip(runs, statistics, strict=True)]
+    versions: dict[tuple[Any, ...], list[str]] = {}
+    for run in runs:
+        versions.setdefault(tuple(run.versions.items()), []).append(run.name)
     return render(
         "runs.html",
-        curve_figures([run.metrics for run in runs]),
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-        notes=notes,
-        settings=settings,
+        notes=[run.note for run in runs if run.note],
+        sweep=sweep,
+        sweep_charts=[(chart, svg(chart)) for chart in sweep.charts] if sweep else [],
         runs=runs,
-        config_texts=config_texts,
-        test_command=command_line("test"),
         statistics=statistics,
         states=states,
         num_states=Counter(re.split("[:,]", state)[0] for state in states),
         best=best,
-        best_run=runs[statistics.index(best)],
-        metrics=metrics,
-        titles=titles,
-        best_values=values,
+        metric=" or ".join(titles),
+        values=values,
         median_value=median(values) if values else None,
         hours=[row["hours"] for row in statistics if row["hours"] is not None],
-        results=[*_BEST_RESULTS, *chain(*(_LAST_RESULTS[name] for name in metrics)), *_RESULTS],
-        own_metrics=list(dict.fromkeys(name for row in statistics for name in row["user_metrics"])),
+        results=_RESULTS,
+        own_metrics=list(dict.fromkeys(name for row in statistics for name in row["own_metrics"])),
         differences=differences,
         are_columns=len(differences) <= _MAX_COLUMNS,
-        versions=list(dict.fromkeys(name for run in runs for name in run.versions)),
+        groups=groups,
+        colors={number: group.color for group in groups for number in group.runs},
+        charts=[(chart, svg(chart, [run.name for run in runs])) for chart in charts],
+        first_batch=data_url(picture.read_bytes()) if picture.is_file() else None,
+        changed=changed_settings(runs[0]) if len(runs) == 1 else {},
+        events=runs[0].records("event") if len(runs) == 1 else [],
+        versions=versions,
+        test_command=command_line("test"),
         address=lambda path: quote(os.fsencode(os.path.relpath(path, folder))),
+        refresh_sec=refresh_sec,
     )
 
 
-def _state(run: RunRecords, statistics: Mapping[str, Any]) -> str:
-    step = statistics["step"]
-    total = statistics["total_steps"]
+def config_differences(runs: Sequence[RunRecords]) -> dict[str, list[str | None]]:
+    """The values of each key in which the configs differ, in the order of the runs."""
+    known = [number for number, run in enumerate(runs) if run.config]
+    found = differing_values([run.config for run in runs if run.config])
+    differences = {}
+    for key, values in found.items():
+        by_run = dict(zip(known, values, strict=True))
+        differences[key] = [by_run.get(number) for number in range(len(runs))]
+    return differences
+
+
+def group_runs(
+    runs: Sequence[RunRecords],
+    statistics: Sequence[Mapping[str, Any]],
+    differences: Mapping[str, Sequence[str | None]],
+    group_by: str | None,
+) -> list[Group]:
+    """The groups of curves, best first: of few runs each is one; of more those of one setting, and
+    the best ones have colors.
+    """
+    if group_by and group_by not in differences:
+        raise UsageError(
+            f"--group-by {group_by}: the configs do not differ in it.",
+            f"They differ in: {join_names(list(differences)) or 'nothing'}.",
+        )
+    if has_few(runs) and not group_by:
+        return [Group(run.name, [i], COLORS[i]) for i, run in enumerate(runs)]
+    keys = [group_by] if group_by else [key for key in differences if key not in REPEATS]
+    members: dict[str, list[int]] = {}
+    for number, run in enumerate(runs):
+        setting = ", ".join(f"{key}={differences[key][number]}" for key in keys)
+        members.setdefault(setting or run.name, []).append(number)
+
+    def mean(numbers: Sequence[int]) -> float:
+        values = [statistics[n]["best"] for n in numbers]
+        return fmean([value for value in values if value is not None] or [-math.inf])
+
+    ordered = sorted(members.items(), key=lambda group: mean(group[1]), reverse=True)
+    colors = [*COLORS[:_COLORED_GROUPS], *[None] * len(ordered)]
+    return [
+        Group(label, numbers, color)
+        for (label, numbers), color in zip(ordered, colors, strict=False)
+    ]
+
+
+def changed_settings(run: RunRecords) -> dict[str, str]:
+    """The settings of a run that differ from the defaults, and the learning rate as it is used."""
+    if not run.config:
+        return {}
+    changed = {key: values[1] for key, values in differing_values([Config(), run.config]).items()}
+    optimizer, batch = run.config.optimizer, run.config.train.global_batch_size
+    lr, note = scaled_lr(optimizer, batch)
+    if note:
+        base = f"{optimizer.lr:g} for a batch of {optimizer.lr_base_batch}"
+        changed["optimizer.lr"] = f"{lr:g} ({base})"
+    return changed
+
+
+def _state(run: RunRecords, step: int) -> str:
+    total = run.total_steps
     reached = f"step {step:,} of {total:,}" if total else f"step {step:,}, no checkpoint"
-    if run.is_running:
-        return f"running: {reached}"
-    if total and run.saved_step == step:
+    if total and run.saved_step == step:  # also while its process ends
         if step >= total:
             return f"done, {step:,} steps"
         if run.stopped_early:
             return f"stopped early: {reached}"
-    return f"interrupted: {reached}"
+    return f"running: {reached}" if run.is_running else f"interrupted: {reached}"

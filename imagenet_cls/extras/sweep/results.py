@@ -21,6 +21,8 @@ from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import CheckpointError, UsageError, UserError, explain_content_errors
 from imagenet_cls.extras.pages.render import format_cell
 from imagenet_cls.extras.pages.report import write_page
+from imagenet_cls.extras.pages.runs_page import Sweep
+from imagenet_cls.extras.pages.sweep_charts import sweep_charts
 from imagenet_cls.extras.sweep.plan import SweepRun, load_runs, read_runs, split_overrides
 from imagenet_cls.files import write_output
 from imagenet_cls.text import command_line, count_of, first_line, format_columns, format_value
@@ -202,22 +204,31 @@ def show_results(folder: Path) -> None:
     file = io.StringIO()
     csv.writer(file).writerows([header, *cells])
     write_output(folder / "table.csv", file.getvalue())
+    conclusion = best_setting(folder, rows)
     runs = [folder / run.name for row in rows for run in row.runs]
     begun = [run for run in runs if (run / "metrics.jsonl").is_file()]
     if begun:
         columns = list(zip(header, formats, strict=True))
-        try:
-            write_page(begun, folder / "report.html", settings=(columns, cells))
-        except UsageError as error:  # a missing package, which the results do not need
-            print(error)
+        title = metric.title if metric else "result"
+        charts = sweep_charts(title, [(row.setting, row.results) for row in rows])
+        sweep = Sweep(charts, columns, cells, conclusion)
+        write_page(begun, folder / "report.html", sweep=sweep)
+    print(conclusion)
+
+
+def best_setting(folder: Path, rows: Sequence[Row]) -> str:
+    """A line with the command that trains the best setting, and whether it differs from others; ""
+    without results. folder: of the sweep. rows: the best first.
+    """
     best, *others = rows
-    if best.results:
-        alike = [row for row in others if row.results and not differ(best.results, row.results)]
-        note = ""
-        if alike:
-            count = count_of(len(alike), "other")
-            note = f" (not different from {count} by Welch's t-test at p < 0.05)"
-            if len(best.results) == 1:
-                note = " of one run each, so chance may decide"
-        arguments = ["--work-dir", str(folder / "best"), *best.runs[0].best_arguments]
-        print(f"the best setting{note}: {command_line('train')} {shlex.join(arguments)}")
+    if not best.results:
+        return ""
+    alike = [row for row in others if row.results and not differ(best.results, row.results)]
+    note = ""
+    if alike:
+        count = count_of(len(alike), "other")
+        note = f" (not different from {count} by Welch's t-test at p < 0.05)"
+        if len(best.results) == 1:
+            note = " of one run each, so chance may decide"
+    arguments = ["--work-dir", str(folder / "best"), *best.runs[0].best_arguments]
+    return f"the best setting{note}: {command_line('train')} {shlex.join(arguments)}"

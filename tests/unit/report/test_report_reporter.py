@@ -62,7 +62,7 @@ def report_all(reporter: Reporter) -> None:
     ema = {**EVAL, "weights": "ema", "top1_pct": 98.5}
     reporter.eval_results([EVAL, ema], "the line of the epoch")
     reporter.event(6, "stopped")
-    reporter.plot()
+    reporter.write_pages(["log.plots", "log.report", "unknown"])
 
 
 def test_main_rank_writes_every_output(tmp_path, capsys):

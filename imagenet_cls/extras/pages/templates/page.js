@@ -1,49 +1,20 @@
-// Tables, and the table of runs as the legend of the figures.
+"use strict";
+// Tables that are sorted and filtered, and the table of runs as the legend of the curves.
+const runRows = [...document.querySelectorAll("tr[data-run]")];
 
-// The curves of all runs have the same steps, so zooming one zooms all.
-function zoomTogether() {
-  for (const plot of plots) {
-    plot.on("plotly_relayout", (change) => {
-      const range = change["xaxis.range[0]"] === undefined
-        ? change["xaxis.range"]
-        : [change["xaxis.range[0]"], change["xaxis.range[1]"]];
-      if (!range && !change["xaxis.autorange"]) return;
-      const update = range ? { "xaxis.range": range } : { "xaxis.autorange": true };
-      for (const other of plots) {
-        const current = other.layout.xaxis;
-        const isSame = range
-          ? range.every((end, i) => end === current.range[i])
-          : current.autorange === true;
-        if (!isSame) Plotly.relayout(other, update);
-      }
-    });
-  }
-}
+const curvesOf = (row) => document.querySelectorAll(`.run-${row.dataset.run}`);
 
 // Show the curves of the rows that are pressed and not filtered out.
 function showRuns() {
-  const shown = new Set();
   for (const row of runRows) {
-    if (!row.hidden && !row.classList.contains("off")) shown.add(row.dataset.run);
-  }
-  for (const plot of plots) {
-    const visible = plot.data.map((trace) => shown.has(String(trace.meta)));
-    const shapes = plot.shapes.filter((shape) => shown.has(shape.name));
-    Plotly.update(plot, { visible }, { shapes });
+    const isOff = row.hidden || row.classList.contains("off");
+    for (const curve of curvesOf(row)) curve.classList.toggle("off", isOff);
   }
 }
 
 function press(row, isOn) {
   row.classList.toggle("off", !isOn);
   row.querySelector("button").setAttribute("aria-pressed", isOn);
-}
-
-// Make the curves of other runs pale; null for none.
-function emphasize(run) {
-  for (const plot of plots) {
-    const opacity = plot.data.map((trace) => (run === null || trace.meta === run ? 1 : 0.15));
-    if (opacity.length) Plotly.restyle(plot, { opacity });
-  }
 }
 
 function connectRuns() {
@@ -56,10 +27,12 @@ function connectRuns() {
       for (const other of runRows) press(other, other === row);
       showRuns();
     });
-    if (runRows.length > 1 && !isTouch) {
-      row.addEventListener("mouseenter", () => emphasize(Number(row.dataset.run)));
-      row.addEventListener("mouseleave", () => emphasize(null));
-    }
+    row.addEventListener("mouseenter", () => {
+      for (const curve of curvesOf(row)) curve.classList.add("strong");
+    });
+    row.addEventListener("mouseleave", () => {
+      for (const curve of curvesOf(row)) curve.classList.remove("strong");
+    });
   }
   document.getElementById("show-all")?.addEventListener("click", () => {
     for (const row of runRows) press(row, true);
@@ -112,17 +85,10 @@ function connectTables() {
         const text = row.textContent.toLowerCase();
         row.hidden = !words.every((word) => text.includes(word));
       }
-      if (runRows.length) showRuns();
+      showRuns();
     });
   }
 }
 
 connectTables();
-for (const row of runRows) row.style.setProperty("--run", runColor(Number(row.dataset.run)));
-Promise.all(plots.map(drawFigure)).then(() => {
-  if (runRows.length) {
-    connectRuns();
-    zoomTogether();
-  }
-  document.body.dataset.ready = "";  // for tests
-});
+connectRuns();

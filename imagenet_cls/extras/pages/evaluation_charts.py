@@ -1,0 +1,119 @@
+"""The figures of an evaluation: accuracy of the classes, confusion matrix, calibration."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from imagenet_cls.data.classes import with_readable_name
+from imagenet_cls.extras.pages.figures import BLUE, GREY, ORANGE, SIZE, Chart, tinted
+from imagenet_cls.extras.pages.render import utf8_text
+from imagenet_cls.text import shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_BARS = 30  # classes
+_MOST_NUMBERS = 20  # classes, up to which the cells of the confusion matrix show numbers
+_SMALL = 6  # classes of a small confusion matrix
+_MOST_HORIZONTAL = 12  # classes, up to which the names of the columns are horizontal
+_NAME = 24  # characters
+
+
+def chart_of_classes(title: str, result: Mapping[str, Any], weights: str) -> Chart:
+    """Bars of the classes with images, lowest first. result: the content of `classes.json`.
+    weights: raw or ema.
+    """
+    names = map(utf8_text, result["classes"])
+    by_class = result[weights]
+    rows = zip(by_class["class_pct"], names, by_class["class_images"], strict=False)
+    known = sorted((pct, name, images) for pct, name, images in rows if pct is not None)
+    shown = known[:_MOST_BARS]
+    title += f" by class, epoch {result['epoch'] + 1}"
+    if len(known) > _MOST_BARS:
+        title += f": the lowest {_MOST_BARS} of {len(known)}"
+    return Chart(title, partial(_draw_bars, shown), (SIZE[0], max(SIZE[1], 1 + 0.22 * len(shown))))
+
+
+def _draw_bars(rows: Sequence[tuple[float, str, int]], axes: "Axes") -> None:
+    places = range(len(rows))
+    axes.barh(places, [pct for pct, _, _ in rows], color=BLUE, height=0.7)
+    labels = [
+        f"{shorten(with_readable_name(name), _NAME)} ({images:,})" for _, name, images in rows
+    ]
+    axes.set_yticks(places, labels)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, 100)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("% of the images of the class; in parentheses their number")
+
+
+def confusion_chart(confusion: np.ndarray, names: Sequence[str]) -> Chart:
+    """The confusion matrix: rows are true classes. confusion: int64 (K, K)."""
+    side = SIZE[0] if len(names) <= _SMALL else 1.6 * SIZE[0]
+    return Chart("Confusion matrix", partial(_draw_matrix, confusion, names), (side, 0.9 * side))
+
+
+def _draw_matrix(confusion: np.ndarray, names: Sequence[str], axes: "Axes") -> None:
+    """The opacity of a cell is the share of the images of the true class; of mistakes relative to
+    the largest share.
+    """
+    count = len(names)
+    shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    is_correct = np.eye(count, dtype=bool)
+    largest = shares[~is_correct].max(initial=0) or 1
+    mistakes = tinted(ORANGE, shares / largest * ~is_correct)
+    cells = np.where(is_correct[..., None], tinted(BLUE, shares), mistakes)
+    axes.imshow(cells, interpolation="none", aspect="auto")
+    axes.grid(visible=False)
+    is_horizontal = count <= _MOST_HORIZONTAL
+    size = 12 if count <= _MOST_NUMBERS else 9
+    length = (50 if count <= _SMALL else 96) // count if is_horizontal else _NAME
+    columns = [shorten(name, length) for name in names]
+    rotation = "horizontal" if is_horizontal else "vertical"
+    axes.set_xticks(range(count), columns, rotation=rotation, fontsize=size)
+    axes.set_yticks(range(count), [shorten(name, _NAME) for name in names], fontsize=size)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+    if count <= _MOST_NUMBERS:
+        for (row, column), images in np.ndenumerate(confusion):
+            if images:
+                axes.text(column, row, f"{images:,}", ha="center", va="center", fontsize=size - 1)
+
+
+def calibration_charts(bins: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """The reliability diagram, and the histogram of confidences."""
+    return [
+        Chart("Reliability diagram", partial(_draw_reliability, bins)),
+        Chart("Confidences", partial(_draw_confidences, bins)),
+    ]
+
+
+def _bars(bins: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Where the bars of the bins are."""
+    return {
+        "x": [row["low"] for row in bins],
+        "width": [0.94 * (row["high"] - row["low"]) for row in bins],
+        "align": "edge",
+    }
+
+
+def _draw_reliability(bins: Sequence[Mapping[str, Any]], axes: "Axes") -> None:
+    accuracies = [row["accuracy_pct"] for row in bins]
+    axes.bar(height=accuracies, color=BLUE, alpha=0.75, label="accuracy of a bin", **_bars(bins))
+    axes.plot([0, 1], [0, 100], color=GREY, linestyle="--", label="calibrated")
+    means = [row["confidence"] for row in bins]
+    axes.plot(means, accuracies, "o", color=ORANGE, label="at its mean confidence")
+    axes.set(xlim=(0, 1), ylim=(0, 102), xlabel="confidence", ylabel="accuracy, %")
+    axes.legend(loc="upper left")
+
+
+def _draw_confidences(bins: Sequence[Mapping[str, Any]], axes: "Axes") -> None:
+    correct = [round(row["images"] * row["accuracy_pct"] / 100) for row in bins]
+    wrong = [row["images"] - hits for row, hits in zip(bins, correct, strict=True)]
+    places = _bars(bins)
+    axes.bar(height=correct, color=BLUE, label="correct", **places)
+    axes.bar(height=wrong, bottom=correct, color=ORANGE, label="wrong", **places)
+    axes.set(xlim=(0, 1), xlabel="confidence", ylabel="images")
+    axes.legend(loc="upper left")
