@@ -6,6 +6,7 @@ Jinja2 assembles a page and escapes all values but the drawings of `figures.svg`
 import base64
 import io
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ def utf8_text(value: Any) -> str:
 
 def render(template: str, **values: Any) -> bytes:
     """A page. template: a file of the folder templates/."""
+    return _environment().get_template(template).render(**values).encode()
+
+
+@cache  # the templates are compiled once
+def _environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -40,7 +46,7 @@ def render(template: str, **values: Any) -> bytes:
         finalize=_encodable,
     )
     environment.filters |= {"cell": format_cell, "data_url": data_url, "breakable": breakable}
-    return environment.get_template(template).render(**values).encode()
+    return environment
 
 
 def _encodable(value: Any) -> Any:
