@@ -106,6 +106,7 @@ EXTRAS = {
     "Predictor.features": "extras.weights.feature_model:FeatureModel",
     "test.py --knn, --linear-probe": "extras.weights.feature_classifiers:evaluate_features",
     "test.py --report": "extras.pages.evaluation_report:EvaluationReport",
+    "predict.py --report, --sort-into": "extras.pages.predictions:ShownPredictions",
     "TrainedRun.report": "extras.pages.report:report_command",
     "TrainedRun.plot": "extras.pages.report:plot_records",
     "log.writers=wandb": "extras.trackers:Wandb",

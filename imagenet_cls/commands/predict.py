@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from imagenet_cls.commands import cli
 from imagenet_cls.config.schema import DEVICE
+from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import DataError, UsageError
 from imagenet_cls.files import check_output_path, write_output
 from imagenet_cls.inference.prediction_files import write_predictions
@@ -56,13 +57,28 @@ def predict_command(argv: Sequence[str]) -> None:
         "instead of predictions",
     )
     parser.add_argument(
+        "--report",
+        type=cli.path,
+        metavar="PAGE.html",
+        help="also write a page of the images by predicted class, the least certain first",
+    )
+    parser.add_argument(
+        "--sort-into",
+        type=cli.path,
+        metavar="DIR",
+        help="also link to the images in a new folder, in DIR/CLASS for each predicted class",
+    )
+    parser.add_argument(
         "--logits", action="store_true", help="with --json: the logits of all classes, too"
     )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.logits and not arguments.json:
         raise UsageError("--logits needs --json.", "Add it.")
-    if arguments.features and (arguments.top is not None or arguments.threshold is not None):
-        raise UsageError("--features names no classes.", "Omit --top and --threshold.")
+    shown_in = arguments.report, arguments.sort_into
+    if arguments.features and {arguments.top, arguments.threshold, *shown_in} != {None}:
+        raise UsageError(
+            "--features names no classes.", "Omit --top, --threshold, --report and --sort-into."
+        )
     check_output_path(arguments.features, "--features")
     from imagenet_cls.inference.predictor import OnnxPredictor, Predictor, find_images
 
@@ -70,6 +86,7 @@ def predict_command(argv: Sequence[str]) -> None:
     if not images:
         raise UsageError("No images given.", "Name files or folders after the weights.")
     paths = find_images(images)
+    shown = any(shown_in) and load_extra("predict.py --report, --sort-into")(*shown_in)
     if options["checkpoint"].endswith(".onnx"):
         others = arguments.weights, arguments.features, arguments.model
         if any(others) or arguments.device not in ("auto", "cpu"):
@@ -84,32 +101,41 @@ def predict_command(argv: Sequence[str]) -> None:
         predictor = Predictor(**options, device=arguments.device, threshold=arguments.threshold)
     for line in predictor.warnings:
         print(printable(line), file=sys.stderr)
+    used = f"used the {predictor.weights} weights of {predictor.path}"
+    if predictor.threshold is not None:
+        used += f", threshold {predictor.threshold:g}"
     if arguments.features is not None:
         errors = write_features(predictor, paths, arguments.features)
     else:
-        errors = print_predictions(predictor, paths, arguments)
+        errors = print_predictions(predictor, paths, arguments, shown)
+    if shown:
+        shown.write(used)
     if errors:
         problems = "\n".join(error.problem for error in errors[:2])
         raise DataError(
             f"{len(errors)} of {len(paths)} images can't be read: {problems}",
             "Leave them out, or give other files.",
         )
-    used = f"used the {predictor.weights} weights of {predictor.path}"
-    if predictor.threshold is not None:
-        used += f", threshold {predictor.threshold:g}"
     print(printable(used), file=sys.stderr)
 
 
 def print_predictions(
-    predictor: "Predictor", paths: Sequence[Path], arguments: argparse.Namespace
+    predictor: "Predictor", paths: Sequence[Path], arguments: argparse.Namespace, shown: Any
 ) -> list[DataError]:
-    """Print a row for each image that can be read; return the errors of the others."""
+    """Print a row for each image that can be read; return the errors of the others.
+
+    shown: a `ShownPredictions` of `extras.pages.predictions` that gets the rows, or False.
+    """
     errors: list[DataError] = []
 
     def rows() -> Iterator[dict[str, Any]]:
         for batch in predictor.read_batches(paths):
             errors.extend(batch.errors)
-            yield from predictor.predict_batch(batch, arguments.top, arguments.logits)
+            predicted = predictor.predict_batch(batch, arguments.top, arguments.logits)
+            for row, crop in zip(predicted, batch.crops, strict=True):
+                if shown:
+                    shown.add(row, crop)
+                yield row
 
     if arguments.csv or arguments.json:
         write_predictions(sys.stdout, rows(), arguments.csv, predictor.task)
