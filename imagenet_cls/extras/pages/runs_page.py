@@ -53,8 +53,8 @@ _RESULTS = (
 class RunRecords:
     """What a run folder holds, finished or not; None and empty where a file is missing.
 
-    metrics: see `read_metrics`. is_running: its process has the lock. ranks, total_steps,
-    steps_per_epoch, offset (see `engine.plan.Plan`), saved_step and stopped_early: of the newest
+    metrics: see `read_metrics`. is_running: its process has the lock. state: total_steps,
+    steps_per_epoch, offset (see `engine.plan.Plan`), step and stopped_early of the newest
     checkpoint that is there. checkpoints: by step, newest first. config: None, with a note, if it
     can't be read.
     """
@@ -64,12 +64,7 @@ class RunRecords:
     metrics: Sequence[Record]
     is_running: bool
     versions: Mapping[str, str | None]
-    ranks: int | None
-    total_steps: int | None
-    steps_per_epoch: int | None
-    offset: int
-    saved_step: int | None
-    stopped_early: bool
+    state: Mapping[str, int]
     checkpoints: Mapping[int, Path]
     config: Config | None
     config_text: str | None
@@ -84,7 +79,7 @@ class RunRecords:
         return self.config.train.global_batch_size if self.config else None
 
     def curves(self, axis: str) -> Curves:
-        return curves_of(self.metrics, axis, self.steps_per_epoch, self.batch)
+        return curves_of(self.metrics, axis, self.state.get("steps_per_epoch"), self.batch)
 
 
 @dataclass(frozen=True)
@@ -112,9 +107,6 @@ def read_run(folder: Path, name: str) -> RunRecords:
     with explain_content_errors(CheckpointError, file):
         metrics = read_metrics(file)
     versions: dict[str, str | None] = {"commit": None}
-    ranks = total_steps = steps_per_epoch = saved_step = None
-    stopped_early = False
-    offset = 0
     file = folder / "env.json"
     with explain_content_errors(CheckpointError, file):
         if file.exists():
@@ -125,18 +117,21 @@ def read_run(folder: Path, name: str) -> RunRecords:
                 changes = ", with changes" if code["uncommitted_changes"] else ""
                 commit = f"{code['commit'][:12]}{changes}"
             versions = {"commit": commit, **environment.get("versions", {})}
+    state: dict[str, int] = {}
     checkpoints = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
     for path in checkpoints.values():
         file = path / "state.json"
         with explain_content_errors(CheckpointError, file):
             if file.is_file():
-                state = json.loads(file.read_bytes())
-                total_steps = int(float(state["plan"]["total_steps"]))  # OverflowError for 10^400
-                steps_per_epoch = int(state["plan"].get("steps_per_epoch", 0)) or None
-                offset = int(state["plan"].get("offset", 0))
-                saved_step = int(state["progress"]["step"])
-                ranks = int(state["world_size"])
-                stopped_early = bool(state["progress"].get("stopped_early"))
+                stored = json.loads(file.read_bytes())
+                plan, progress = stored["plan"], stored["progress"]
+                state = {
+                    "total_steps": int(float(plan["total_steps"])),  # OverflowError for 10^400
+                    "steps_per_epoch": int(plan.get("steps_per_epoch", 0)),
+                    "offset": int(plan.get("offset", 0)),
+                    "step": int(progress["step"]),
+                    "stopped_early": bool(progress.get("stopped_early")),
+                }
                 break
     config = text = note = None
     file = folder / "config.yaml"
@@ -151,12 +146,7 @@ def read_run(folder: Path, name: str) -> RunRecords:
         metrics,
         is_locked(folder),
         versions,
-        ranks,
-        total_steps,
-        steps_per_epoch,
-        offset,
-        saved_step,
-        stopped_early,
+        state,
         checkpoints,
         config,
         text,
@@ -191,13 +181,11 @@ def run_statistics(run: RunRecords) -> dict[str, Any]:
         "best_text": BY_FIELD[metric].format(best[metric], 2, best.get("images")) if best else "–",
         "best_record": best,
         "last": last.get(metric),
-        "last_record": last,
         "own_metrics": user_metrics(last),
         "last_loss": train[-1]["loss"] if train else None,
         "hours": hours,
         "images_per_sec": images_per_sec,
         "data_wait_pct": data_wait_pct,
-        "ranks": run.ranks,
     }
 
 
@@ -333,11 +321,11 @@ def changed_settings(run: RunRecords) -> dict[str, str]:
 
 
 def _state(run: RunRecords, step: int) -> str:
-    total = run.total_steps
+    total = run.state.get("total_steps")
     reached = f"step {step:,} of {total:,}" if total else f"step {step:,}, no checkpoint"
-    if total and run.saved_step == step:  # also while its process ends
+    if total and run.state["step"] == step:  # also while its process ends
         if step >= total:
             return f"done, {step:,} steps"
-        if run.stopped_early:
+        if run.state["stopped_early"]:
             return f"stopped early: {reached}"
     return f"running: {reached}" if run.is_running else f"interrupted: {reached}"
