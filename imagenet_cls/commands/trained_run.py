@@ -61,9 +61,7 @@ class TrainedRun:
         return pandas.DataFrame(self.metrics)
 
     def plot(self) -> "Figure":
-        """Loss, top-1 or mAP, and learning rate over the steps. A notebook shows the returned
-        figure.
-        """
+        """The curves of the run's page over the epochs. A notebook shows the returned figure."""
         figure: Figure = load_extra("TrainedRun.plot")(self.metrics)
         return figure
 
