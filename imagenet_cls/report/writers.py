@@ -98,7 +98,8 @@ def open_writers(folder: Path, config: Config, resume_step: int) -> dict[str, Wr
     """
     writers: dict[str, Writer] = {}
     for name in writer_names(config.log):
-        own_folder = folder / (name if name in {*BUILT_IN, *TRACKERS} else f"writers/{name}")
+        file_name = name.replace(":", ".")  # Windows and tar take a colon for something else
+        own_folder = folder / (name if name in {*BUILT_IN, *TRACKERS} else f"writers/{file_name}")
         try:
             own_folder.mkdir(parents=True, exist_ok=True)
             writers[name] = find_writer(name)(own_folder, config, resume_step)

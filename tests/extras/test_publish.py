@@ -63,6 +63,8 @@ def test_folder_loads_in_timm_with_equal_logits(run: Path, digits: Path, tmp_pat
         "top-1",
         "license: mit",
         "# Model card for vit-digits",
+        "**Classes:** 10: 0, 1, 2",
+        "given in the config",
     )
     assert all(part in card for part in parts)
     assert str(digits) not in card and str(run) not in card

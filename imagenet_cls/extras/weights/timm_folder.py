@@ -24,7 +24,7 @@ from imagenet_cls.inference.predictor import Predictor
 from imagenet_cls.models.factory import CROP_MODES
 from imagenet_cls.private_names import generate_readme
 from imagenet_cls.report.jsonl import describe_result
-from imagenet_cls.text import first_line, printable
+from imagenet_cls.text import first_line, join_names, printable
 
 FILES = ("model.safetensors", "config.json", "README.md")
 _FOLDER = "local-dir:"  # the beginning of a model's name
@@ -154,6 +154,14 @@ def model_card(
         "Weights": predictor.path.name,
         "Preprocessing": {key: str(value) for key, value in preprocessing.items()},
     }
+    names = predictor.classes
+    details["Classes"] = f"{len(names):,}: {join_names(names, 20)}"
+    given = config.data.mean is not None
+    details["Mean and std"] = (
+        "given for the training"
+        if given
+        else "those of the initial weights, or of the architecture"
+    )
     progress: dict[str, Any] = {"latest": {}}
     if state:  # of a checkpoint
         progress = state["progress"]

@@ -120,7 +120,7 @@ def test_full_disk_is_an_error_of_each_method(tmp_path, monkeypatch):
 
 
 def rows_of(folder: Path) -> dict[int, dict[str, float]]:
-    return read_rows(folder / "writers" / "tracker:AppendOnly" / "rows.jsonl")
+    return read_rows(folder / "writers" / "tracker.AppendOnly" / "rows.jsonl")
 
 
 def test_append_only_writer_has_each_step_once_and_complete(tmp_path):
