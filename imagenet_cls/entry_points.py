@@ -104,7 +104,6 @@ DATA_OPENERS = {
 # What a part of the core calls for an option, a method or a value.
 EXTRAS = {
     "Predictor.features": "extras.weights.feature_model:FeatureModel",
-    "test.py --knn, --linear-probe": "extras.weights.feature_classifiers:evaluate_features",
     "test.py --report": "extras.pages.evaluation_report:EvaluationReport",
     "predict.py --report, --sort-into": "extras.pages.predictions:ShownPredictions",
     "TrainedRun.report": "extras.pages.report:report_command",

@@ -32,14 +32,7 @@ def run_evaluation(arguments: argparse.Namespace, config: Config, context: RankC
     if arguments.data is not None:
         list_root = config.data.root if "data.root" in map(key_of, arguments.overrides) else None
         test_set = locate_test_set(arguments.data, config.data, list_root)
-    knn, probe = arguments.knn, arguments.linear_probe
     with explain_device_errors(remedy="Try a smaller eval.batch_size, or device=cpu."):
-        if knn or probe:
-            evaluate_features = load_extra("test.py --knn, --linear-probe")
-            lines = evaluate_features(config, weights, context, test_set, knn, probe)
-            if context.is_main:
-                print("\n".join(map(printable, lines)))
-            return
         record = arguments.out is not None or arguments.report is not None
         evaluation = evaluate_weights(config, weights, context, test_set, record)
     if context.is_main:

@@ -83,23 +83,6 @@ def evaluation_parser() -> argparse.ArgumentParser:
         help="write the results as JSON: an object for each kind of weights, `raw` and `ema`",
     )
     parser.add_argument(
-        "--knn",
-        type=cli.positive,
-        metavar="K",
-        help="classify by the K nearest training images, by the input of the classifier, instead "
-        "of the classifier",
-    )
-    parser.add_argument(
-        "--linear-probe",
-        type=cli.positive_float,
-        nargs="?",
-        const=0.316,
-        metavar="C",
-        help="fit a logistic regression to the training images, likewise; C: inverse of the L2 "
-        "penalty "
-        "(0.316; without C, write the option last)",
-    )
-    parser.add_argument(
         "--weights",
         choices=("raw", "ema"),
         help="evaluate only these weights. By default both weights of a run or checkpoint are "
@@ -167,12 +150,6 @@ def check_files(arguments: argparse.Namespace) -> None:
     """Raise a UserError for options that exclude each other and, on the first machine, for paths
     that can't be used.
     """
-    outputs = arguments.out or arguments.report or arguments.results
-    if (arguments.knn or arguments.linear_probe) and outputs:
-        raise UsageError(
-            "--knn and --linear-probe have no --out, no --results and no --report.",
-            "Leave these out.",
-        )
     if arguments.out is not None and arguments.out == arguments.results:
         raise UsageError("--out and --results name the same file.", "Give two files.")
     if arguments.node_rank == 0:

@@ -133,18 +133,16 @@ def load_on_all_ranks(
     source: WeightsSource,
     classes: Sequence[str],
     context: RankContext,
-    ignore_head: bool = False,
 ) -> TrainedModels:
     """Read the weights on rank 0 and broadcast them: the other ranks need no file and no network. A
     collective.
 
-    classes: the names of the data's classes, for weights that do not name their own. ignore_head:
-    see `models_of_config`.
+    classes: the names of the data's classes, for weights that do not name their own.
     """
 
     @cache  # rank 0 uses the models that it has read for the others
     def read() -> TrainedModels:
-        return read_models(config, source, classes, ignore_head)
+        return read_models(config, source, classes)
 
     def describe() -> tuple[list[str], TrainedModels]:
         return list(read().models), replace(read(), models={})
@@ -160,20 +158,18 @@ def load_on_all_ranks(
     return trained
 
 
-def read_models(
-    config: Config, source: WeightsSource, classes: Sequence[str], ignore_head: bool
-) -> TrainedModels:
+def read_models(config: Config, source: WeightsSource, classes: Sequence[str]) -> TrainedModels:
     """`load_on_all_ranks` on one rank."""
     path = source.path or config.model.checkpoint
     if source.path is not None and source.path.is_dir() and is_checkpoint(source.path):
         trusted = {config.model.name, *config.imports, *source.allow_import}
         trained = models_of_checkpoint(open_weights(source.path), trusted)
     elif path is None:
-        trained = models_of_config(config, None, classes, ignore_head)
+        trained = models_of_config(config, None, classes)
     else:
         with nullcontext() if source.path is not None else prefix_errors("model.checkpoint"):
             weights = open_weights(path, source.kind)
-            trained = models_of_config(config, weights, classes, ignore_head)
+            trained = models_of_config(config, weights, classes)
     if source.kind is None:
         return trained
     kind = trained.select(source.kind)
@@ -317,14 +313,12 @@ def models_of_config(
     config: Config,
     weights: Weights | None,
     classes: Sequence[str],
-    ignore_head: bool = False,
 ) -> TrainedModels:
     """The config's model with these weights, or without them with its published ones.
 
-    classes: names of the outputs, in their order, for weights that do not name them. ignore_head:
-    the head is not used, so it may be missing or have other outputs. Raises CheckpointError if the
-    weights do not fit the model, UsageError if the config names none, DataError if published
-    weights are for other classes.
+    classes: names of the outputs, in their order, for weights that do not name them. Raises
+    CheckpointError if the weights do not fit the model, UsageError if the config names none,
+    DataError if published weights are for other classes.
     """
     if weights is None and not config.model.pretrained:
         raise UsageError(
@@ -340,7 +334,7 @@ def models_of_config(
     mean, std = choose_mean_std(config.data, model)
     if weights is None:
         source, had = published_weights(config.model, model)
-        if had != count and not ignore_head:
+        if had != count:
             raise CheckpointError(
                 f"model.pretrained: the published weights ({source}) have {had} outputs, not "
                 f"{count}.",
@@ -350,18 +344,17 @@ def models_of_config(
         origin = f"published weights ({source})"
         # a folder of publish.py names its classes
         names = label_names(model)
-        if names and not ignore_head:
+        if names:
             known = tuple(names)
-        elif had == IMAGENET_CLASSES and not ignore_head:
+        elif had == IMAGENET_CLASSES:
             origin += permute_outputs(model, imagenet_order(classes))
         return TrainedModels({"raw": model}, config, count, known, mean, std, origin)
     # A new, random head is fine for training, but its predictions are chance.
-    sentence = load_weights(model, weights.tensors, count, head_may_differ=ignore_head)
-    sentence = sentence.partition("\n")[0]  # a warning is about the head, which is not used then
+    sentence = load_weights(model, weights.tensors, count, head_may_differ=False)
     origin = f"{weights.origin}: {sentence}"
-    if weights.classes is not None and not ignore_head:
+    if weights.classes is not None:
         known = tuple(weights.classes)
-    elif not ignore_head:
+    else:
         origin += f"; its outputs are taken for the classes in this order: {join_names(classes)}"
     models = {weights.kind: model}
     return TrainedModels(models, config, count, known, mean, std, origin, warnings=weights.warnings)

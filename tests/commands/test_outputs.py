@@ -246,6 +246,8 @@ def test_predictions_file_that_cannot_be_written_is_an_error_before_the_evaluati
     old.write_text("old")
     for path in (tmp_path / "none" / "x.csv", old, old / "x.csv"):
         assert str(path) in fails(2, evaluate_command, *words, "--out", path)
+    same = tmp_path / "same.json"
+    fails(2, evaluate_command, *words, "--out", same, "--results", same)
     # Before the names of components are checked, and so before ranks start.
     for option in ("--out", "--report"):
         more = ["loss.name=none", "--launcher", "spawn", option, old]

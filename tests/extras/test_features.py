@@ -1,6 +1,4 @@
-"""Features: equal to timm's, written by predict.py, and classified by k-NN and a linear probe as by
-scikit-learn.
-"""
+"""Features: equal to timm's, and written by predict.py."""
 
 import errno
 import os
@@ -13,27 +11,15 @@ import pytest
 import timm
 import torch
 import torchvision
-from forked_ranks import RankServer, destroy_process_groups, join_ranks
-from helpers import arguments, fails, plain, succeeds, write_files
-from safetensors.torch import save_file
-from sklearn.datasets import load_digits
-from sklearn.linear_model import LogisticRegression
-from sklearn.neighbors import KNeighborsClassifier
-from torch import Tensor, nn
+from helpers import fails, plain, write_files
+from torch import nn
 
 import imagenet_cls
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
-from imagenet_cls.config.load import load_config
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.errors import UsageError
-from imagenet_cls.extras.weights.feature_classifiers import (
-    evaluate_features,
-    knn_classes,
-    linear_probe,
-)
 from imagenet_cls.extras.weights.feature_model import FeatureModel
-from imagenet_cls.inference.load_weights import WeightsSource
 from imagenet_cls.inference.predictor import Predictor
 
 SMALL = {"img_size": 32, "patch_size": 8}
@@ -145,102 +131,3 @@ def test_full_disk_leaves_no_output(
     fails(5, predict_command, run, threes[0], "--features", tmp_path / "out.npz")
     fails(5, evaluate_command, run, "--out", tmp_path / "rows.csv")
     assert not list(tmp_path.iterdir())
-
-
-def split_digits() -> tuple[Tensor, Tensor, Tensor]:
-    """Pixels as features of 1,400 digits, their targets, and features of the other digits."""
-    values, targets = map(torch.from_numpy, load_digits(return_X_y=True))
-    return values[:1400].float(), targets[:1400], values[1400:].float()
-
-
-@pytest.mark.parametrize("neighbors", [20, 1400])
-def test_knn_is_that_of_scikit_learn(neighbors: int) -> None:
-    train, targets, val = split_digits()
-    got = knn_classes(train, targets, val, neighbors, torch.device("cpu"))
-    reference = KNeighborsClassifier(
-        neighbors,
-        metric="cosine",
-        algorithm="brute",
-        weights=lambda distance: np.exp((1 - distance) / 0.07),
-    )
-    reference.fit(train.double(), targets)
-    # Rounding decides about votes that are nearly equal, and about images as near as the last one.
-    votes = np.sort(reference.predict_proba(val.double()))
-    is_clear = votes[:, -1] - votes[:, -2] > 1e-3
-    if neighbors < len(train):
-        distances = reference.kneighbors(val.double(), neighbors + 1)[0]
-        is_clear &= distances[:, -1] - distances[:, -2] > 1e-6
-    assert is_clear.mean() > 0.9
-    assert np.array_equal(got[is_clear], reference.predict(val.double())[is_clear])
-
-
-@pytest.mark.parametrize("c", [0.316, 1e-6])
-def test_linear_probe_is_that_of_scikit_learn(c: float) -> None:
-    train, targets, val = split_digits()
-    got, note = linear_probe(train, targets, val, c)
-    reference = LogisticRegression(C=c, max_iter=1000, solver="lbfgs")
-    reference.fit(train.numpy(), targets.numpy())
-    assert np.array_equal(got, reference.predict(val.numpy()))
-    assert note == f"{reference.n_iter_[0]} iterations"
-    for bad in (train / 0, train[:1].expand_as(train)):
-        with pytest.raises(UsageError):
-            linear_probe(bad, 0 * targets, val, c)
-
-
-def largest_pixels(num_classes: int) -> nn.Module:
-    """Its features are the same to the last bit in any batch."""
-    return nn.Sequential(nn.MaxPool2d(4), nn.Flatten(), nn.Linear(48, num_classes))
-
-
-def lines_on_ranks(rank: int, ranks: int, folder: Path) -> None:
-    context = join_ranks(rank, ranks, folder / f"store{ranks}")
-    changes = {"model__name": f"{__name__}:largest_pixels", "data__fraction": 0.2}
-    file, *overrides = arguments(folder / "digits", folder, **changes)[:-2]
-    overrides += [f"model.checkpoint={folder}/weights.safetensors"]
-    config = load_config(file, overrides).config
-    lines = evaluate_features(config, WeightsSource(), context, neighbors=20, probe_c=0.1)
-    if rank == 0:
-        (folder / f"lines{ranks}").write_text("\n".join(lines))
-    if ranks > 1:
-        destroy_process_groups(context)
-
-
-def test_result_does_not_depend_on_the_ranks(
-    digits: Path, tmp_path: Path, rank_server: RankServer
-) -> None:
-    (tmp_path / "digits").symlink_to(digits)
-    torch.manual_seed(0)
-    # a head for other classes
-    save_file(largest_pixels(7).state_dict(), tmp_path / "weights.safetensors")
-    lines_on_ranks(0, 1, tmp_path)
-    rank_server.call(lines_on_ranks, 3, tmp_path)
-    expected, lines = ((tmp_path / f"lines{ranks}").read_text().splitlines() for ranks in (1, 3))
-    assert lines == expected and len(lines) == 4 and "newly initialized" in lines[1]
-    assert ") over 359 images" in lines[2]
-
-
-def test_command_evaluates_raw_and_ema_weights(run: Path, tmp_path: Path) -> None:
-    out = succeeds(evaluate_command, run, "--linear-probe", "1", "--knn", 20)
-    lines = [line.partition(" top-1")[0] for line in out.splitlines()[2:]]
-    assert lines == ["raw: k-NN", "raw: linear probe", "ema: k-NN", "ema: linear probe"]
-    out = succeeds(evaluate_command, run, "data.fraction=0.02", "--linear-probe")
-    assert "C=0.316" in out and "k-NN" not in out
-    rows, same = tmp_path / "rows.csv", tmp_path / "a.json"
-    for words in (
-        ("--knn", 1439),  # there are 1438 training images
-        ("--knn", 2, "--out", rows),
-        ("--knn", 2, "--results", rows),
-        ("--out", same, "--results", same),
-    ):
-        fails(2, evaluate_command, run, *words)
-
-
-def test_missing_training_images_and_features_that_are_not_finite_are_errors(
-    digits: Path, tmp_path: Path
-) -> None:
-    weights = {name: torch.nan * tensor for name, tensor in plain(10).state_dict().items()}
-    save_file(weights, tmp_path / "weights.safetensors")
-    words = [*arguments(digits, tmp_path)[:-2], tmp_path / "weights.safetensors", "--knn", "5"]
-    assert "NaN" in fails(4, evaluate_command, *words, "data.fraction=0.02")
-    missing = "data.name=folder data.train=a data.val=train data.val_fraction=null"
-    assert "digits/a" in fails(3, evaluate_command, *words, *missing.split())

@@ -13,7 +13,6 @@ from torchvision.transforms.functional import to_pil_image
 
 import imagenet_cls
 from imagenet_cls.commands.predict import predict_command
-from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.data.builtin import ComposedDigits
 from imagenet_cls.data.lists import index_list
 from imagenet_cls.errors import CheckpointError
@@ -158,11 +157,6 @@ def test_published_folder_has_the_threshold_and_the_results(run: Path, tmp_path:
     assert config["threshold"] == threshold
     card = (tmp_path / "README.md").read_text()
     assert "mAP" in card and "top-1" not in card and f"{threshold:g}" in card
-
-
-def test_features_are_not_classified(run: Path) -> None:
-    for option in (("--knn", 3), ("--linear-probe",)):
-        fails(2, evaluate_command, run / "config.yaml", run, *option)
 
 
 def test_average_of_the_best_by_map_has_the_threshold_of_the_config(

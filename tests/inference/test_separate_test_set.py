@@ -199,11 +199,6 @@ def test_mistakes_in_the_place_are_errors_that_name_the_option(
         assert err.startswith(f"{path}: ")
 
 
-def test_features_of_the_run_classify_the_test_set(run_folder: Path) -> None:
-    out = evaluated(run_folder, "--data", "testset", "--knn", 5)
-    assert out.startswith("35 images of 10 classes, in testset") and "over 35 images" in out
-
-
 # ---- other classes than a folder has
 
 

@@ -227,7 +227,7 @@ def run_finders(folder: Path) -> None:
 
 
 def run_evaluation(folder: Path) -> None:
-    """tools/test.py with predictions, k-NN, and a Predictor."""
+    """tools/test.py with predictions, and a Predictor."""
     from imagenet_cls.commands.test import evaluate_command
     from imagenet_cls.data.builtin import write_digits
     from imagenet_cls.inference.predictor import Predictor
@@ -237,7 +237,6 @@ def run_evaluation(folder: Path) -> None:
     train(folder / "run", *words, config=DEMO)
     words = [str(folder / "run"), "--allow-import", "helpers:noisy"]
     assert evaluate_command([*words, "--out", str(folder / "predictions.csv")]) == 0
-    assert evaluate_command([*words, "--knn", "5"]) == 0
     image = next((folder / "digits").glob("train/3/*.jpg"))
     (row,) = Predictor(folder / "run", "cuda", allow_import=["helpers:noisy"]).predict([image])
     assert row["top"]
