@@ -59,10 +59,6 @@ COMMANDS = {
         "extras.datasets.verify_data:verify_command",
         "read every image of a dataset, and list the bad ones",
     ),
-    "average-checkpoints": (
-        "extras.weights.average_checkpoints:average_command",
-        "average the weights of checkpoints",
-    ),
     "check-dist": (
         "extras.machine.check_dist:check_command",
         "check that the ranks can communicate",

@@ -59,8 +59,6 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
     newest, damage = newest_intact(candidates)
     assert newest is not None
     best = newest.state["progress"]["best"]  # was checked when it was read
-    if "averaged" in newest.state:
-        return newest, None, damage
     if not best:
         note = f"{newest.path}: the newest checkpoint, since the run has no evaluation yet"
         return newest, None, [*damage, note]

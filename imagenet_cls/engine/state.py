@@ -234,8 +234,7 @@ def check_checkpoint(
     """
     mismatch = state_dict_mismatch(parts.model.state_dict(), snapshot.model)
     fits = not mismatch and group_members(parts.model, parts.optimizer) == [
-        group["members"]
-        for group in snapshot.optimizer_values.get("groups", [])  # an average has none
+        group["members"] for group in snapshot.optimizer_values["groups"]
     ]
     if not fits and not mismatch:  # these changes can't be allowed
         sections = ("model", "optimizer")
@@ -293,11 +292,6 @@ def check_resumable(
     the checkpoint, for messages. fits: whether its weights and optimizer state can be loaded into
     this run, so that changes can be allowed. Raises CheckpointError.
     """
-    if "averaged" in state:
-        raise CheckpointError(
-            f"{path}: an average of checkpoints, which has no optimizer state to resume from.",
-            f"Start a new run from its weights: model.checkpoint={path}",
-        )
     stored = config_from_state(state, path)
     conditions_before = run_conditions(state)
     conditions_now = run_conditions(describe_run(parts))

@@ -113,12 +113,10 @@ def _open_checkpoint(path: Path, kind: str | None) -> Weights:
             by_kind["ema"] = snapshot.ema
         kind = kind or best or ("ema" if "ema" in by_kind else "raw")
         check_kind(by_kind, kind, path)
-        averaged = len(snapshot.state.get("averaged", []))
-        note = f", an average of {averaged} checkpoints" if averaged else ""
         return Weights(
             by_kind,
             kind,
-            f"{snapshot.path}, step {snapshot.state['step']}{note}",
+            f"{snapshot.path}, step {snapshot.state['step']}",
             stored_mean_std(snapshot.state),
             [*map(str, snapshot.state["classes"])],
             warnings=damage,

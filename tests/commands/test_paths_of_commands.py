@@ -27,7 +27,6 @@ from imagenet_cls.extras.datasets.prepare_imagenet import prepare_command
 from imagenet_cls.extras.datasets.verify_data import verify_command
 from imagenet_cls.extras.machine.check_gpu import check_gpu_command
 from imagenet_cls.extras.pages.report import report_command
-from imagenet_cls.extras.weights.average_checkpoints import average_command
 from imagenet_cls.extras.weights.export import export_command
 from imagenet_cls.extras.weights.publish import publish_command
 
@@ -50,7 +49,6 @@ WRITERS: dict[str, tuple[Callable, str, str]] = {
     "test, results": (evaluate_command, "CONFIG RUN --results", ".json"),
     "export": (export_command, "RUN TRUST --format torch --out", ".pt2"),
     "report": (report_command, "RUN --out", ".html"),
-    "average": (average_command, "RUN --last 2 --out", ".safetensors"),
     "show-batch": (show_batch_command, "CONFIG --out", ".png"),
     "plot-schedule": (plot_schedule_command, "CONFIG --out", ".png"),
     "find-lr": (find_lr_command, "CONFIG device=cpu --steps 20 --out", ".png"),
@@ -79,7 +77,6 @@ UNUSABLE: list[tuple[int, Callable, str]] = [
     (2, evaluate_command, "CONFIG RUN --data EMPTY"),
     (2, predict_command, "LONG.onnx IMAGE"),
     (2, predict_command, "EMPTY IMAGE"),
-    (2, average_command, "LONG LONG --out new"),
     (2, print_config_command, "CONFIG --diff LONG"),
     (2, verify_command, "EMPTY"),
     (2, pack_command, "EMPTY new"),
@@ -191,7 +188,6 @@ CASES: list[tuple[int, str, Callable, str]] = [
         train_command,
         f"--work-dir=other model.checkpoint={CHECKPOINT}/model.safetensors",
     ),
-    (4, CHECKPOINT, average_command, f"{CHECKPOINT} run --out=average"),
     (4, f"{CHECKPOINT}/manifest.json", train_command, "--resume"),
     (3, "locked/list.txt", train_command, "--overwrite data.exclude=locked/list.txt"),
     (3, "locked", train_command, "--overwrite data.exclude=locked/list.txt"),

@@ -27,7 +27,6 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.extras.weights.average_checkpoints import average_command
 
 CANARY = "canary"
 # A module of the attacker's: importing it creates the canary.
@@ -69,12 +68,10 @@ def commands(digits: Path, tmp_path: Path) -> Callable[[Path], dict[str, list[An
     def commands_for(weights: Path) -> dict[str, list[Any]]:
         words = arguments(digits, tmp_path / "run", train__max_steps=1)
         train = [train_command, *words, "--overwrite"]
-        average = "average" if weights.is_dir() else "average.safetensors"
         image = next((digits / "train" / "7").glob("*.jpg"))
         return {
             "test": [evaluate_command, *words[:-2], weights],
             "predict": [predict_command, weights, image, "--allow-import", "helpers:plain"],
-            "average": [average_command, weights, weights, "--out", tmp_path / average],
             "model.checkpoint": [*train, f"model.checkpoint={weights}"],
             "--resume-from": [*train, "--resume-from", weights],
         }
@@ -134,18 +131,14 @@ def test_code_named_by_a_checkpoint_is_not_run(
 def test_commands_that_only_read_weights_run_no_code(
     trained: Path, tmp_path: Path, commands: Callable
 ) -> None:
-    """Averaging, initial weights, a teacher and --resume-from: the model is that of the user's
-    config.
-    """
+    """Initial weights, a teacher and --resume-from: the model is that of the user's config."""
     checkpoint = changed(trained, tmp_path / "changed", ["attacker"], name="attacker:build")
     command = commands(checkpoint)
     teacher = ["distill.kind=soft", "distill.teacher.name=helpers:plain"]
     teacher.append(f"distill.teacher.checkpoint={checkpoint}")
-    succeeds(*command["average"])
     succeeds(*command["model.checkpoint"], *teacher)
     fails(4, *command["--resume-from"])  # another model.name
     succeeds(*command["--resume-from"], "--allow-change", "model.name")
-    fails(4, *commands(tmp_path / "average")["predict"])
     assert not Path(CANARY).exists()
 
 

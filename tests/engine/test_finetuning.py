@@ -37,7 +37,6 @@ from imagenet_cls.extras.before_training.find_batch import find_batch_command
 from imagenet_cls.extras.before_training.find_lr import find_lr_command
 from imagenet_cls.extras.datasets.pack import pack_command
 from imagenet_cls.extras.datasets.verify_data import verify_command
-from imagenet_cls.extras.weights.average_checkpoints import average_command
 
 PAGE = (REPOSITORY / "docs" / "finetuning.md").read_text()
 # The page continues from the first run of docs/your_data.md.
@@ -50,7 +49,6 @@ FILES = dict(re.findall(r"```yaml\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
 TOOLS = {
     "train": train_command,
     "test": evaluate_command,
-    "average_checkpoints": average_command,
     "find_batch": find_batch_command,
     "find_lr": find_lr_command,
     "predict": predict_command,
@@ -84,8 +82,6 @@ def with_small_models(tool: str, words: list[str], weights: Path) -> list[str]:
     Whether a run starts from published weights is left to the words and the config; if it does,
     timm reads them from a file of the test's instead of its hub.
     """
-    if tool == "average_checkpoints":
-        return words
     small = [re.sub("|".join(SMALL), lambda match: SMALL[match[0]], word) for word in words]
     sizes = [
         f"{key}=32"
@@ -140,7 +136,7 @@ def test_every_command_of_finetuning_md_runs(
         "mae_pretrain_vit_base.pth",
     )
 
-    assert len(COMMANDS) >= 17 and FILES
+    assert len(COMMANDS) >= 16 and FILES
     for tool, line in [FIRST_RUN, *COMMANDS]:
         words = with_small_models(tool, shlex.split(line), tmp_path)
         out = succeeds(TOOLS[tool], *words)

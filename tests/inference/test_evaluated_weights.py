@@ -36,14 +36,13 @@ from torch import Tensor, nn
 from torchvision.models import ResNet18_Weights
 from torchvision.transforms.functional import pil_to_tensor
 
-from imagenet_cls.checkpoint.format import METADATA, class_metadata, write_manifest
+from imagenet_cls.checkpoint.format import METADATA, write_manifest
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.schema import Config, DistillConfig, ModelConfig, TeacherConfig
 from imagenet_cls.data.classes import natural_key
 from imagenet_cls.engine.stored_weights import stated_classes
 from imagenet_cls.engine.training_model import build_distillation_teacher, build_initial_model
 from imagenet_cls.errors import CheckpointError, DataError
-from imagenet_cls.extras.weights.average_checkpoints import average_command
 from imagenet_cls.extras.weights.publish import publish_command
 from imagenet_cls.inference.load_weights import models_of_config
 from imagenet_cls.inference.predictor import Predictor
@@ -299,9 +298,7 @@ def test_weights_without_classes_need_their_order(
 def test_copied_weights_of_a_run_state_their_classes(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of an average, of a published folder, and in the folder of an older checkpoint. Two
-    orders are not averaged.
-    """
+    """Also of a published folder, and in the folder of an older checkpoint."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     names = FOLDERS["numbers"]
     run = tmp_path / "data" / "run"
@@ -314,11 +311,10 @@ def test_copied_weights_of_a_run_state_their_classes(
     expected = result_of(*words, run, "--weights", "raw")
     weights = newest(run) / "model.safetensors"
     copy = shutil.copy(weights, tmp_path / "copy")
-    succeeds(average_command, copy, copy, "--out", tmp_path / "average.safetensors")
     succeeds(publish_command, weights, tmp_path / "published")
     save_file(load_file(weights), tmp_path / "old.safetensors")
     fails(4, evaluate_command, *words, tmp_path / "old.safetensors")
-    files = [copy, tmp_path / "average.safetensors", tmp_path / "published/model.safetensors"]
+    files = [copy, tmp_path / "published/model.safetensors"]
     for file in files:
         assert result_of(*words, file) == expected
     published = [f"model.name=local-dir:{tmp_path}/published", "model.pretrained=true"]
@@ -327,9 +323,6 @@ def test_copied_weights_of_a_run_state_their_classes(
     shutil.copy(tmp_path / "old.safetensors", weights)
     write_manifest(weights.parent)
     assert result_of(*words, weights) == expected
-    other = tmp_path / "reversed.safetensors"
-    save_file(load_file(copy), other, class_metadata(names[::-1]))
-    fails(4, average_command, copy, other, "--out", tmp_path / "both.safetensors")
 
 
 def test_malformed_statement_of_classes_is_an_error(tmp_path: Path) -> None:

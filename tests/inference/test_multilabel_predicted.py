@@ -1,5 +1,5 @@
 """Inference with `data.labels` multi: the classes from the threshold on, in predict.py, the API,
-exported files, published folders and averages.
+exported files and published folders.
 """
 
 import json
@@ -16,7 +16,6 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.data.builtin import ComposedDigits
 from imagenet_cls.data.lists import index_list
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.extras.weights.average_checkpoints import average_command
 from imagenet_cls.extras.weights.export import export_command
 from imagenet_cls.extras.weights.exported_model import METADATA
 from imagenet_cls.extras.weights.publish import publish_command
@@ -120,7 +119,6 @@ def test_threshold_that_does_not_fit_is_a_usage_error(
     assert Predictor(single).threshold is None
     for source, threshold in ((run, 1.5), (onnx_file, 1.5), (single, 0.5)):
         fails(2, predict_command, source, images[0], "--threshold", threshold)
-    fails(4, average_command, newest(run), single, "--out", tmp_path / "mixed")
 
 
 @pytest.mark.parametrize("value", [-torch.inf, torch.nan])
@@ -157,11 +155,3 @@ def test_published_folder_has_the_threshold_and_the_results(run: Path, tmp_path:
     assert config["threshold"] == threshold
     card = (tmp_path / "README.md").read_text()
     assert "mAP" in card and "top-1" not in card and f"{threshold:g}" in card
-
-
-def test_average_of_the_best_by_map_has_the_threshold_of_the_config(
-    run: Path, tmp_path: Path
-) -> None:
-    succeeds(average_command, run, "--best", 2, "--out", tmp_path / "average")
-    (average,) = (tmp_path / "average").iterdir()
-    assert Predictor(average).threshold == 0.25  # it was not evaluated

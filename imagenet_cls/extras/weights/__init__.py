@@ -1,1 +1,1 @@
-"""Use trained weights elsewhere: export, publish, average, features."""
+"""Use trained weights elsewhere: export, publish, features."""

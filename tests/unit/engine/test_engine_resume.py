@@ -127,9 +127,8 @@ def test_other_optimizer_or_training_images_are_an_error_even_if_allowed(digits:
         (before, parts_for(digits, data__val_fraction=0.3)),
         (before | {"data_digest": "0" * 16}, parts),
         (before | {"classes": ["a", "b"]}, parts),
-        (before | {"averaged": []}, parts),
     ):
-        with pytest.raises(CheckpointError, match=r"another optimizer|average"):
+        with pytest.raises(CheckpointError, match="another optimizer"):
             check_resumable(state, now, ["optimizer", "data"])
 
 
