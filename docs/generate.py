@@ -211,7 +211,6 @@ RECIPES_INTRODUCTION = """\
 Each config below has the settings of a published recipe, and starts with its paper, its source and its command:
 
     bash scripts/dist_train.sh configs/resnet/resnet50_tv_v2.yaml 8
-    python tools/plot_schedule.py configs/resnet/resnet50_tv_v2.yaml
 
 "Claimed" is the source's top-1 accuracy on ImageNet-1k's validation set, in percent, with one center crop (in FFCV's
 recipes, with its mirror image); for CIFAR and Fashion-MNIST, on their test images. The claims for Fashion-MNIST are for

@@ -34,10 +34,6 @@ COMMANDS = {
         "extras.sweep.command:sweep_command",
         "train a grid of settings, seeds or folds",
     ),
-    "plot-schedule": (
-        "extras.before_training.plot_schedule:plot_schedule_command",
-        "plot the learning rate of a config",
-    ),
     "show-batch": (
         "extras.before_training.show_batch:show_batch_command",
         "draw the training images as the model gets them",

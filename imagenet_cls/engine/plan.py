@@ -2,14 +2,8 @@
 
 from dataclasses import dataclass
 
-from torch import nn
-
-from imagenet_cls.config.schema import Config, TrainConfig, format_size, height_width
-from imagenet_cls.data.samplers import samples_per_epoch
-from imagenet_cls.data.transforms import size_px_at
+from imagenet_cls.config.schema import Config, TrainConfig, format_size
 from imagenet_cls.errors import DataError, Problem
-from imagenet_cls.optim.optimizers import initial_momentum, optimizer_of_layer
-from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 
 
 @dataclass(frozen=True)
@@ -184,29 +178,3 @@ def describe_batch_sizes(config: Config, world_size: int, devices_per_rank: int)
         f"{images} images at once of {format_size(config.augment.size_px)} "
         f"({config.eval.batch_size} of {format_size(config.eval.crop_px)} in evaluation)"
     )
-
-
-def schedule_curves(
-    config: Config, num_images: int
-) -> tuple[Plan, str | None, dict[str, list[float]]]:
-    """The plan of a run on `num_images`, a note if its learning rate is scaled, and the values at
-    each step by label.
-
-    An optimizer without momentum has no such curve. Raises DataError if the images do not fill one
-    batch.
-    """
-    plan = plan_run(
-        config.train, samples_per_epoch(num_images, config.data.repeats_multiple), world_size=1
-    )
-    lr, note = scaled_lr(config.optimizer, config.train.global_batch_size)
-    schedule = build_schedule(config.schedule, lr, plan.steps_per_epoch, plan.epochs)
-    steps = range(plan.total_steps)
-    curves = {"learning rate": [schedule(step) for step in steps]}
-    optimizer = optimizer_of_layer(config.optimizer, nn.Linear(1, 1))
-    if (constant := initial_momentum(optimizer)) is not None:
-        scheduled = map(schedule.momentum, steps)
-        curves["momentum"] = [constant if momentum is None else momentum for momentum in scheduled]
-    curves["resolution (px)"] = [
-        height_width(size_px_at(config.augment, step // plan.steps_per_epoch))[0] for step in steps
-    ]
-    return plan, note, curves

@@ -35,7 +35,6 @@ from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.extras.before_training.find_lr import find_lr_command
-from imagenet_cls.extras.before_training.plot_schedule import plot_schedule_command
 from imagenet_cls.extras.before_training.show_batch import show_batch_command
 from imagenet_cls.extras.datasets.verify_data import verify_command
 from imagenet_cls.extras.pages.report import report_command
@@ -312,7 +311,6 @@ def test_resume_from_another_run_ends_in_the_same_bits(
 @pytest.mark.parametrize(
     ("command", "name", "words"),
     [
-        (plot_schedule_command, "a.png", "demo --images 1797 --out a.png"),
         (show_batch_command, "a.png", "demo --out a.png"),
         (find_lr_command, "a.png", "demo --out a.png"),
         (report_command, "report.html", "run run2"),
@@ -336,6 +334,6 @@ def test_file_of_the_user_is_not_replaced(
     assert file.read_bytes() == before
 
 
-def test_earlier_picture_is_replaced(tmp_path: Path) -> None:
+def test_earlier_picture_is_replaced(digits: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        succeeds(plot_schedule_command, "demo", "--images", 1797, "--out", tmp_path / "a.png")
+        succeeds(show_batch_command, "demo", f"data.root={digits}", "--out", tmp_path / "a.png")

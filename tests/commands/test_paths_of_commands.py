@@ -20,7 +20,6 @@ from imagenet_cls.commands.print_config import print_config_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.extras.before_training.find_lr import find_lr_command
-from imagenet_cls.extras.before_training.plot_schedule import plot_schedule_command
 from imagenet_cls.extras.before_training.show_batch import show_batch_command
 from imagenet_cls.extras.datasets.pack import pack_command
 from imagenet_cls.extras.datasets.prepare_imagenet import prepare_command
@@ -50,7 +49,6 @@ WRITERS: dict[str, tuple[Callable, str, str]] = {
     "export": (export_command, "RUN TRUST --format torch --out", ".pt2"),
     "report": (report_command, "RUN --out", ".html"),
     "show-batch": (show_batch_command, "CONFIG --out", ".png"),
-    "plot-schedule": (plot_schedule_command, "CONFIG --out", ".png"),
     "find-lr": (find_lr_command, "CONFIG device=cpu --steps 20 --out", ".png"),
 }
 # Commands whose arguments hold a PATH, to use with LONG and with an EMPTY path, such as that of an

@@ -30,7 +30,6 @@ from imagenet_cls.commands.python_api import _override_arguments
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ConfigError, DataError, UsageError, UserError
-from imagenet_cls.extras.before_training.plot_schedule import plot_schedule_command
 
 SMALL = {
     "model.name": "helpers:plain",
@@ -228,7 +227,6 @@ def test_resume_without_the_keys_of_the_run_names_them_and_the_command_that_work
 
 def test_data_takes_the_place_of_a_config_in_other_commands(photos: Path) -> None:
     words = ["photos", "epochs=3"]
-    assert "3 epochs" in succeeds(plot_schedule_command, *words, "--out", "schedule.png")
     Path("printed.yaml").write_text(succeeds(print_config_command, *words))
     assert load_config("printed.yaml").config == load_with_data("photos", words[1:]).config
 

@@ -64,36 +64,6 @@ def images_figure(images: np.ndarray, labels: Sequence[str]) -> "Figure":
     return figure
 
 
-def plot_panels(
-    path: Path, title: str, epochs: Sequence[float], panels: Mapping[str, Sequence[float]]
-) -> None:
-    """Draw quantities over the epochs, each in a panel, one below the other.
-
-    panels: values at `epochs`, by the label of their axis; at least one. An existing file is
-    replaced. Raises OSError.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure((8, 1 + 2.2 * len(panels)), dpi=120, layout="constrained")
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (label, values) in zip(all_axes, panels.items(), strict=True):
-        axes.plot(epochs, values, color="C0", linewidth=1.8)
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-        axes.margins(x=0, y=0.2)
-        highest = max(values)
-        if min(values) == highest:  # otherwise matplotlib magnifies rounding errors
-            axes.set_ylim(0, 1.25 * highest or 1.0)
-        else:
-            epoch = epochs[list(values).index(highest)]
-            axes.plot(epoch, highest, "o", color="C0")
-            label = f"{highest:.4g} at epoch {epoch:.3g}"
-            axes.annotate(label, (epoch, highest), (8, 6), textcoords=_POINTS, color="C0")
-    all_axes[0].set_title(title, parse_math=False)
-    all_axes[-1].set_xlabel("epoch")
-    write_figure(path, figure)
-
-
 def plot_lr_range(
     path: Path,
     lrs: Sequence[float],
