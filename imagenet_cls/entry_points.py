@@ -38,10 +38,6 @@ COMMANDS = {
         "extras.before_training.show_batch:show_batch_command",
         "draw the training images as the model gets them",
     ),
-    "find-batch": (
-        "extras.before_training.find_batch:find_batch_command",
-        "find the largest micro-batch that fits on a device",
-    ),
     "find-lr": (
         "extras.before_training.find_lr:find_lr_command",
         "plot the loss over a range of learning rates",

@@ -87,10 +87,6 @@ class ResourceError(UserError):
     exit_code = 5
 
 
-class OutOfMemoryError(ResourceError):
-    """Memory of the machine or of a device ran out."""
-
-
 @contextmanager
 def explain_content_errors(
     kind: type[UserError],

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from itertools import repeat
 
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.schema import Config, ScheduleConfig
@@ -12,7 +11,6 @@ from imagenet_cls.engine.meter import StepResult
 from imagenet_cls.engine.train import train
 from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.optim.schedule import Horizon, Schedule
-from imagenet_cls.parallel.memory import peak_memory_bytes, reset_peak_memory
 from imagenet_cls.parallel.process_group import RankContext
 
 
@@ -21,18 +19,14 @@ def run_steps(
     context: RankContext,
     after_step: Callable[[StepResult, TrainingParts], bool | None],
     lr_at: Callable[[int], float] | None = None,
-    one_batch: bool = False,
-) -> int:
+) -> None:
     """Train from step 0 to the last step, and call `after_step` after each, which may return True
-    to end the training. Returns the peak memory in bytes, see `peak_memory_bytes`.
+    to end the training. Raises the errors of a training.
 
-    lr_at: the learning rate of step 0, 1, ..., in place of the schedule. one_batch: train on the
-    first micro-batch again and again, from random weights. Raises OutOfMemoryError, and other
-    errors as a training.
+    lr_at: the learning rate of step 0, 1, ..., in place of the schedule.
     """
-    reset_peak_memory()
     with explain_device_errors():
-        parts = build(config, context, load_initial_weights=not one_batch)
+        parts = build(config, context)
         if lr_at is not None:
             per_epoch = parts.plan.steps_per_epoch
             parts.schedule = Schedule(
@@ -44,8 +38,7 @@ def run_steps(
                 steps_per_epoch=per_epoch,
             )
         with closing(parts.train_loader), suppress(_End):
-            train(_ShortRun(parts, after_step, one_batch))
-    return peak_memory_bytes()
+            train(_ShortRun(parts, after_step))
 
 
 class _End(Exception):
@@ -59,23 +52,13 @@ class _ShortRun:
         self,
         parts: TrainingParts,
         after_step: Callable[[StepResult, TrainingParts], bool | None],
-        one_batch: bool,
     ):
         self.parts = parts
         self.progress = Progress()
         self._after_step = after_step
-        self.one_batch = one_batch
 
     def epoch_batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        batches = self.parts.train_loader.epoch(epoch, first_step)
-        if not self.one_batch:
-            return self.parts.prefetch(batches)
-        batch = next(batches)
-        if self.parts.config.data.name == "synthetic":  # whose images have one class each
-            task = self.parts.evaluation.task
-            targets = task.targets_of_classes(batch.targets, self.parts.num_classes)
-            batch = batch._replace(targets=targets)
-        return repeat(batch)
+        return self.parts.prefetch(self.parts.train_loader.epoch(epoch, first_step))
 
     def after_step(self, result: StepResult) -> None:
         if self._after_step(result, self.parts):

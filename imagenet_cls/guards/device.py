@@ -3,18 +3,18 @@
 import contextlib
 from collections.abc import Iterator
 
-from imagenet_cls.errors import OutOfMemoryError, UsageError, out_of_memory_line
+from imagenet_cls.errors import ResourceError, UsageError, out_of_memory_line
 
 _NO_DETERMINISTIC_KERNEL = " does not have a deterministic implementation"
 _LESS_MEMORY = (
-    "Try a smaller train.micro_batch_size (the global batch stays) or eval.batch_size, "
+    "Set train.micro_batch_size (the global batch stays) or eval.batch_size to fewer images, "
     "train.grad_checkpointing=true, train.precision=bf16, or smaller images."
 )
 
 
 @contextlib.contextmanager
 def explain_device_errors(sizes: str = "", remedy: str = _LESS_MEMORY) -> Iterator[None]:
-    """Raise OutOfMemoryError where memory ran out, and UsageError for `train.deterministic`.
+    """Raise ResourceError where memory ran out, and UsageError for `train.deterministic`.
 
     sizes: the batch sizes as text, for the message. remedy: what needs less memory. A failed
     assertion in a CUDA kernel gets a note.
@@ -25,7 +25,7 @@ def explain_device_errors(sizes: str = "", remedy: str = _LESS_MEMORY) -> Iterat
         if (detail := out_of_memory_line(error)) is not None:
             with_sizes = f" with {sizes}" if sizes else ""
             shown = detail.rpartition("DefaultCPUAllocator: ")[2][:200]
-            raise OutOfMemoryError(f"Out of memory{with_sizes}.\n{shown}", remedy) from error
+            raise ResourceError(f"Out of memory{with_sizes}.\n{shown}", remedy) from error
         for line in str(error).splitlines():
             if _NO_DETERMINISTIC_KERNEL in line:
                 operator = line.partition(_NO_DETERMINISTIC_KERNEL)[0].rpartition(" ")[2]

@@ -9,9 +9,7 @@ import torch
 
 
 def peak_memory_bytes() -> int:
-    """The most bytes since `reset_peak_memory`: of the CUDA allocator on this process's GPU, else
-    resident.
-    """
+    """The most bytes so far: of the CUDA allocator on this process's GPU, else resident."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     # On Linux, the peak of getrusage may belong to the process that started this one.
@@ -20,13 +18,3 @@ def peak_memory_bytes() -> int:
         return 1024 * int(status.partition("VmHWM:")[2].split()[0])
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def reset_peak_memory() -> None:
-    """Start `peak_memory_bytes` again. Has no effect on the resident peak on other systems than
-    Linux.
-    """
-    if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")

@@ -33,7 +33,6 @@ from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.engine.stored_weights import open_weights
-from imagenet_cls.extras.before_training.find_batch import find_batch_command
 from imagenet_cls.extras.before_training.find_lr import find_lr_command
 from imagenet_cls.extras.datasets.pack import pack_command
 from imagenet_cls.extras.datasets.verify_data import verify_command
@@ -49,7 +48,6 @@ FILES = dict(re.findall(r"```yaml\n# ([\w.]+)\n(.*?)```", PAGE, re.DOTALL))
 TOOLS = {
     "train": train_command,
     "test": evaluate_command,
-    "find_batch": find_batch_command,
     "find_lr": find_lr_command,
     "predict": predict_command,
     "pack": pack_command,
@@ -95,8 +93,6 @@ def with_small_models(tool: str, words: list[str], weights: Path) -> list[str]:
         added.append("train.global_batch_size=64")
         if not any(word.startswith("model=") for word in words):
             added.append("model=test_resnet")
-    if tool == "find_batch":
-        added += ["--max", "4"]
     if tool == "find_lr":
         added += [overlay, "--steps", "20"]
     if tool == "train":

@@ -1,18 +1,13 @@
-"""Commands on a GPU: the search for the largest batch, and each check of tools/check_gpu.py."""
+"""Each check of tools/check_gpu.py on a GPU."""
 
 import threading
 from pathlib import Path
 
 import pytest
-from test_finders import search_with_a_limit
 
 from imagenet_cls.extras.machine.check_gpu import CHECKS, Check, describe_machine, run_check
 
 pytestmark = pytest.mark.gpu
-
-
-def test_search_continues_below_a_size_that_is_out_of_memory_on_a_gpu(digits: Path) -> None:
-    search_with_a_limit(digits, "cuda")
 
 
 @pytest.mark.nightly

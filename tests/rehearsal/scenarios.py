@@ -210,9 +210,8 @@ def run_recipes(folder: Path) -> None:
             raise RuntimeError(f"{' '.join(words)}: {error}") from error
 
 
-def run_finders(folder: Path) -> None:
-    """tools/find_batch.py and tools/find_lr.py."""
-    from imagenet_cls.extras.before_training.find_batch import find_batch_command
+def run_find_lr(folder: Path) -> None:
+    """tools/find_lr.py."""
     from imagenet_cls.extras.before_training.find_lr import find_lr_command
 
     config = folder / "config.yaml"
@@ -222,7 +221,6 @@ def run_finders(folder: Path) -> None:
         *(word for word in SYNTHETIC if "optimizer.lr" not in word),
         "device=cuda",
     ]
-    find_batch_command([*words, "--max", "16"])
     find_lr_command([*words, "--steps", "20", "--out", str(folder / "lr.png")])
 
 
@@ -292,7 +290,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], int]] = {
     "blurpool": (run_blurpool, 1),
     "old_gpu": (run_old_gpu, 1),
     "recipes": (run_recipes, 1),
-    "finders": (run_finders, 1),
+    "find_lr": (run_find_lr, 1),
     "evaluation": (run_evaluation, 1),
     "benchmark": (run_benchmark, 1),
 }
