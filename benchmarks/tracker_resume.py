@@ -1,17 +1,14 @@
-"""Kill a run three times, resume it, and compare what wandb (offline) and MLflow (SQLite) stored
-with metrics.jsonl.
+"""Kill a run three times, resume it, and compare what wandb (offline) stored with metrics.jsonl.
 
-    pip install 'imagenet-cls[wandb,mlflow]'
+    pip install 'imagenet-cls[wandb]'
     python benchmarks/tracker_resume.py DIGITS WORK_DIR
 
-DIGITS: a folder for the images of the demo. Prints, for each tracker, how many steps have other
-values.
+DIGITS: a folder for the images of the demo. Prints how many steps have other values.
 """
 
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -77,17 +74,6 @@ def rows_of_wandb(folder: Path) -> Rows:
     return rows
 
 
-def rows_of_mlflow(folder: Path) -> Rows:
-    rows: Rows = {}
-    with sqlite3.connect(folder / "mlflow" / "mlflow.db") as database:
-        for key, value, step in database.execute(
-            "select key, value, step from metrics where key != 'step'"
-        ):
-            assert key not in rows.setdefault(step, {}), "a step is there twice"
-            rows[step][key] = value
-    return rows
-
-
 def main() -> None:
     digits, folder = sys.argv[1], Path(sys.argv[2])
     command = [
@@ -103,25 +89,22 @@ def main() -> None:
         "checkpoint.every_steps=7",
         "ema.decay=0.9",
     ]
-    command += ["log.writers=[tensorboard,wandb,mlflow]", "--work-dir", str(folder), "--resume"]
+    command += ["log.writers=[tensorboard,wandb]", "--work-dir", str(folder), "--resume"]
     for step in (*KILL_AT, None):
         run_until(command, folder, step)
     expected = rows_of_metrics(folder)
-    for name, rows in (("wandb", rows_of_wandb(folder)), ("mlflow", rows_of_mlflow(folder))):
-        assert list(rows) == sorted(expected) == list(range(1, len(expected) + 1)), name
-        assert all(rows[step].keys() == values.keys() for step, values in expected.items()), name
-        differing = {
-            tag
-            for step, values in expected.items()
-            for tag in values
-            if rows[step][tag] != values[tag]
-        }
-        steps = sum(rows[step] != values for step, values in expected.items())
-        print(
-            f"{name} has {len(rows)} steps, each once; {steps} steps differ, in "
-            f"{sorted(differing) or 'nothing'}"
-        )
-        assert all(tag.endswith(MEASURED) for tag in differing), name
+    rows = rows_of_wandb(folder)
+    assert list(rows) == sorted(expected) == list(range(1, len(expected) + 1))
+    assert all(rows[step].keys() == values.keys() for step, values in expected.items())
+    differing = {
+        tag for step, values in expected.items() for tag in values if rows[step][tag] != values[tag]
+    }
+    steps = sum(rows[step] != values for step, values in expected.items())
+    print(
+        f"wandb has {len(rows)} steps, each once; {steps} steps differ, in "
+        f"{sorted(differing) or 'nothing'}"
+    )
+    assert all(tag.endswith(MEASURED) for tag in differing)
 
 
 if __name__ == "__main__":

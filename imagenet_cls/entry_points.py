@@ -97,7 +97,6 @@ EXTRAS = {
     "TrainedRun.report": "extras.pages.report:report_command",
     "TrainedRun.plot": "extras.pages.report:plot_records",
     "log.writers=wandb": "extras.trackers:Wandb",
-    "log.writers=mlflow": "extras.trackers:Mlflow",
     "first batch": "extras.before_training.show_batch:write_first_batch",
     "log.plots": "extras.pages.report:write_plots",
     "log.report": "extras.pages.report:write_run_page",

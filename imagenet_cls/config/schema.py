@@ -757,7 +757,7 @@ class LogConfig:
 
     # Optimizer steps between two log lines; metrics.jsonl has every step.
     every_steps: int = key(50, COUNT)
-    # What rank 0 writes: `jsonl` (metrics.jsonl; always), `tensorboard`, `wandb`, `mlflow`, or
+    # What rank 0 writes: `jsonl` (metrics.jsonl; always), `tensorboard`, `wandb`, or
     # `my_module:MyWriter`.
     writers: list[str] = key(["jsonl", "tensorboard"], per_machine=True, code=())
     # false: no TensorBoard files, even if `writers` lists it.

@@ -1,6 +1,6 @@
 """Writers of scalars besides metrics.jsonl.
 
-TensorBoard, those of `extras.trackers`, or a class of the user.
+TensorBoard, that of `extras.trackers`, or a class of the user.
 """
 
 import inspect
@@ -76,7 +76,7 @@ class TensorBoard(Writer):
 
 
 BUILT_IN: dict[str, type[Writer]] = {"tensorboard": TensorBoard}
-TRACKERS = ("wandb", "mlflow")  # in `extras.trackers`, and the packages that they need
+TRACKER = "wandb"  # in `extras.trackers`, and the package that it needs
 
 
 def writer_names(log: LogConfig) -> list[str]:
@@ -87,9 +87,9 @@ def writer_names(log: LogConfig) -> list[str]:
 
 def find_writer(name: str) -> Callable[..., Any]:
     """The class of a writer. Raises NameNotFoundError, or what the user's module raises."""
-    if name in TRACKERS:
+    if name == TRACKER:
         return load_extra(f"log.writers={name}")
-    return find_factory("writer", name, BUILT_IN | dict.fromkeys(TRACKERS, Writer))
+    return find_factory("writer", name, BUILT_IN | {TRACKER: Writer})
 
 
 def open_writers(folder: Path, config: Config, resume_step: int) -> dict[str, Writer]:
@@ -99,7 +99,7 @@ def open_writers(folder: Path, config: Config, resume_step: int) -> dict[str, Wr
     writers: dict[str, Writer] = {}
     for name in writer_names(config.log):
         file_name = name.replace(":", ".")  # Windows and tar take a colon for something else
-        own_folder = folder / (name if name in {*BUILT_IN, *TRACKERS} else f"writers/{file_name}")
+        own_folder = folder / (name if name in {*BUILT_IN, TRACKER} else f"writers/{file_name}")
         try:
             own_folder.mkdir(parents=True, exist_ok=True)
             writers[name] = find_writer(name)(own_folder, config, resume_step)
@@ -133,7 +133,7 @@ def writer_problems(log: LogConfig) -> list[Problem]:
         except TypeError as error:
             problems.append(Problem("log.writers", f"{name!r}: {error}"))
         # A folder `wandb` in the working directory has a spec without an origin.
-        if name in TRACKERS and getattr(find_spec(name), "origin", None) is None:
+        if name == TRACKER and getattr(find_spec(name), "origin", None) is None:
             problems.append(
                 Problem(
                     "log.writers",

@@ -182,7 +182,6 @@ def test_writer_problems_name_the_key_and_the_extra(monkeypatch):
     monkeypatch.setattr("imagenet_cls.report.writers.find_spec", lambda name: None)
     for name, expected in (
         ("wandb", r"pip install 'imagenet-cls\[wandb\]'"),
-        ("mlflow", r"pip install 'imagenet-cls\[mlflow\]'"),
         ("tracker:NoArguments", "too many positional arguments"),
         ("tracker:read_rows", "no subclass"),
         ("builtins:dict", "no signature"),
