@@ -13,10 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -67,7 +65,6 @@ log:
 TOLERANCE = 0.02
 LIMIT_SEC = 600  # of a check
 REPRODUCIBLE_STEPS = 100  # enough to kill a run before it ends
-_POLL_SEC = 0.02
 
 
 class CheckFailed(Exception):
@@ -78,29 +75,18 @@ class CheckSkipped(Exception):
     """A check that can't run here, with one line that says why."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """A row of the table. result: pass, fail or skipped."""
-
-    check: str
-    result: str
-    seconds: float
-    line: str
-
-
 @dataclass
 class Task:
     """A check in progress, which starts processes.
 
     folder: for the files of this check; it is removed at the end. log: receives the output of the
-    processes. gpus: the names of the GPUs, filled by `describe_machine`. stopped: once it is set,
-    the processes are killed. end: time limit on the clock `time.monotonic`.
+    processes. gpus: the names of the GPUs, filled by `describe_machine`. end: time limit on the
+    clock `time.monotonic`.
     """
 
     folder: Path
     log: Path
     gpus: list[str]
-    stopped: threading.Event
     end: float
 
     def run(
@@ -138,9 +124,9 @@ class Task:
             )
             try:
                 while process.poll() is None and not kill_when():
-                    if time.monotonic() > self.end or self.stopped.is_set():
+                    if time.monotonic() > self.end:
                         raise CheckFailed("a process was killed at the time limit of this check")
-                    time.sleep(_POLL_SEC)
+                    time.sleep(0.02)
                 code = process.poll()  # None if it is to be killed
             finally:
                 with suppress(ProcessLookupError):  # all of them have ended
@@ -201,8 +187,7 @@ def check_gpu_command(argv: Sequence[str]) -> int:
     }
     # An exception, so that `Task.run` kills its process.
     handle_stop_signals(lambda number, _: sys.exit(128 + number))
-    results = run_checks(checks, arguments.out, arguments.parallel)
-    return ResourceError.exit_code if any(result.result == "fail" for result in results) else 0
+    return ResourceError.exit_code if "fail" in run_checks(checks, arguments.out) else 0
 
 
 def check_gpu_parser() -> argparse.ArgumentParser:
@@ -211,7 +196,7 @@ def check_gpu_parser() -> argparse.ArgumentParser:
         "Check training on the GPUs of this machine by short runs: races, precisions, "
         "torch.compile, DP, DDP, determinism, resume. Needs no data and no network. Without a GPU, "
         "checks what a CPU can run. Exit code 0 if no check fails, else 5.",
-        "[--quick] [--only NAME ...] [--parallel N] [--out DIR]",
+        "[--quick] [--only NAME ...] [--out DIR]",
         f"Checks: {', '.join(CHECKS)}.",
     )
     parser.add_argument(
@@ -220,13 +205,6 @@ def check_gpu_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="fewer checks")
     # How this command starts itself, to import torch in another process.
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--parallel",
-        type=cli.positive,
-        default=1,
-        metavar="N",
-        help="checks that run at the same time (default: %(default)s)",
-    )
     parser.add_argument(
         "--out",
         type=cli.path,
@@ -238,12 +216,11 @@ def check_gpu_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_checks(checks: Mapping[str, Check], out: Path, parallel: int = 1) -> list[Result]:
-    """Run the checks, `parallel` of them at the same time; after each print its result and write
-    all results so far.
+def run_checks(checks: Mapping[str, Check], out: Path) -> list[str]:
+    """Run the check `machine` and these. After each, print its row and write the table so far.
 
-    Raises ResourceError if `out` can't be written, or if the check `machine`, which runs first,
-    fails.
+    Returns pass, fail or skipped of each. Raises ResourceError if `out` can't be written, or if
+    `machine` fails.
     """
     logs = out / "check_gpu_logs"  # not `logs`, which a run folder has
     with explain_write_errors(out, "Name another folder with --out."):
@@ -252,49 +229,30 @@ def run_checks(checks: Mapping[str, Check], out: Path, parallel: int = 1) -> lis
         logs.mkdir()
     commit = (code_version() or {}).get("commit", "")[:7]
     title = " ".join(["imagenet-cls", __version__, commit, f"{datetime.now(UTC):%Y-%m-%d}"])
+    table = ["", "| check | result | s | |", "|---|---|---|---|"]  # to paste into an issue
     gpus: list[str] = []
-    stopped = threading.Event()
-    results: dict[str, Result] = {}
-
-    def run_one(name: str, check: Check) -> Result:
-        return run_check(name, check, gpus, stopped, logs.resolve() / f"{name}.txt")
-
-    def write(result: Result) -> None:
-        name = result.check
-        results[name] = result
-        print(f"{name:<25} {result.result:<7} {result.seconds:6.1f} s  {result.line}", flush=True)
-        rest = len(checks) + 1 - len(results)
+    outcomes: list[str] = []
+    for name, check in {"machine": Check(describe_machine), **checks}.items():
+        begin = time.monotonic()
+        outcome, line = run_check(check, gpus, logs / f"{name}.txt")
+        outcomes.append(outcome)
+        cells = [name, outcome, f"{time.monotonic() - begin:.0f}", line.replace("|", r"\|")]
+        table.append(f"| {' | '.join(cells)} |")
+        print(table[-1], flush=True)
+        rest = len(checks) + 1 - len(outcomes)
         head = title + (f", {rest} more checks to run" if rest else "")
-        rows = [results[name] for name in ("machine", *checks) if name in results]
-        write_output(out / "check_gpu.md", markdown_table(head, rows))
-
-    write(run_one("machine", Check(describe_machine)))
-    if results["machine"].result == "fail":
-        raise ResourceError(f"The GPUs can't be used: {results['machine'].line}", f"See {logs}.")
-    with ThreadPoolExecutor(parallel) as pool:
-        try:
-            running = {pool.submit(run_one, *item) for item in checks.items()}
-            while running:
-                # A signal just before a wait is handled after it, so no wait is long.
-                finished, running = wait(running, _POLL_SEC, FIRST_COMPLETED)
-                for future in finished:
-                    write(future.result())
-        except BaseException:
-            handle_stop_signals(lambda *_: None)
-            stopped.set()  # the threads kill their processes
-            pool.shutdown(cancel_futures=True)
-            raise
-    outcomes = [result.result for result in results.values()]
+        write_output(out / "check_gpu.md", "\n".join([head, *table, ""]))
+        if name == "machine" and outcome == "fail":
+            raise ResourceError(f"The GPUs can't be used: {line}", f"See {logs}.")
     counts = [f"{outcomes.count(kind)} {kind}" for kind in ("pass", "fail", "skipped")]
     print(f"{', '.join(counts)}; written to {out / 'check_gpu.md'}")
-    return list(results.values())
+    return outcomes
 
 
-def run_check(
-    name: str, check: Check, gpus: list[str], stopped: threading.Event, log: Path
-) -> Result:
-    """Run a check in a temporary folder. Any exception is a failure of this check only."""
-    begin = time.monotonic()
+def run_check(check: Check, gpus: list[str], log: Path) -> tuple[str, str]:
+    """Run a check in a temporary folder. Returns pass, fail or skipped, and the line of the table.
+    Any exception is a failure of this check only.
+    """
     outcome = "fail"
     try:
         if check.min_gpus > len(gpus):
@@ -304,7 +262,7 @@ def run_check(
         ) as path:
             folder = Path(path)
             (folder / "small.yaml").write_text(SMALL_CONFIG)
-            line = check.run(Task(folder, log, gpus, stopped, begin + LIMIT_SEC))
+            line = check.run(Task(folder, log, gpus, time.monotonic() + LIMIT_SEC))
         outcome = "pass"
     except CheckSkipped as skipped:
         line = str(skipped)
@@ -313,17 +271,7 @@ def run_check(
         line = str(failed)
     except Exception as error:
         line = f"{type(error).__name__}: {error}"
-    line = shorten(" ".join(line.split()), 300)
-    return Result(name, outcome, time.monotonic() - begin, line)
-
-
-def markdown_table(head: str, results: Sequence[Result]) -> str:
-    """The results as a table to paste into an issue."""
-    lines = [head, "", "| check | result | s | |", "|---|---|---|---|"]
-    for row in results:
-        line = row.line.replace("|", r"\|")
-        lines.append(f"| {row.check} | {row.result} | {row.seconds:.0f} | {line} |")
-    return "\n".join(lines) + "\n"
+    return outcome, shorten(" ".join(line.split()), 300)
 
 
 # The checks.
@@ -514,8 +462,7 @@ def compare_steps(
                     f"step {mine['step']}: {name} {mine[name]:.6g}, expected {other[name]:.6g}"
                 )
             worst = max(worst, difference)
-    compared = "losses and gradient norms" if "grad_norm" in names else "losses"
-    return f"{len(found)} steps: {compared} differ by at most {worst:.1e}"
+    return f"{len(found)} steps: largest relative difference of {' and '.join(names)} {worst:.1e}"
 
 
 def newest_checkpoint(run: Path) -> Path:
