@@ -95,7 +95,7 @@ EXTRAS = {
     "test.py --report": "extras.pages.evaluation_report:EvaluationReport",
     "predict.py --report, --sort-into": "extras.pages.predictions:ShownPredictions",
     "TrainedRun.report": "extras.pages.report:report_command",
-    "TrainedRun.plot": "extras.pages.report:plot_records",
+    "TrainedRun.plot": "extras.pages.report:plot_run",
     "log.writers=wandb": "extras.trackers:Wandb",
     "first batch": "extras.before_training.show_batch:write_first_batch",
     "log.plots": "extras.pages.report:write_plots",

@@ -62,7 +62,7 @@ class TrainedRun:
 
     def plot(self) -> "Figure":
         """The curves of the run's page over the epochs. A notebook shows the returned figure."""
-        figure: Figure = load_extra("TrainedRun.plot")(self.metrics)
+        figure: Figure = load_extra("TrainedRun.plot")(self.folder)
         return figure
 
     def report(self) -> Path:

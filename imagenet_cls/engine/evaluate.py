@@ -121,8 +121,7 @@ class Evaluation:
         """
         results = compute_results(outputs, names, self.context, num_classes, self.task, metrics)
         for name, result in results.items():
-            keys = "class_pct", "class_images"
-            self.by_class[name] = {key: result.pop(key) for key in keys}
+            self.by_class[name] = {key: result.pop(key) for key in ("class_pct", "class_images")}
             if self.present is not None:
                 result["classes"] = f"{len(self.present)} of {num_classes}"
             if self.source.left_out:

@@ -90,8 +90,8 @@ def train_in_folder(
                 train(run)
         run_on_main(context, saver.wait)
         run.nonfinite_guard.check_any_applied(progress.step)
-        pages = {"log.plots": config.log.plots, "log.report": config.log.report}
-        reporter.write_pages([name for name, is_on in pages.items() if is_on])
+        pages = [name for name in ("plots", "report") if getattr(config.log, name)]
+        reporter.write_pages([f"log.{name}" for name in pages])
         if context.is_main:  # other ranks may not see the run folder
             reporter.message(final_message(progress, parts.plan, work_dir, run.meter))
 

@@ -52,7 +52,15 @@ FOREIGN_OPTIONS |= {"--write", "--no-deps", "--no-build-isolation", "--ignore"}
 FOREIGN_OPTIONS |= {"--partition", "--gres", "--job-name", "--wrap"}
 FOREIGN_OPTIONS |= {f"--{name}" for name in ("ntasks-per-node", "gpus-per-node", "cpus-per-task")}
 # of earlier versions
-FOREIGN_OPTIONS |= {"--link-js", "--copy", "--quality", "--knn", "--linear-probe", "--max"}
+FOREIGN_OPTIONS |= {
+    "--link-js",
+    "--copy",
+    "--quality",
+    "--knn",
+    "--linear-probe",
+    "--max",
+    "--quick",
+}
 FOREIGN_OPTIONS |= {"--repo-type", "--local-dir"}  # of the Hugging Face Hub's client
 FOREIGN_OPTIONS |= {"--strict", "--use-ema"}  # of mkdocs, of timm's validate.py
 # SLURM, docker

@@ -87,14 +87,21 @@ def test_band_of_a_group_is_mean_and_deviation() -> None:
     runs = [run(number) for number in range(12)]
     groups = [Group("lr=0.1", range(4), "#123456"), Group("lr=0.2", range(4, 12), None)]
     axes = Figure().subplots()
-    comparison_charts(runs, groups)[1].draw(axes)
+    comparison_charts(runs, ["raw"] * 12, groups)[1].draw(axes)
     (band,) = axes.collections
     points = band.get_paths()[0].vertices
     assert points[:, 1].min() == pytest.approx(51.5 - np.std(range(4), ddof=1))
     colors = [line.get_color() for line in axes.lines]
     assert colors == [GREY] * 8 + ["#123456"] * 5  # the mean is the last one
     assert (
-        len(set(re.findall('class="run-[0-9]+"', svg(comparison_charts(runs, groups)[1], NAMES))))
+        len(
+            set(
+                re.findall(
+                    'class="run-[0-9]+"',
+                    svg(comparison_charts(runs, ["raw"] * 12, groups)[1], NAMES),
+                )
+            )
+        )
         == 12
     )
 

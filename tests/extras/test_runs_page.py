@@ -1,12 +1,12 @@
 """`report.py`: one page about runs that are finished, interrupted or new; wrong folders."""
 
-import html
 import json
 import os
 import re
 import shutil
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -29,7 +29,6 @@ from PIL import Image
 
 from imagenet_cls.config.metrics import BY_NAME
 from imagenet_cls.extras.pages import report
-from imagenet_cls.extras.pages.render import format_duration
 from imagenet_cls.extras.pages.report import report_command
 from imagenet_cls.extras.pages.runs_page import read_run, run_statistics
 from imagenet_cls.files import take_lock
@@ -59,10 +58,6 @@ def page_of(out: Path, *runs: Path) -> str:
 
 def cells(page: str) -> list[str]:
     return re.findall(r"<td[^>]*>(.*?)</td>", page)
-
-
-def configs_of(page: str) -> list[str]:
-    return list(map(html.unescape, re.findall(r"<pre>\n(.*?)</pre>", page, re.DOTALL)))
 
 
 def write_records(folder: Path, *written: dict[str, Any]) -> Path:
@@ -143,7 +138,7 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_pa
         "best validation top-1": BY_NAME["top1"].format(best["top1_pct"], 2, best["images"]),
         "last validation top-1, %": f"{results[-1]['top1_pct']:.2f}",
         "last training loss": f"{train[-1]['loss']:.4f}",
-        "time": f"{seconds:.3g} s",
+        "time": str(timedelta(seconds=round(seconds))),
         "images per second": f"{median(speeds):,.0f}",
         "waiting for data, %": f"{fmean(record['data_wait_pct'] for record in intervals):.1f}",
         "last validation mean_target": f"{results[-1]['mean_target']:.4f}",
@@ -156,20 +151,6 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_pa
     versions = json.loads((run / "env.json").read_text())["versions"]
     assert all(f"<span>{name} {value}</span>" in page for name, value in versions.items())
     assert found[found.index("optimizer.lr") + 1] == "0.03"
-
-
-def test_page_has_the_config_of_each_run(run: Path, copy: Path, tmp_path: Path) -> None:
-    """One that can't be read is not compared."""
-    config = (run / "config.yaml").read_text()
-    one = page_of(tmp_path / "page.html", run)
-    assert configs_of(one) == [config]
-
-    (copy / "config.yaml").write_text(config + "# </pre>\n")
-    invalid = write_records(tmp_path / "invalid", TRAIN)
-    (invalid / "config.yaml").write_text("unknown: 1\n")
-    page = page_of(tmp_path / "page.html", invalid, copy)
-    assert configs_of(page) == [config + "# </pre>\n"]  # of the best run
-    assert page.count("is not compared") == 1
 
 
 def test_hours_of_a_run_that_continues_another_are_of_its_own_steps(
@@ -272,11 +253,6 @@ def test_page_is_in_the_run_folder_or_for_several_runs_in_the_current_folder(
     monkeypatch.chdir(tmp_path)
     assert succeeds(report_command, "copy") == "wrote copy/report.html\n"
     assert succeeds(report_command, "copy", run) == "wrote report.html\n"
-
-
-def test_durations_are_seconds_then_minutes_then_hours() -> None:
-    expected = {0.03: "108 s", 0.5: "30 min", 1.99: "119 min", 2: "2.0 h", 2000: "2,000.0 h"}
-    assert {value: format_duration(value) for value in expected} == expected
 
 
 def test_other_files_and_folders_among_several_paths_are_left_out(

@@ -164,13 +164,11 @@ class Task:
 class Check:
     """A check.
 
-    run: returns the line of the table; raises CheckFailed or CheckSkipped. quick: whether --quick
-    has it.
+    run: returns the line of the table; raises CheckFailed or CheckSkipped.
     """
 
     run: Callable[[Task], str]
     min_gpus: int = 0
-    quick: bool = False
 
 
 def check_gpu_command(argv: Sequence[str]) -> int:
@@ -180,11 +178,7 @@ def check_gpu_command(argv: Sequence[str]) -> int:
         print_machine()
         return 0
     check_is_no_rank()
-    checks = {
-        name: check
-        for name, check in CHECKS.items()
-        if (name in arguments.only if arguments.only else check.quick or not arguments.quick)
-    }
+    checks = {name: check for name, check in CHECKS.items() if name in (arguments.only or CHECKS)}
     # An exception, so that `Task.run` kills its process.
     handle_stop_signals(lambda number, _: sys.exit(128 + number))
     return ResourceError.exit_code if "fail" in run_checks(checks, arguments.out) else 0
@@ -196,13 +190,12 @@ def check_gpu_parser() -> argparse.ArgumentParser:
         "Check training on the GPUs of this machine by short runs: races, precisions, "
         "torch.compile, DP, DDP, determinism, resume. Needs no data and no network. Without a GPU, "
         "checks what a CPU can run. Exit code 0 if no check fails, else 5.",
-        "[--quick] [--only NAME ...] [--out DIR]",
+        "[--only NAME ...] [--out DIR]",
         f"Checks: {', '.join(CHECKS)}.",
     )
     parser.add_argument(
         "--only", nargs="+", choices=tuple(CHECKS), metavar="NAME", help="run only these checks"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer checks")
     # How this command starts itself, to import torch in another process.
     parser.add_argument("--describe", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -478,20 +471,18 @@ def digest(run: Path) -> str:
 
 
 CHECKS = {
-    "sanitizer": Check(sanitizer, min_gpus=1, quick=True),
-    "precision-fp32": Check(partial(precision, name="fp32"), quick=True),
-    "precision-bf16": Check(partial(precision, name="bf16"), quick=True),
+    "sanitizer": Check(sanitizer, min_gpus=1),
+    "precision-fp32": Check(partial(precision, name="fp32")),
+    "precision-bf16": Check(partial(precision, name="bf16")),
     "precision-fp16": Check(partial(precision, name="fp16"), min_gpus=1),
     "compile-default": Check(partial(compiled, mode="default")),
-    "compile-reduce-overhead": Check(
-        partial(compiled, mode="reduce-overhead"), min_gpus=1, quick=True
-    ),
+    "compile-reduce-overhead": Check(partial(compiled, mode="reduce-overhead"), min_gpus=1),
     "compile-max-autotune": Check(partial(compiled, mode="max-autotune"), min_gpus=1),
     "compile-max-autotune-no-cudagraphs": Check(
         partial(compiled, mode="max-autotune-no-cudagraphs"), min_gpus=1
     ),
-    "deterministic": Check(deterministic, quick=True),
-    "resume": Check(resume, quick=True),
+    "deterministic": Check(deterministic),
+    "resume": Check(resume),
     "dp": Check(data_parallel, min_gpus=2),
     "ddp": Check(ddp),
 }

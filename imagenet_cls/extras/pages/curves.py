@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from imagenet_cls.config.metrics import BY_FIELD, BY_NAME, Metric, main_metric
+from imagenet_cls.config.metrics import BY_NAME, Metric, main_metric
 from imagenet_cls.extras.pages.figures import BLUE, GREEN, GREY, ORANGE, Chart
 from imagenet_cls.report.jsonl import Record
 
@@ -21,7 +21,7 @@ _ALL_POINTS = 12_000  # of a figure
 _WINDOW = 15  # points of a curve over which it is smoothed
 _NOISY = ("loss", "grad_norm", "top1_pct")
 _MOST_MARKERS = 30  # points of a curve, up to which they are marked
-_FEW = 11  # runs, up to which each has a color, and its training curve
+FEW = 11  # runs, up to which each has a color, and its training curve
 Points = tuple[np.ndarray, np.ndarray]
 
 
@@ -158,11 +158,6 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.where(is_known, sums / np.maximum(counts, 1), np.nan)
 
 
-def has_few(runs: Sequence[object]) -> bool:
-    """Whether each of the runs has a color and its training loss."""
-    return len(runs) <= _FEW
-
-
 @dataclass(frozen=True)
 class Group:
     """Runs of one setting. runs: their numbers. color: None for gray."""
@@ -172,34 +167,39 @@ class Group:
     color: str | None
 
 
-def comparison_charts(runs: Sequence[Curves], groups: Sequence[Group]) -> list[Chart]:
-    """Loss, top-1 or mAP, and learning rate of runs: of the EMA weights where there are some. Of
-    up to `_FEW` runs each has a color, and its training loss a thin line. Of more, groups have the
-    mean and the standard deviation of their runs.
+def comparison_charts(
+    runs: Sequence[Curves], weights: Sequence[str], groups: Sequence[Group]
+) -> list[Chart]:
+    """Loss, top-1 or mAP, and learning rate of runs. weights: of the evaluations to draw, for each
+    run.
+
+    Each of up to `FEW` runs has a color, and its training loss a thin line. Of more, groups have
+    the mean and the standard deviation of their runs.
     """
     titles = {
         "loss": ("Loss", "loss"),
         **{
             metric.field: (f"validation {metric.title}, %", "%")
-            for metric in sorted(
-                main_metrics(chain(*(run.records for run in runs))),
-                key=list(BY_FIELD.values()).index,
-            )
+            for metric in main_metrics(chain(*(run.records for run in runs)))
         },
         "lr": ("Learning rate", "learning rate"),
     }
     return [
-        Chart(title, partial(_draw_runs, runs, groups, key, unit))
+        Chart(title, partial(_draw_runs, runs, weights, groups, key, unit))
         for key, (title, unit) in titles.items()
     ]
 
 
 def _draw_runs(
-    runs: Sequence[Curves], groups: Sequence[Group], key: str, unit: str, axes: "Axes"
+    runs: Sequence[Curves],
+    weights: Sequence[str],
+    groups: Sequence[Group],
+    key: str,
+    unit: str,
+    axes: "Axes",
 ) -> None:
     most = min(_MOST_POINTS, _ALL_POINTS // len(runs))
-    is_few = has_few(runs)
-    kinds = ("train",) if key == "lr" else ("ema", "raw")
+    is_few = len(runs) <= FEW
     late = []
     for group in sorted(groups, key=lambda group: group.color is not None):  # colors on top
         lines = []
@@ -210,8 +210,8 @@ def _draw_runs(
                 x, values = run.points(key, "train", most)
                 if len(x):
                     axes.plot(x, smooth(values), linewidth=0.8, alpha=0.6, **style)
-            found = [run.points(key, kind, most) for kind in kinds]
-            x, values = next((points for points in found if len(points[0])), found[0])
+            kind = "train" if key == "lr" else weights[number]
+            x, values = run.points(key, kind, most)
             if len(x) <= _MOST_MARKERS and key != "lr":
                 style |= {"marker": "o", "markersize": 3}
             if not is_few:

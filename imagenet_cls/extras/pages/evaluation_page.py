@@ -24,19 +24,6 @@ _MAX_PAIRS, _MAX_EXAMPLES = 20, 12
 _MAX_MATRIX_CLASSES = 50  # up to which the confusion matrix is drawn
 _PERCENT, _COUNT = ".2f", ",d"
 _WEIGHTS = {"raw": "raw", "ema": "EMA"}
-_DETAILS = (
-    ("images", "images", _COUNT),
-    ("correct", "correct", _COUNT),
-    ("balanced accuracy (mean recall of the classes), %", "balanced_accuracy_pct", _PERCENT),
-    ("mean F1 of the classes, %", "macro_f1_pct", _PERCENT),
-    ("negative log-likelihood", "nll", ".4f"),
-    ("expected calibration error (0 to 1)", "ece", ".4f"),
-    ("mean confidence", "mean_confidence", ".4f"),
-)
-_THRESHOLD_COLUMNS = (
-    ("best micro F1 %", "best_micro_f1_pct", ".3f"),
-    ("at threshold", "best_threshold", _PERCENT),
-)
 
 
 def evaluation_statistics(
@@ -181,9 +168,7 @@ def evaluation_page(
     columns = _result_columns(results, len(classes))
     matrix = None
     calibration = []
-    details: Sequence[tuple[str, str, str]] = ()
     if confusion is not None:
-        details = _DETAILS
         charts = calibration_charts(statistics["calibration"])
         calibration = [(chart, svg(chart)) for chart in charts]
         if len(classes) <= _MAX_MATRIX_CLASSES:
@@ -202,7 +187,6 @@ def evaluation_page(
         columns=[("weights", ""), *((title, style) for title, _, style in columns)],
         results=[[name, *(row.get(key) for _, key, _ in columns)] for name, row in results.items()],
         weights=_WEIGHTS[statistics["weights"]],
-        details=[[title, format(statistics[key], style)] for title, key, style in details],
         num_bins=_CALIBRATION_BINS,
         classes=by_f1,
         statistics=statistics,
@@ -220,8 +204,6 @@ def _result_columns(
         if metric.is_shown(first, num_classes):
             unit, style = (" %", ".3f") if metric.is_percent else ("", ".4f")
             columns.append((metric.title + unit, metric.field, style))
-    if "best_threshold" in first:
-        columns += _THRESHOLD_COLUMNS
     columns.append(("images", "images", _COUNT))
     own = dict.fromkeys(name for row in results.values() for name in user_metrics(row))
     return [*columns, *((name, name, ".4f") for name in own)]

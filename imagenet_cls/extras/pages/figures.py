@@ -43,7 +43,7 @@ _STYLE = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.titlesize": 13,
-    "axes.xmargin": 0.02,
+    "axes.xmargin": 0.04,
     "grid.color": _LINE,
     "xtick.color": _LINE,
     "xtick.labelcolor": _INK,
@@ -67,8 +67,8 @@ class Chart:
     size: tuple[float, float] = SIZE
 
 
-def picture(charts: Sequence[Chart], columns: int = 3) -> "Figure":
-    """A figure with the charts in rows. A notebook shows it."""
+def picture(charts: Sequence[Chart]) -> "Figure":
+    """A figure with the charts in rows of three. A notebook shows it."""
     from matplotlib.figure import Figure
 
     class Picture(Figure):
@@ -76,15 +76,15 @@ def picture(charts: Sequence[Chart], columns: int = 3) -> "Figure":
             """What a notebook shows. It knows other figures only if pyplot is imported."""
             return png(self)
 
-    rows = -(-len(charts) // columns)
+    rows = -(-len(charts) // 3)
     width, height = SIZE
     with _style():
-        figure = Picture((width * columns, height * rows), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False).flat
+        figure = Picture((3 * width, rows * height), layout="constrained")
+        grid = figure.subplots(rows, 3).flatten()
         for axes, chart in zip(grid, charts, strict=False):
             chart.draw(axes)
             axes.set_title(chart.title)
-        for axes in list(grid)[len(charts) :]:
+        for axes in grid[len(charts) :]:
             axes.axis("off")
     return figure
 

@@ -6,6 +6,7 @@ Jinja2 assembles a page and escapes all values but the drawings of `figures.svg`
 import base64
 import io
 import re
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ from imagenet_cls.text import printable
 
 DURATION = "duration"  # the format of a number of hours
 _TEMPLATES = Path(__file__).parent / "templates"
-_SECONDS_BELOW_HOURS = 2 / 60
-_MINUTES_BELOW_HOURS = 2
 
 
 def utf8_text(value: Any) -> str:
@@ -77,12 +76,8 @@ def format_cell(value: Any, number_format: str) -> Any:
 
 
 def format_duration(hours: float) -> str:
-    """Seconds below two minutes, minutes below two hours, then hours."""
-    if hours < _SECONDS_BELOW_HOURS:
-        return f"{3600 * hours:.3g} s"
-    if hours < _MINUTES_BELOW_HOURS:
-        return f"{60 * hours:.3g} min"
-    return f"{hours:,.1f} h"
+    """`1:02:03`, as at the end of a run."""
+    return str(timedelta(seconds=round(3600 * hours)))
 
 
 def to_jpeg(picture: Image.Image, most_px: int) -> bytes:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.trained_run import TrainedRun
@@ -14,6 +14,8 @@ from imagenet_cls.files import check_replaced, explain_write_errors, is_locked, 
 from imagenet_cls.report.jsonl import read_metrics
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from imagenet_cls.extras.pages.runs_page import Sweep
 
 _WATCH_SEC = 10
@@ -108,12 +110,11 @@ def write_run_page(folder: Path) -> None:
     write_page([folder], folder / "report.html")
 
 
+def plot_run(folder: Path) -> "Figure":
+    """The curves of a run. Raises CheckpointError."""
+    return picture(run_charts(curves_of(read_metrics(folder))))
+
+
 def write_plots(folder: Path) -> None:
-    """Draw `plots/curves.png` of a run. Raises a UserError or OSError."""
-    charts = run_charts(curves_of(read_metrics(folder)))
-    write_figure(folder / "plots" / "curves.png", picture(charts))
-
-
-def plot_records(records: Sequence[Any]) -> Any:
-    """The curves of the records of a run: a figure of matplotlib."""
-    return picture(run_charts(curves_of(records)))
+    """Draw `plots/curves.png` of a run. Raises CheckpointError or OSError."""
+    write_figure(folder / "plots" / "curves.png", plot_run(folder))

@@ -21,11 +21,11 @@ from imagenet_cls.config.metrics import BY_FIELD
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import CheckpointError, UsageError, UserError, explain_content_errors
 from imagenet_cls.extras.pages.curves import (
+    FEW,
     Curves,
     Group,
     comparison_charts,
     curves_of,
-    has_few,
     main_metrics,
     run_charts,
 )
@@ -67,7 +67,6 @@ class RunRecords:
     state: Mapping[str, int]
     checkpoints: Mapping[int, Path]
     config: Config | None
-    config_text: str | None
     note: str | None
 
     def records(self, kind: str) -> list[Record]:
@@ -133,11 +132,9 @@ def read_run(folder: Path, name: str) -> RunRecords:
                     "stopped_early": bool(progress.get("stopped_early")),
                 }
                 break
-    config = text = note = None
-    file = folder / "config.yaml"
+    config = note = None
     try:
-        config = load_config(file).config
-        text = file.read_text("utf-8")
+        config = load_config(folder / "config.yaml").config
     except UserError as error:
         note = f"{folder}: its config can't be read and is not compared: {first_line(error)}"
     return RunRecords(
@@ -149,7 +146,6 @@ def read_run(folder: Path, name: str) -> RunRecords:
         state,
         checkpoints,
         config,
-        text,
         note,
     )
 
@@ -215,7 +211,10 @@ def runs_page(
     differences = config_differences(runs)
     groups = group_runs(runs, statistics, differences, group_by)
     curves = [run.curves(axis) for run in runs]
-    charts = comparison_charts(curves, groups) if len(runs) > 1 else run_charts(curves[0])
+    weights = [row["best_record"].get("weights", "raw") for row in statistics]
+    charts = run_charts(curves[0])
+    if len(runs) > 1:
+        charts = comparison_charts(curves, weights, groups)
     best = statistics[0]
     values = [row["best"] for row in statistics if row["best"] is not None]
     picture = runs[0].folder / "plots" / "first_batch.jpg"
@@ -223,8 +222,8 @@ def runs_page(
     if len(runs) == 1 and values and file.exists():
         with explain_content_errors(CheckpointError, file):
             title = "Average precision" if best["metric"] == "map_pct" else "Accuracy"
-            weights = best["best_record"]["weights"]
-            charts.append(chart_of_classes(title, json.loads(file.read_bytes()), weights))
+            result = json.loads(file.read_bytes())
+            charts.append(chart_of_classes(title, result, weights[0]))
     titles = [metric.title for metric in main_metrics(chain(*(run.metrics for run in runs)))]
     states = [_state(run, row["step"]) for run, row in zip(runs, statistics, strict=True)]
     versions: dict[tuple[Any, ...], list[str]] = {}
@@ -253,7 +252,7 @@ def runs_page(
         colors={number: group.color for group in groups for number in group.runs},
         charts=[(chart, svg(chart, [run.name for run in runs])) for chart in charts],
         first_batch=data_url(picture.read_bytes()) if picture.is_file() else None,
-        changed=changed_settings(runs[0]) if len(runs) == 1 else {},
+        changed=changed_settings(runs[0]),
         events=runs[0].records("event") if len(runs) == 1 else [],
         versions=versions,
         test_command=command_line("test"),
@@ -287,7 +286,7 @@ def group_runs(
             f"--group-by {group_by}: the configs do not differ in it.",
             f"They differ in: {join_names(list(differences)) or 'nothing'}.",
         )
-    if has_few(runs) and not group_by:
+    if len(runs) <= FEW and not group_by:
         return [Group(run.name, [i], COLORS[i]) for i, run in enumerate(runs)]
     keys = [group_by] if group_by else [key for key in differences if key not in REPEATS]
     members: dict[str, list[int]] = {}

@@ -91,7 +91,6 @@ def _draw_key(settings: Settings, key: SweepKey, title: str, axes: "Axes") -> No
     low, high = np.array(means) - deviations, np.array(means) + deviations
     axes.fill_between(places, low, high, color=BLUE, alpha=0.15)
     axes.set_xticks(places, labels)
-    axes.margins(x=0.08)
     axes.set_xlabel(key.name)
     axes.set_ylabel(title)
 
@@ -132,4 +131,4 @@ def _draw_parallel(settings: Settings, keys: Sequence[SweepKey], title: str, axe
         axes.plot(line, color=colormaps[_COLORMAP](line[-1]), alpha=0.8)
     axes.set_xticks(range(len(heights)), [*(key.name for key in keys), f"mean {title}"])
     axes.set_yticks([])
-    axes.margins(x=0.08, y=0.1)
+    axes.margins(0.1)

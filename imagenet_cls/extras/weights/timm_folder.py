@@ -156,12 +156,9 @@ def model_card(
     }
     names = predictor.classes
     details["Classes"] = f"{len(names):,}: {join_names(names, 20)}"
-    given = config.data.mean is not None
-    details["Mean and std"] = (
-        "given for the training"
-        if given
-        else "those of the initial weights, or of the architecture"
-    )
+    details["Mean and std"] = "of the initial weights, or of the architecture in timm"
+    if config.data.mean is not None:
+        details["Mean and std"] = "given in the config of the training"
     progress: dict[str, Any] = {"latest": {}}
     if state:  # of a checkpoint
         progress = state["progress"]
