@@ -59,7 +59,7 @@ from imagenet_cls.report.reporter import Reporter
 from imagenet_cls.seeding import hash_key, seed_generators
 from imagenet_cls.text import count_of
 
-SETTINGS = ("optimizer.lr=0.001", "log.tensorboard=false", "log.plots=false")
+SETTINGS = ("optimizer.lr=0.001", "log.tensorboard=false", "log.plots=false", "log.report=false")
 RATIO_GOAL = ">= 0.99"
 BATCHES = 4  # distinct ones, of synthetic images
 SINGLE = RankContext(RankInfo(), torch.device("cpu"))

@@ -67,7 +67,7 @@ CONFIG = "configs/finetune/own_dataset.yaml"
 # Of the trainings in docs/your_data.md.
 SHORT = (
     "model.pretrained=false model.name=test_resnet augment.size_px=32 eval.crop_px=32 "
-    "data.num_workers=0 train.max_steps=4 log.tensorboard=false log.plots=false"
+    "data.num_workers=0 train.max_steps=4 log.tensorboard=false log.plots=false log.report=false"
 )
 
 
@@ -97,7 +97,7 @@ def with_small_models(tool: str, words: list[str], weights: Path) -> list[str]:
         added += [overlay, "--steps", "20"]
     if tool == "train":
         added.append("--dry-run" if words[0].startswith("my_") else overlay)
-        added += ["train.max_steps=8", "log.tensorboard=false", "log.plots=false"]  # two epochs
+        added += ["train.max_steps=8", "log.tensorboard=false", "log.report=false"]  # two epochs
     return small + added
 
 

@@ -33,11 +33,17 @@ SYNTHETIC = [
     "data.name=synthetic",
     "data.kwargs={train_images: 48, val_images: 20, num_classes: 10, size_px: 16}",
     *("augment.size_px=16", "eval.crop_px=16", "train.global_batch_size=8", "train.epochs=2"),
-    *("log.every_steps=4", "log.tensorboard=false", "log.plots=false", "optimizer.lr=0.01"),
+    *(
+        "log.every_steps=4",
+        "log.tensorboard=false",
+        "log.plots=false",
+        "log.report=false",
+        "optimizer.lr=0.01",
+    ),
 ]
 DIGITS = [
     *("augment.size_px=16", "eval.crop_px=16", "train.global_batch_size=64", "train.max_steps=6"),
-    *("log.every_steps=3", "log.plots=false"),
+    *("log.every_steps=3", "log.plots=false", "log.report=false"),
 ]
 CLASS_WEIGHTS = "loss.class_weights=[1,2,3,4,5,6,7,8,9,10]"
 

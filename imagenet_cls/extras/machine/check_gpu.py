@@ -60,6 +60,7 @@ log:
   every_steps: 5
   tensorboard: false
   plots: false
+  report: false
 """
 # of losses and gradient norms: a lost or repeated micro-batch changes the norm by more
 TOLERANCE = 0.02

@@ -61,7 +61,7 @@ def curves_of(
     batch: int | None = None,
 ) -> Curves:
     """The curves of a run. steps_per_epoch: None if the records are all that is known. batch: the
-    global batch size, for the axes `images` and `minutes`.
+    global batch size, for the axes `images` and `minutes`; without it there is nothing to draw.
 
     Images are counted by epochs, since the batch may change where a run is resumed. Minutes are of
     training steps and evaluations, from the speed of each logging interval.
@@ -78,8 +78,7 @@ def curves_of(
     places[-1] = min(places[-1], places[-2] + (steps[-1] - steps[-2]) / length)
     if axis == "epoch":
         return Curves(records, axis, steps, places)
-    assert batch is not None
-    places = (places - places[0]) * length * batch
+    places = (places - places[0]) * length * (batch or np.nan)
     if axis == "images":
         return Curves(records, axis, steps, places)
     intervals = [record for record in train if record.get("images_per_sec")]
