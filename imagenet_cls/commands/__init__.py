@@ -30,6 +30,7 @@ LIBRARIES = (
     "safetensors",
     "tqdm",
     "matplotlib",
+    "jinja2",
     "sklearn",
     "numpy",
     "PIL",

@@ -103,11 +103,15 @@ class Reporter:
         self._console.eval_result(text)
 
     def write_classes(self, result: Record, classes: Sequence[str]) -> None:
-        """Write `classes.json`: the results of each class in the last evaluation."""
+        """Write `classes.json`: the results of each class in the last evaluation. An error is a
+        message: the next save of the run names what can't be written.
+        """
         if self._folder:
             path = self._folder / "classes.json"
-            with explain_write_errors(path, WRITE_REMEDY):
+            try:
                 write_file(path, finite_json({"classes": list(classes), **result}))
+            except OSError as error:
+                self.message(f"warning: {path}: {error.strerror}")
 
     def write_pages(self, extras: Sequence[str], *parts: object) -> None:
         """Call extras, such as `log.report`, with the run folder and what they need. One that fails

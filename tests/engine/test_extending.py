@@ -154,7 +154,7 @@ def test_own_metrics(beside_the_page: Path) -> None:
 def test_own_writer(beside_the_page: Path) -> None:
     run = train("my_writer.yaml", *SMALL, "checkpoint.every_steps=2")
     train("my_writer.yaml", *SMALL, "checkpoint.every_steps=2", "--resume", steps=5)
-    lines = (run / "writers" / "my_writer:LossFile" / "loss.txt").read_text().splitlines()
+    lines = (run / "writers" / "my_writer.LossFile" / "loss.txt").read_text().splitlines()
     assert lines == [f"{step} {loss}" for step, loss in enumerate(losses(run), start=1)]
     assert len(lines) == 5
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import MULTILABEL, arguments, succeeds
+from matplotlib.figure import Figure
 from PIL import Image
 
 from imagenet_cls.extras.before_training import show_batch
@@ -18,8 +19,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
     monkeypatch.setattr(
         show_batch,
-        "plot_images",
-        lambda path, images, labels: found.update(images=images, labels=labels),
+        "images_figure",
+        lambda images, labels: found.update(images=images, labels=labels) or Figure(),
     )
     return found
 

@@ -131,7 +131,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def tracked(folder: Path) -> dict[int, dict[str, float]]:
     """The rows of the tests' tracker, without measurements."""
-    rows = read_rows(folder / "writers" / "tracker:AppendOnly" / "rows.jsonl")
+    rows = read_rows(folder / "writers" / "tracker.AppendOnly" / "rows.jsonl")
     return {
         step: {tag: value for tag, value in values.items() if not tag.endswith(MEASURED)}
         for step, values in rows.items()

@@ -69,7 +69,7 @@ def curves_of(
     train = [record for record in records if record["kind"] == "train"]
     if not train or axis == "step":
         steps = np.array([0, max((record["step"] for record in records), default=1)])
-        return Curves(records, "step", steps, steps)
+        return Curves(records, axis, steps, steps if axis == "step" else steps * np.nan)
     last_steps = {record["epoch"]: record["step"] for record in train}
     steps = np.array([train[0]["step"] - 1, *last_steps.values()])
     places = np.array([train[0]["epoch"], *(epoch + 1.0 for epoch in last_steps)])
@@ -208,7 +208,8 @@ def _draw_runs(
             if is_few and key == "loss":
                 x, values = run.points(key, "train", most)
                 if len(x):
-                    axes.plot(x, smooth(values), linewidth=0.8, alpha=0.6, **style)
+                    axes.plot(x, smooth(values), linewidth=1, alpha=0.6, **style)
+                    late.append(smooth(values)[len(x) // 5 :])
             kind = "train" if key == "lr" else weights[number]
             x, values = run.points(key, kind, most)
             if len(x) <= _MOST_MARKERS and key != "lr":

@@ -28,7 +28,7 @@ def chart_of_classes(title: str, result: Mapping[str, Any], weights: str) -> Cha
     names = map(utf8_text, result["classes"])
     by_class = result[weights]
     rows = zip(by_class["class_pct"], names, by_class["class_images"], strict=False)
-    known = sorted((pct, name, images) for pct, name, images in rows if pct is not None)
+    known = sorted((float(pct), name, int(n)) for pct, name, n in rows if pct is not None)
     shown = known[:_MOST_BARS]
     title += f" by class, epoch {result['epoch'] + 1}"
     if len(known) > _MOST_BARS:
@@ -46,7 +46,7 @@ def _draw_bars(rows: Sequence[tuple[float, str, int]], axes: "Axes") -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 100)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("% of the images of the class; in parentheses their number")
+    axes.set_xlabel("% (number of images)")
 
 
 def confusion_chart(confusion: np.ndarray, names: Sequence[str]) -> Chart:
@@ -69,7 +69,7 @@ def _draw_matrix(confusion: np.ndarray, names: Sequence[str], axes: "Axes") -> N
     axes.grid(visible=False)
     is_horizontal = count <= _MOST_HORIZONTAL
     size = 12 if count <= _MOST_NUMBERS else 9
-    length = (50 if count <= _SMALL else 96) // count if is_horizontal else _NAME
+    length = (50 if count <= _SMALL else 80) // count if is_horizontal else _NAME
     columns = [shorten(name, length) for name in names]
     rotation = "horizontal" if is_horizontal else "vertical"
     axes.set_xticks(range(count), columns, rotation=rotation, fontsize=size)
@@ -104,7 +104,7 @@ def _draw_reliability(bins: Sequence[Mapping[str, Any]], axes: "Axes") -> None:
     axes.bar(height=accuracies, color=BLUE, alpha=0.75, label="accuracy of a bin", **_bars(bins))
     axes.plot([0, 1], [0, 100], color=GREY, linestyle="--", label="calibrated")
     means = [row["confidence"] for row in bins]
-    axes.plot(means, accuracies, "o", color=ORANGE, label="at its mean confidence")
+    axes.plot(means, accuracies, "o", color=ORANGE, clip_on=False, label="mean confidence")
     axes.set(xlim=(0, 1), ylim=(0, 102), xlabel="confidence", ylabel="accuracy, %")
     axes.legend(loc="upper left")
 

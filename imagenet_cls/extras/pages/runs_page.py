@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -226,9 +224,9 @@ def runs_page(
             charts.append(chart_of_classes(title, result, weights[0]))
     titles = [metric.title for metric in main_metrics(chain(*(run.metrics for run in runs)))]
     states = [_state(run, row["step"]) for run, row in zip(runs, statistics, strict=True)]
-    versions: dict[tuple[Any, ...], list[str]] = {}
+    versions: dict[str, list[RunRecords]] = {}  # by text: their values may be damaged
     for run in runs:
-        versions.setdefault(tuple(run.versions.items()), []).append(run.name)
+        versions.setdefault(str(run.versions), []).append(run)
     return render(
         "runs.html",
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
@@ -238,23 +236,20 @@ def runs_page(
         runs=runs,
         statistics=statistics,
         states=states,
-        num_states=Counter(re.split("[:,]", state)[0] for state in states),
         best=best,
         metric=" or ".join(titles),
         values=values,
         median_value=median(values) if values else None,
         hours=[row["hours"] for row in statistics if row["hours"] is not None],
         results=_RESULTS,
-        own_metrics=list(dict.fromkeys(name for row in statistics for name in row["own_metrics"])),
         differences=differences,
         are_columns=len(differences) <= _MAX_COLUMNS,
         groups=groups,
-        colors={number: group.color for group in groups for number in group.runs},
         charts=[(chart, svg(chart, [run.name for run in runs])) for chart in charts],
         first_batch=data_url(picture.read_bytes()) if picture.is_file() else None,
         changed=changed_settings(runs[0]),
         events=runs[0].records("event") if len(runs) == 1 else [],
-        versions=versions,
+        versions=versions.values(),
         test_command=command_line("test"),
         address=lambda path: quote(os.fsencode(os.path.relpath(path, folder))),
         refresh_sec=refresh_sec,
@@ -291,14 +286,16 @@ def group_runs(
     keys = [group_by] if group_by else [key for key in differences if key not in REPEATS]
     members: dict[str, list[int]] = {}
     for number, run in enumerate(runs):
-        setting = ", ".join(f"{key}={differences[key][number]}" for key in keys)
+        setting = ", ".join(f"{key}={differences[key][number]}" for key in keys if run.config)
         members.setdefault(setting or run.name, []).append(number)
 
-    def mean(numbers: Sequence[int]) -> float:
-        values = [statistics[n]["best"] for n in numbers]
-        return fmean([value for value in values if value is not None] or [-math.inf])
+    def order(group: tuple[str, Sequence[int]]) -> tuple[int, float]:
+        """As of the settings of a sweep: those with the most results first."""
+        found = [statistics[number]["best"] for number in group[1]]
+        values = [value for value in found if value is not None]
+        return len(values), fmean(values or [-math.inf])
 
-    ordered = sorted(members.items(), key=lambda group: mean(group[1]), reverse=True)
+    ordered = sorted(members.items(), key=order, reverse=True)
     colors = [*COLORS[:_COLORED_GROUPS], *[None] * len(ordered)]
     return [
         Group(label, numbers, color)

@@ -67,7 +67,7 @@ def places_of(values: Sequence[str]) -> dict[str, float]:
     with suppress(ValueError):
         numbers = {value: float(value) for value in values}
     if len(numbers) < len(values) or not all(map(math.isfinite, numbers.values())):
-        return {value: float(place) for place, value in enumerate(values)}
+        return {value: float(place) for place, value in enumerate(sorted(values))}
     ordered = dict(sorted(numbers.items(), key=lambda item: item[1]))
     positive = [number for number in ordered.values() if number > 0]
     if min(ordered.values()) < 0 or not positive or max(positive) < _WIDE * min(positive):
