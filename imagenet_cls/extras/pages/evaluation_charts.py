@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from imagenet_cls.data.classes import with_readable_name
-from imagenet_cls.extras.pages.figures import BLUE, GREY, ORANGE, SIZE, Chart, tinted
+from imagenet_cls.extras.pages.figures import BLUE, GREEN, GREY, ORANGE, SIZE, Chart, tinted
 from imagenet_cls.extras.pages.render import utf8_text
 from imagenet_cls.text import shorten
 
@@ -104,7 +104,7 @@ def _draw_reliability(bins: Sequence[Mapping[str, Any]], axes: "Axes") -> None:
     axes.bar(height=accuracies, color=BLUE, alpha=0.75, label="accuracy of a bin", **_bars(bins))
     axes.plot([0, 1], [0, 100], color=GREY, linestyle="--", label="calibrated")
     means = [row["confidence"] for row in bins]
-    axes.plot(means, accuracies, "o", color=ORANGE, clip_on=False, label="mean confidence")
+    axes.plot(means, accuracies, "o", color=GREEN, clip_on=False, label="mean confidence")
     axes.set(xlim=(0, 1), ylim=(0, 102), xlabel="confidence", ylabel="accuracy, %")
     axes.legend(loc="upper left")
 

@@ -54,7 +54,7 @@ def sweep_charts(title: str, settings: Settings) -> list[Chart]:
         charts.append(Chart(f"Mean {title}", partial(_draw_map, settings, keys[0], keys[1])))
     elif len(keys) > 2:
         size = 2 * SIZE[0], SIZE[1]
-        charts.append(Chart("Settings", partial(_draw_parallel, settings, keys, title), size))
+        charts.append(Chart("All settings", partial(_draw_parallel, settings, keys, title), size))
     return charts
 
 

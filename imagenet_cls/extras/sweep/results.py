@@ -227,7 +227,7 @@ def best_setting(folder: Path, rows: Sequence[Row]) -> str:
     note = ""
     if alike:
         count = count_of(len(alike), "other")
-        note = f" (not different from {count} by Welch's t-test at p < 0.05)"
+        note = f" (no difference from {count} shown by Welch's t-test at p < 0.05)"
         if len(best.results) == 1:
             note = " of one run each, so chance may decide"
     arguments = ["--work-dir", str(folder / "best"), *best.runs[0].best_arguments]
