@@ -66,6 +66,7 @@ log:
 TOLERANCE = 0.02
 LIMIT_SEC = 600  # of a check
 REPRODUCIBLE_STEPS = 100  # enough to kill a run before it ends
+_stop_signals: list[int] = []  # that this process has received
 
 
 class CheckFailed(Exception):
@@ -125,6 +126,8 @@ class Task:
             )
             try:
                 while process.poll() is None and not kill_when():
+                    if _stop_signals:
+                        sys.exit(128 + _stop_signals[0])
                     if time.monotonic() > self.end:
                         raise CheckFailed("a process was killed at the time limit of this check")
                     time.sleep(0.02)
@@ -180,8 +183,8 @@ def check_gpu_command(argv: Sequence[str]) -> int:
         return 0
     check_is_no_rank()
     checks = {name: check for name, check in CHECKS.items() if name in (arguments.only or CHECKS)}
-    # An exception, so that `Task.run` kills its process.
-    handle_stop_signals(lambda number, _: sys.exit(128 + number))
+    # No exception: it would be lost where a process is forked, in a callback of logging.
+    handle_stop_signals(lambda number, _: _stop_signals.append(number))
     return ResourceError.exit_code if "fail" in run_checks(checks, arguments.out) else 0
 
 

@@ -22,7 +22,6 @@ Statistics = dict[str, Any]
 _CALIBRATION_BINS = 15  # as in Guo et al., "On calibration of modern neural networks", 2017
 _MAX_PAIRS, _MAX_EXAMPLES = 20, 12
 _MAX_MATRIX_CLASSES = 50  # up to which the confusion matrix is drawn
-_PERCENT, _COUNT = ".2f", ",d"
 _WEIGHTS = {"raw": "raw", "ema": "EMA"}
 
 
@@ -204,6 +203,6 @@ def _result_columns(
         if metric.is_shown(first, num_classes):
             unit, style = (" %", ".3f") if metric.is_percent else ("", ".4f")
             columns.append((metric.title + unit, metric.field, style))
-    columns.append(("images", "images", _COUNT))
+    columns.append(("images", "images", ",d"))
     own = dict.fromkeys(name for row in results.values() for name in user_metrics(row))
     return [*columns, *((name, name, ".4f") for name in own)]

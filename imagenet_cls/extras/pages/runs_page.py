@@ -308,8 +308,8 @@ def changed_settings(run: RunRecords) -> dict[str, str]:
     if not run.config:
         return {}
     changed = {key: values[1] for key, values in differing_values([Config(), run.config]).items()}
-    optimizer, batch = run.config.optimizer, run.config.train.global_batch_size
-    lr, note = scaled_lr(optimizer, batch)
+    optimizer = run.config.optimizer
+    lr, note = scaled_lr(optimizer, run.config.train.global_batch_size)
     if note:
         base = f"{optimizer.lr:g} for a batch of {optimizer.lr_base_batch}"
         changed["optimizer.lr"] = f"{lr:g} ({base})"

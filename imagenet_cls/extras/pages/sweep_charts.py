@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDE = 10  # ratio of the largest to the smallest value from which an axis is logarithmic
-_COLORMAP = "viridis"
 _SETTING = 12  # characters of a value
 Settings = Sequence[tuple[Mapping[str, str], Sequence[float]]]
 """The values of the swept keys of settings, and the results of their runs."""
@@ -128,7 +127,7 @@ def _draw_parallel(settings: Settings, keys: Sequence[SweepKey], title: str, axe
         numbers = means if place == len(keys) else [key.places[key.value(s)] for s, _ in settings]
         heights.append([(number - low) / span for number in numbers])
     for line in zip(*heights, strict=True):
-        axes.plot(line, color=colormaps[_COLORMAP](line[-1]), alpha=0.8)
+        axes.plot(line, color=colormaps["viridis"](line[-1]), alpha=0.8)
     axes.set_xticks(range(len(heights)), [*(key.name for key in keys), f"mean {title}"])
     axes.set_yticks([])
     axes.margins(0.1)
