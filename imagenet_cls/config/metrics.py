@@ -7,7 +7,7 @@ from typing import Any
 
 MIN_CLASSES_FOR_TOP5 = 10  # of fewer classes nearly every image has its class among five
 _ENOUGH_IMAGES = 2000  # of as many, the interval of a top-1 is at most 4.4 points wide
-_Z = 1.96  # 95 % of a normal distribution lie within so many standard deviations
+_Z = 1.96  # the 97.5 % quantile of the standard normal distribution
 
 
 @dataclass(frozen=True)

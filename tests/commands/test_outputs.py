@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -100,6 +101,10 @@ def test_run_folder_holds_config_environment_plots_and_no_secret(
     names = {".job", ".lock", "config.yaml", "env.json", "metrics.jsonl", "classes.json"}
     names |= {"tensorboard", "checkpoints", "plots", "logs"}
     assert {path.name for path in resnet.iterdir()} == names
+    of_classes = json.loads((resnet / "classes.json").read_text())["raw"]
+    last = [record for record in evaluations(resnet) if record["weights"] == "raw"][-1]
+    assert fmean(of_classes["class_pct"]) == pytest.approx(last["balanced_accuracy_pct"])
+    assert sum(of_classes["class_images"]) == last["images"]
     overrides = arguments(digits, resnet, **RESNET)[1:-2]
     assert load_config(resnet / "config.yaml").config == load_config(DEMO, overrides).config
     assert not any(SECRET.encode() in content for content in contents(resnet).values())
