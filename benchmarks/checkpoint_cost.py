@@ -25,7 +25,7 @@ from imagenet_cls.checkpoint.format import Snapshot, prune, size_bytes, write_ch
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.schema import CheckpointConfig, EmaConfig
-from imagenet_cls.engine.build import TrainingParts
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.state import take_snapshot
 from imagenet_cls.guards.replicas import replicated_tensors, tensor_hashes
 from imagenet_cls.models.ema import build_ema

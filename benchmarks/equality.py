@@ -20,9 +20,10 @@ from imagenet_cls.data.datasets import open_datasets
 from imagenet_cls.data.decode import decode_region, decode_rgb
 from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.data.turbojpeg import find_turbojpeg
-from imagenet_cls.engine.build import TrainingParts, build
+from imagenet_cls.engine.build import build
 from imagenet_cls.engine.loaders import build_train_loader
 from imagenet_cls.engine.meter import StepResult
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.plan import plan_run
 from imagenet_cls.engine.train import train
 from imagenet_cls.parallel.environment import RankInfo

@@ -41,8 +41,9 @@ from benchmarks.compare import Row, measured, progress, rounded
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.device import erase
-from imagenet_cls.engine.build import TrainingParts, build
+from imagenet_cls.engine.build import build
 from imagenet_cls.engine.meter import StepResult
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.plan import Due
 from imagenet_cls.engine.precision import autocast
 from imagenet_cls.engine.run import Run

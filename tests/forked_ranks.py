@@ -157,8 +157,9 @@ def run_rank(output: Path, function: Callable[..., int | None], *args: Any) -> N
 
 
 def train(arguments: list[str], kills: Sequence[KillPoint], env: dict[str, str]) -> int:
-    """Run `train.py` in this process. Returns its exit code."""
+    """Run `train.py` in this process, in the working directory PWD. Returns its exit code."""
     os.environ |= env
+    os.chdir(env.get("PWD", REPOSITORY))
     from kill_points import arm
 
     from imagenet_cls.commands.cli import main

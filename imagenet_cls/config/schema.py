@@ -628,6 +628,9 @@ class TrainConfig:
     compile: (
         bool | Literal["default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"]
     ) = key(False, recipe=False)
+    # Your own function for the forward and backward passes of a step, `my_module:my_step`
+    # (docs/extending.md). null: the model and the loss.
+    step: str | None = key(None, code=())
     # Store weights and images in the channels-last memory format, the fastest for convolutions.
     channels_last: bool = True
     # Largest global norm of the gradient; larger ones are scaled down. null: no limit.

@@ -2,8 +2,8 @@
 
 import os
 import shutil
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,33 +21,35 @@ from imagenet_cls.data.classes import may_lack_classes
 from imagenet_cls.data.datasets import DataSets, open_datasets
 from imagenet_cls.data.device import DevicePrefetch, Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.image_set import ImageSet
-from imagenet_cls.data.loader import check_shared_memory
+from imagenet_cls.data.loader import TrainBatch, check_shared_memory
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
-from imagenet_cls.data.synthetic import BatchLoader
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.engine.evaluate import Evaluation
 from imagenet_cls.engine.loaders import build_train_loader, shared_memory_use
 from imagenet_cls.engine.model_with_loss import ModelWithLoss
+from imagenet_cls.engine.parts import ModelParts, Optimization, TrainingParts
 from imagenet_cls.engine.plan import Plan, part_sizes, plan_run
-from imagenet_cls.engine.precision import autocast, choose_precision, set_deterministic
+from imagenet_cls.engine.precision import choose_precision, set_deterministic
 from imagenet_cls.engine.step import Sam, Updater
+from imagenet_cls.engine.train import forward_backward
 from imagenet_cls.engine.training_model import (
     build_distillation_teacher,
     build_training_model,
     choose_mean_std,
 )
-from imagenet_cls.engine.user_metrics import UserMetrics, build_metrics
+from imagenet_cls.engine.user_metrics import build_metrics
+from imagenet_cls.engine.user_step import build_user_step
 from imagenet_cls.errors import ConfigError, UsageError
 from imagenet_cls.guards.agreement import check_same_data
 from imagenet_cls.guards.replicas import check_same_weights, model_digest
 from imagenet_cls.lookup import component, import_from_cwd
-from imagenet_cls.models.ema import ModelEma, build_ema
+from imagenet_cls.models.ema import build_ema
 from imagenet_cls.models.head import head_names
 from imagenet_cls.models.teacher import Teacher
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import TrainingLoss, build_loss, build_training_loss
 from imagenet_cls.optim.optimizers import build_optimizer, initial_momentum
-from imagenet_cls.optim.schedule import Schedule, build_schedule, scaled_lr
+from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 from imagenet_cls.parallel.collectives import run_on_main_first
 from imagenet_cls.parallel.devices import Devices, choose_devices
 from imagenet_cls.parallel.process_group import RankContext
@@ -58,53 +60,6 @@ from imagenet_cls.parallel.wrap import (
     wrap_ddp,
 )
 from imagenet_cls.tasks import task_of
-
-
-@dataclass
-class ModelParts:
-    """The model, and what wraps or copies it."""
-
-    model: nn.Module
-    wrapped: nn.Module  # the module to call in training: `ModelWithLoss`, in DDP or by itself
-    ema: ModelEma
-    batch_norm_statistics: BatchNormStatistics
-    mean_std: tuple[list[float], list[float]]  # the normalization of the images, per channel
-    teacher_digest: str | None  # of the teacher's weights
-    messages: list[str]  # lines to print at the start
-
-
-@dataclass
-class Optimization:
-    """What changes the weights."""
-
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    sam: Sam
-    scaler: torch.amp.GradScaler
-    lr_note: str | None  # about a learning rate that is scaled for the batch
-
-
-@dataclass
-class TrainingParts(ModelParts, Optimization):
-    """The components of a training run."""
-
-    config: Config
-    context: RankContext
-    devices: Devices  # of this rank
-    plan: Plan
-    data: DataSets
-    num_classes: int  # outputs of the model
-    prefetch: DevicePrefetch
-    preprocess: TrainPreprocess
-    autocast_dtype: torch.dtype | None  # None: fp32, no autocast
-    updater: Updater
-    train_loader: BatchLoader
-    evaluation: Evaluation
-    metrics: dict[str, UserMetrics]  # by the kind of weights
-
-    def autocast(self) -> AbstractContextManager:
-        """The context of the forward pass and the loss."""
-        return autocast(self.context.device, self.autocast_dtype)
 
 
 def data_parallel_devices(config: Config) -> Devices:
@@ -156,14 +111,7 @@ def build(
     train_loader = build_train_loader(config, data.train, plan, context, mean)
     normalize = Normalize(mean, std, device, train.channels_last)
 
-    micro_batch = train_loader.sampler.micro_batch_sizes[0]
     task = task_of(config)
-    zeros = torch.zeros(micro_batch, dtype=torch.int64, device=device)
-    targets = task.targets_of_classes(zeros, num_classes)
-    if config.mix.is_on:
-        targets = torch.zeros(micro_batch, num_classes, device=device)
-    # These passes clear the gradients, which `Updater` may then allocate.
-    rebuild_buckets_with_zeros(config, plan, built.wrapped, normalize, targets, autocast_dtype)
     messages = [devices.note, data.note, optimization.lr_note]
     if context.is_main:
         messages.append(data.train.exif_warning())
@@ -172,7 +120,7 @@ def build(
         messages.append(f"train.precision=auto uses {used}: this GPU only emulates bf16")
     built.messages = [message for message in [*messages, *built.messages] if message]
     weight_kinds = ["raw"] if built.ema.module is None else ["raw", "ema"]
-    return TrainingParts(
+    parts = TrainingParts(
         **vars(built),
         **vars(optimization),
         config=config,
@@ -212,7 +160,11 @@ def build(
             keep_workers=True,
         ),
         metrics=build_metrics(config.eval.metrics, num_classes, weight_kinds, context),
+        forward_backward=forward_backward if train.step is None else build_user_step(train.step),
     )
+    rebuild_buckets_with_zeros(parts)
+    parts.updater.allocate_gradients()  # the steps over zeros have cleared them
+    return parts
 
 
 def build_data(
@@ -273,7 +225,9 @@ def build_model_parts(
     for module in (model, model_with_loss):  # evaluations call the model alone
         compile_module(module, config.train, config.augment)
     teacher_digest = None if teacher is None else model_digest(teacher.network)
-    return ModelParts(model, wrapped, ema, statistics, mean_std, teacher_digest, messages)
+    return ModelParts(
+        model, wrapped, criterion, ema, statistics, mean_std, teacher_digest, messages
+    )
 
 
 def build_optimization(
@@ -358,29 +312,21 @@ def compile_module(module: nn.Module, train: TrainConfig, augment: AugmentConfig
         module.compile(mode=mode, dynamic=False if is_static else None)
 
 
-def rebuild_buckets_with_zeros(
-    config: Config,
-    plan: Plan,
-    wrapped: nn.Module,
-    normalize: Normalize,
-    targets: torch.Tensor,
-    autocast_dtype: torch.dtype | None,
-) -> None:
-    """Make DDP rebuild its gradient buckets, by passes over images of zeros. They have the batch
-    size and the divisor of training, so that torch.compile compiles the model once.
-
-    targets: of as many images as this rank's first micro-batch has, on the device.
+def rebuild_buckets_with_zeros(parts: TrainingParts) -> None:
+    """Make DDP rebuild its gradient buckets, by steps over images of zeros. They have the batch
+    sizes of training, so that torch.compile compiles the model once.
     """
-    augment = config.augment
-    shape = (len(targets) * augment.splits, config.data.channels, *height_width(augment.size_px))
+    config = parts.config
+    image_shape = (config.data.channels, *height_width(config.augment.size_px))
 
-    def pass_over_zeros() -> None:
-        images = normalize(torch.zeros(shape, dtype=torch.uint8))
-        with autocast(normalize.device, autocast_dtype):
-            loss, _ = wrapped(images, targets, plan.loss_divisor(len(targets)))
-        loss.backward()
+    def zeros() -> Iterator[TrainBatch]:
+        for samples in parts.train_loader.sampler.micro_batch_sizes:
+            images = torch.zeros(samples * config.augment.splits, *image_shape, dtype=torch.uint8)
+            classes = torch.zeros(samples, dtype=torch.int64)
+            targets = task_of(config).targets_of_classes(classes, parts.num_classes)
+            yield TrainBatch(images, targets)
 
-    rebuild_ddp_buckets(wrapped, pass_over_zeros)
+    rebuild_ddp_buckets(parts.wrapped, lambda: parts.forward_backward(parts, zeros(), 0, 0))
 
 
 def keeps_gradients(train: TrainConfig, plan: Plan) -> bool:

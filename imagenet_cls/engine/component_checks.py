@@ -10,6 +10,7 @@ from imagenet_cls.data.policies import policy_problems
 from imagenet_cls.engine.build import devices_per_rank
 from imagenet_cls.engine.plan import batch_problem
 from imagenet_cls.engine.user_metrics import metric_problems
+from imagenet_cls.engine.user_step import step_problems
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.guards.agreement import check_same_code, check_same_config
 from imagenet_cls.lookup import NameNotFoundError, import_from_cwd
@@ -68,6 +69,7 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
         lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
         problems += schedule_problems(config.schedule, config.train.epochs, lr)
         problems += optimizer_problems(config.optimizer)
+        problems += step_problems(config.train.step)
         problems += writer_problems(config.log)
     if world_size is not None:
         problems += rank_problems(config, world_size, training)

@@ -1,6 +1,7 @@
 """The model and the loss in one module, so that torch.compile compiles both together."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from imagenet_cls.optim.losses import TrainingLoss
 
 class ModelWithLoss(nn.Module):
     """Callable: images, targets -> the loss (scalar), and a detached tensor of loss and metric,
-    (2,). Both are divided by `divisor`.
+    (2,). Both are divided by `divisor`. Without targets: images -> the outputs of the model.
 
     images: float (N, C, H, W). targets: as `criterion` takes them. The parameters are the model's.
     """
@@ -26,10 +27,10 @@ class ModelWithLoss(nn.Module):
         self.criterion = criterion
         self.metric = metric
 
-    def forward(
-        self, images: Tensor, targets: Tensor, divisor: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, targets: Tensor | None = None, divisor: float = 1.0) -> Any:
         outputs = self.model(images)
+        if targets is None:
+            return outputs
         loss = self.criterion(outputs, targets, images)
         # Only the first split of each image counts (`augment.splits`).
         logits = (outputs if isinstance(outputs, Tensor) else outputs[0])[: len(targets)].detach()

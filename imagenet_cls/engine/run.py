@@ -17,9 +17,9 @@ from imagenet_cls.checkpoint.progress import Progress, stops_early
 from imagenet_cls.checkpoint.saver import CheckpointSaver
 from imagenet_cls.config.metrics import BY_FIELD, BY_NAME, main_metric
 from imagenet_cls.data.loader import TrainBatch
-from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.loaders import EvalBatch
 from imagenet_cls.engine.meter import Meter, StepResult
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.plan import Due, ceil_div, due_after
 from imagenet_cls.engine.summary import epoch_lines
 from imagenet_cls.errors import Stopped

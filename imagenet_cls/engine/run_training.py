@@ -11,7 +11,8 @@ from pathlib import Path
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import LoadedConfig, dump_yaml
 from imagenet_cls.config.schema import Config
-from imagenet_cls.engine.build import TrainingParts, build, devices_per_rank
+from imagenet_cls.engine.build import build, devices_per_rank
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.plan import describe_batch_sizes
 from imagenet_cls.engine.run import Run
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions

@@ -6,8 +6,9 @@ from contextlib import closing, suppress
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.schema import Config, ScheduleConfig
 from imagenet_cls.data.loader import TrainBatch
-from imagenet_cls.engine.build import TrainingParts, build
+from imagenet_cls.engine.build import build
 from imagenet_cls.engine.meter import StepResult
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.train import train
 from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.optim.schedule import Horizon, Schedule

@@ -30,7 +30,7 @@ from imagenet_cls.config.keys import keys_without_recipe
 from imagenet_cls.config.load import comparable_values
 from imagenet_cls.config.rules import ineffective_keys
 from imagenet_cls.config.schema import OptimizerConfig
-from imagenet_cls.engine.build import TrainingParts
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import set_tensors, state_dict_mismatch

@@ -40,9 +40,6 @@ class Updater:
         """
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.keep_gradients = keep_gradients
-        if keep_gradients:
-            for parameter in self.parameters:
-                parameter.grad = torch.zeros_like(parameter)
         self.optimizer = optimizer
         self.clip = build_clipper(model, train, head_names)
         self.scaler = scaler
@@ -51,6 +48,12 @@ class Updater:
         on_mps = any(parameter.is_mps for parameter in self.parameters)
         self.optimizer_skips = skips_on_device(optimizer) and not on_mps
         self.has_stepped = False
+
+    def allocate_gradients(self) -> None:
+        """Set gradients that are kept to zero; call it before the first step."""
+        if self.keep_gradients:
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
 
     def update(self, lr: float, momentum: float | None = None) -> tuple[Tensor, Tensor]:
         """Unscale, clip, step, and clear the gradients.

@@ -17,9 +17,10 @@ from imagenet_cls.data.index import describe_unread
 from imagenet_cls.data.samplers import samples_per_epoch
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.data.turbojpeg import find_turbojpeg
-from imagenet_cls.engine.build import TrainingParts, batch_norm_images
+from imagenet_cls.engine.build import batch_norm_images
 from imagenet_cls.engine.loaders import describe_workers
 from imagenet_cls.engine.meter import Meter
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.plan import Plan, part_sizes
 from imagenet_cls.models.adapt import batch_norm_layers
 from imagenet_cls.optim.groups import layer_lr_scales

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.data.loader import TrainBatch
-from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.meter import StepResult
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.models.adapt import set_training
 from imagenet_cls.parallel.wrap import check_gradients_reduced, gradient_sync
 from imagenet_cls.seeding import hash_key, seed_generators
@@ -74,17 +74,18 @@ def train(run: TrainingRun) -> None:
 def compute_gradients(
     parts: TrainingParts, batches: Iterator[TrainBatch], epoch: int, step: int
 ) -> Tensor:
-    """Take the micro-batches of a step from `batches`, and run `forward_backward` over them.
+    """Take the micro-batches of a step from `batches`, and run `forward_backward` over them, or the
+    function that `train.step` names in its place.
 
     With sharpness-aware minimization (SAM) a second pass over the same micro-batches computes the
     gradient at the perturbed weights. Returns the loss and the metric of the first pass.
     """
     if not parts.sam.due(step):
-        return forward_backward(parts, batches, epoch, step)
+        return parts.forward_backward(parts, batches, epoch, step)
     micro_batches = [next(batches) for _ in range(parts.plan.accumulation)]
-    loss_and_metric = forward_backward(parts, iter(micro_batches), epoch, step)
+    loss_and_metric = parts.forward_backward(parts, iter(micro_batches), epoch, step)
     with parts.sam.perturbed_weights():
-        forward_backward(parts, iter(micro_batches), epoch, step)
+        parts.forward_backward(parts, iter(micro_batches), epoch, step)
     return loss_and_metric
 
 

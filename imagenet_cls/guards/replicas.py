@@ -67,9 +67,9 @@ class ReplicaCheck:
             self.get_tensors(),
             self.context,
             f"after step {step}",
-            "Possible causes: a faulty GPU or memory, mixed GPU models, or a forward "
-            "pass that updates parameters or buffers from its input "
-            "(parallel.check_every_steps=null turns this check off).\n"
+            "Possible causes: a faulty GPU or memory, mixed GPU models, a forward pass that "
+            "updates parameters or buffers from its input, or a train.step that calls parts.model "
+            "in place of parts.wrapped (parallel.check_every_steps=null turns this check off).\n"
             f"All ranks were equal after step {self.last_equal_step}, and no checkpoint was saved "
             "since: resume with --resume.",
         )

@@ -67,7 +67,7 @@ def gradient_sync(wrapped: nn.Module, enabled: bool) -> AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def rebuild_ddp_buckets(wrapped: nn.Module, forward_backward: Callable[[], None]) -> None:
+def rebuild_ddp_buckets(wrapped: nn.Module, forward_backward: Callable[[], object]) -> None:
     """Make DDP rebuild its gradient buckets now, before the first step and before any state is
     loaded.
 

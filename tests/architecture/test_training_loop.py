@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "imagenet_cls"
             ["compute_gradients", "parts.schedule", "parts.updater.update", "run.after_step"],
             35,
         ),
-        ("compute_gradients", ["parts.sam.due", "forward_backward"], 20),
+        ("compute_gradients", ["parts.sam.due", "parts.forward_backward"], 20),
         ("forward_backward", ["parts.preprocess", "parts.wrapped", "parts.scaler.scale"], 35),
     ],
 )

@@ -24,9 +24,9 @@ from imagenet_cls.data.image_set import Images, all_images
 from imagenet_cls.data.loader import WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import shard_for_eval
 from imagenet_cls.data.transforms import EvalTransform
-from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.evaluate import compute_results, model_outputs
 from imagenet_cls.engine.meter import StepResult
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.short_run import run_steps
 from imagenet_cls.engine.user_metrics import build_metrics, compute_metrics
 from imagenet_cls.errors import ConfigError, ResourceError

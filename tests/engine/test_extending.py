@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_ranks import KillPoint, RankServer
 from helpers import (
     REPOSITORY,
     arguments,
@@ -18,6 +19,7 @@ from helpers import (
     losses,
     newest,
     records,
+    saved_bytes,
     state_of,
     succeeds,
     train_here,
@@ -54,6 +56,7 @@ def beside_the_page(
 # The network of the tests' own: for the examples that are not about the model.
 SMALL_MODEL = ["model.name=helpers:plain", "augment.size_px=16", "eval.crop_px=16"]
 SMALL = [*SMALL_MODEL, "optimizer.lr=0.03"]
+SMALL_SIZE = [*SMALL_MODEL[1:], "data.num_workers=0", "log.tensorboard=false", "log.report=false"]
 
 
 def train(config: str, *words: str, steps: int = 3) -> Path:
@@ -127,6 +130,35 @@ def test_own_schedule(beside_the_page: Path) -> None:
     run = train("my_schedule.yaml", *SMALL, "train.global_batch_size=256", steps=10)
     rates = [record["lr"] for record in records(run, "train")]
     assert rates == pytest.approx([0.03] * 5 + [0.03 * (10 - step) / 5 for step in range(5, 10)])
+
+
+def test_own_step_on_two_ranks_resumes_after_a_kill(
+    beside_the_page: Path, tmp_path: Path, rank_server: RankServer
+) -> None:
+    words = ["my_step.yaml", "model.kwargs={name: resnet10t, width: 8}", *SMALL_SIZE]
+    words += ["train.max_steps=4", "checkpoint.every_steps=2", "--work-dir"]
+    here = {"PWD": str(beside_the_page)}
+    assert rank_server.run([*words, "whole"], tmp_path / "out.txt", 2, **here) == [0, 0]
+    kills = [KillPoint("after_optimizer_step", 3, rank=1)]
+    codes = rank_server.run([*words, "parts"], tmp_path / "out.txt", 2, kills, **here)
+    assert codes[1] == -9
+    codes = rank_server.run([*words, "parts", "--resume"], tmp_path / "out.txt", 2, **here)
+    assert codes == [0, 0], (tmp_path / "out.txt").read_text()
+    whole, parts = Path("whole"), Path("parts")
+    assert saved_bytes(parts) == saved_bytes(whole) and losses(parts) == losses(whole)
+    weights = load_file(newest(whole) / "model.safetensors")
+    config = load_config(whole / "config.yaml").config
+    start = build_initial_model(config, 10)[0].state_dict()
+    assert (weights["projection.weight"] != start["projection.weight"]).any()
+    # the cross-entropy of ten classes at the start is about 2.3; the other term adds to it
+    assert losses(whole)[0] > 2.5
+
+
+def test_own_step_with_a_gradient_penalty(beside_the_page: Path) -> None:
+    plain = records(train("configs/demo.yaml", *SMALL, "train.precision=fp32"), "train")[0]
+    penalized = records(train("my_penalty.yaml", *SMALL), "train")[0]
+    # The reported loss is without the penalty.
+    assert penalized["loss"] == plain["loss"] and penalized["grad_norm"] != plain["grad_norm"]
 
 
 def test_own_metrics(beside_the_page: Path) -> None:

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.config.load import load_config
 from imagenet_cls.data.loader import TrainBatch
-from imagenet_cls.engine.build import TrainingParts, build
+from imagenet_cls.engine.build import build
 from imagenet_cls.engine.meter import Meter, StepResult
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.train import train
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.parallel.process_group import RankContext

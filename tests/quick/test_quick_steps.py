@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from imagenet_cls.config.metrics import main_metric
 from imagenet_cls.data.device import TrainPreprocess
 from imagenet_cls.engine import run_training
-from imagenet_cls.engine.build import TrainingParts, build
+from imagenet_cls.engine.build import build
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.seeding import hash_key, seed_generators
 
 # Tolerance and floor: a difference may be `tolerance * (size of the number + floor)`. LAMB and Adam

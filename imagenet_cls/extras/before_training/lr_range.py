@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from imagenet_cls.config.schema import Config
-from imagenet_cls.engine.build import TrainingParts
 from imagenet_cls.engine.meter import StepResult
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.short_run import run_steps
 from imagenet_cls.parallel.process_group import RankContext
 

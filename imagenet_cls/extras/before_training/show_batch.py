@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from imagenet_cls.data.loader import TrainBatch
-    from imagenet_cls.engine.build import TrainingParts
+    from imagenet_cls.engine.parts import TrainingParts
 
 _USAGE = "CONFIG|DATA [key=value ...] [--epoch E] [--images N] [--out FILE.png]"
 

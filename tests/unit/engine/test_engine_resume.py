@@ -11,7 +11,8 @@ from helpers import arguments, single_rank
 
 from imagenet_cls.checkpoint.format import Snapshot
 from imagenet_cls.config.load import config_from_dict, load_config
-from imagenet_cls.engine.build import TrainingParts, build
+from imagenet_cls.engine.build import build
+from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.state import (
     check_optimizer_state,
     check_resumable,
