@@ -55,10 +55,6 @@ COMMANDS = {
         "extras.machine.check_dist:check_command",
         "check that the ranks can communicate",
     ),
-    "check-gpu": (
-        "extras.machine.check_gpu:check_gpu_command",
-        "check training on the GPUs of this machine by short runs",
-    ),
 }
 
 

@@ -36,7 +36,7 @@ LIBRARIES = (
     "PIL",
     "yaml",
 )
-# check_gpu and the runs that it starts do without these: a GPU machine may have no network to
+# The tests and benchmarks that use a GPU do without these: its machine may have no network to
 # install them.
 _FOR_REPORTS = ("tensorboard", "matplotlib", "sklearn")
 

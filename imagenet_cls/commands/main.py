@@ -1,6 +1,5 @@
 """The start of every command, for `tools/` and the console script `imagenet-cls`."""
 
-import os
 import sys
 
 from imagenet_cls.commands import check_environment
@@ -17,8 +16,6 @@ def main(name: str | None = None) -> None:
         name = sys.argv[1] if len(sys.argv) > 1 else ""
         del sys.argv[1:2]
     if name in COMMANDS:
-        if name == "check-gpu":
-            os.environ["IMAGENET_CLS_NO_REPORTS"] = "1"
         check_environment()
         from imagenet_cls.commands import cli
 

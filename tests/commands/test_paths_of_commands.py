@@ -24,7 +24,6 @@ from imagenet_cls.extras.before_training.show_batch import show_batch_command
 from imagenet_cls.extras.datasets.pack import pack_command
 from imagenet_cls.extras.datasets.prepare_imagenet import prepare_command
 from imagenet_cls.extras.datasets.verify_data import verify_command
-from imagenet_cls.extras.machine.check_gpu import check_gpu_command
 from imagenet_cls.extras.pages.report import report_command
 from imagenet_cls.extras.weights.export import export_command
 from imagenet_cls.extras.weights.publish import publish_command
@@ -80,7 +79,6 @@ UNUSABLE: list[tuple[int, Callable, str]] = [
     (2, pack_command, "EMPTY new"),
     (2, pack_command, "IMAGES EMPTY"),
     (2, prepare_command, "IMAGES EMPTY --no-count-check"),
-    (2, check_gpu_command, "--out EMPTY"),
     # leads nowhere, or to another kind of file
     (2, train_command, "CONFIG --work-dir LOOP"),
     (2, train_command, "CONFIG --dry-run data.exclude=~nobody-here/list.txt"),

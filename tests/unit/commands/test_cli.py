@@ -19,6 +19,7 @@ from imagenet_cls.extras.weights.export import export_command
 from imagenet_cls.text import command_line
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
+NO_REPORTS = {"IMAGENET_CLS_NO_REPORTS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,28 @@ def test_closed_stream_accepts_output(number: int, printed: tuple[str, str]) -> 
     )
     done = run(["bash", "-c", f'exec "$0" -c "$1" {number}>&-', sys.executable, program])
     assert (done.returncode, done.stdout, done.stderr) == (7, *printed)
+
+
+@pytest.mark.parametrize(
+    ("missing", "variables", "expected"),
+    [
+        (["matplotlib", "sklearn", "tensorboard"], NO_REPORTS, 0),
+        (["omegaconf"], NO_REPORTS, 2),
+        (["matplotlib"], {}, 2),
+    ],
+)
+def test_libraries_of_reports_may_be_missing_on_a_gpu_machine(
+    missing: list[str], variables: dict[str, str], expected: int
+) -> None:
+    code = (
+        "import importlib.util, sys\nfind = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name: None if name in {missing} else find(name)\n"
+        "sys.argv = ['imagenet-cls', 'train', '--help']\n"
+        "from imagenet_cls.commands.main import main\nmain()"
+    )
+    done = run([sys.executable, "-c", code], **variables)
+    assert done.returncode == expected, done.stderr
+    assert done.stderr.startswith(missing[0] + ":" if expected else "")
 
 
 @pytest.mark.parametrize("tool", sorted(TOOLS.glob("*.py")), ids=lambda path: path.stem)
