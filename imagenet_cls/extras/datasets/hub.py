@@ -1,21 +1,16 @@
 """Datasets of the Hugging Face Hub, and folders in its formats, read by the library `datasets`."""
 
 import sys
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
 from imagenet_cls.config.schema import DataConfig
-from imagenet_cls.data.classes import check_names, whole_numbers
+from imagenet_cls.data.classes import check_names
 from imagenet_cls.data.image_set import EncodedImages, ImageSet, all_images
 from imagenet_cls.data.targets import multi_hot, split_labels, target_bytes
 from imagenet_cls.errors import (
@@ -28,62 +23,45 @@ from imagenet_cls.errors import (
 )
 from imagenet_cls.files import read_regular
 from imagenet_cls.lookup import kwargs_problems
-from imagenet_cls.text import first_line, format_value, join_names, shorten
+from imagenet_cls.text import first_line, join_names, shorten
 
 HUB = "hf:"
-_MAX_CLASSES = 1_000_000  # a column of larger numbers holds ids, not classes
 
 
 @dataclass(eq=False)
 class HubImages(EncodedImages):
     """The rows of a part. The images stay in memory-mapped Arrow files.
 
-    dataset_name: of the dataset and its part. contents, paths: of each image, the bytes and the
-    path, either of which may be null; `pyarrow.ChunkedArray`s with the same chunks. parts: the
-    names of all parts of the dataset. arguments: of the call of `open_hub`.
+    dataset_name: of the dataset and its part. rows: a `datasets.Dataset` in the format `arrow` with
+    one column, whose rows have the bytes and the path of an image, either of which may be null.
+    content_digest: see `digest_of`. parts: the names of all parts of the dataset.
     """
 
     dataset_name: str
-    contents: Any
-    paths: Any
+    rows: Any
     targets: np.ndarray
     classes: tuple[str, ...]
+    content_digest: str
     parts: tuple[str, ...]
     decode: str
     exif: str
-    arguments: tuple[Any, ...]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # For workers that are not forked. A copy of the arrays would hold all images.
-        return open_hub, self.arguments
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # A look-up in a ChunkedArray walks through its chunks, thousands in ImageNet.
-        self._chunks = list(zip(self.contents.chunks, self.paths.chunks, strict=True))
-        lengths = [len(chunk) for chunk, _ in self._chunks]
-        self._starts = [0, *np.cumsum(lengths).tolist()]
-
-    def _row(self, i: int) -> tuple[Any, Any]:
-        """The content and the path of image `i`, as scalars of pyarrow."""
-        number = bisect_right(self._starts, i) - 1
-        contents, paths = self._chunks[number]
-        row = i - self._starts[number]
-        return contents[row], paths[row]
 
     def __len__(self) -> int:
         return len(self.targets)
 
+    def _row(self, number: int) -> Mapping[str, Any]:
+        return self.rows[number].column(0)[0].as_py() or {"bytes": None, "path": None}
+
     def read(self, number: int) -> bytes:
-        content, path = self._row(number)
-        if content.is_valid:
-            return content.as_py()
-        if not path.is_valid:
+        row = self._row(number)
+        if row["bytes"] is not None:
+            return row["bytes"]
+        if row["path"] is None:
             raise DataError("neither bytes nor a path", "Correct the row.")
-        return read_regular(path.as_py())
+        return read_regular(row["path"])
 
     def describe(self, number: int) -> str:
-        path = self._row(number)[1].as_py()
+        path = self._row(number)["path"]
         return self.name(number) if path is None else f"{self.name(number)} ({path})"
 
     def remedy(self, number: int) -> str:
@@ -93,41 +71,10 @@ class HubImages(EncodedImages):
         return f"{self.dataset_name}[{number}]"
 
     def file_name(self, number: int) -> str:
-        return f"{number:08d}{Path(self._row(number)[1].as_py() or '').suffix}"
-
-    def ids(self) -> Sequence[Hashable]:
-        """The name of a row; path, size and a checksum of the content where several rows have
-        that path and size. Files of several folders may be stored with the same name.
-        """
-        keys = list(zip(self.paths.to_pylist(), self._sizes().tolist(), strict=True))
-        counts = Counter(keys)
-        return [
-            (key, crc32(self._row(row)[0].as_py() or b""))
-            if key[0] and counts[key] > 1
-            else self.name(row)
-            for row, key in enumerate(keys)
-        ]
-
-    def _sizes(self) -> np.ndarray:
-        """The size of each image that is stored as bytes, else -1: int64 (N,)."""
-        from pyarrow import compute
-
-        return compute.fill_null(compute.binary_length(self.contents), -1).to_numpy().astype("<i8")
+        return f"{number:08d}{Path(self._row(number)['path'] or '').suffix}"
 
     def digest(self) -> str:
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
-        """Over the size and the path of each image, targets and classes.
-
-        Not over the fingerprint of `datasets`, which depends on where and when local files were
-        written.
-        """
-        digest = sha256(self._sizes().tobytes() + target_bytes(self.targets))
-        for texts in (self.paths.to_pylist(), self.classes):
-            digest.update("\0".join(text or "" for text in texts).encode("utf-8", "replace"))
-        return digest.hexdigest()
+        return self.content_digest
 
 
 def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageSet:
@@ -163,48 +110,52 @@ def open_hub(
 
     image, label: columns; None: the only one of type Image or ClassLabel. subset: `name` of
     `datasets.load_dataset`. Raises DataError, ResourceError without a network or space, and
-    UsageError without the library, and for arguments that are no text.
+    UsageError without the library.
     """
-    arguments = (name, part, labels, decode, exif, image, label, subset, revision)
-    if "/" not in name:
-        raise UsageError(
-            f"data.name: {name!r} is neither {HUB}USER/NAME nor a folder, such as {HUB}./photos.",
-            "Correct it.",
+    parts = _load_parts(name, subset, revision)
+    if part == "val" and "val" not in parts:
+        part = "validation"
+    if part not in parts:
+        raise DataError(
+            f"{name}: no part {part!r}; it has {', '.join(parts)}.",
+            "Correct data.train or data.val.",
         )
-    for value in arguments:
-        if value is not None and not isinstance(value, str):
-            raise UsageError(
-                f"data.kwargs: {format_value(value)} is not text.", "Write it in quotes."
-            )
-    place = f"{name}/{part}"
-    dataset, parts = _load_dataset(name, part, subset, revision)
     from datasets import ClassLabel, Image
-    from pyarrow import compute
 
+    dataset = parts[part]
+    place = f"{name}/{part}"
     image = _find_column(dataset.features, Image, "image", image, place)
     label = _find_column(dataset.features, ClassLabel, "label", label, place)
     remedy = "Name a column of images: data.kwargs.image=COLUMN"
     with explain_content_errors(DataError, place, f"the column {image!r} has no images", remedy):
-        table = dataset.cast_column(image, Image(decode=False)).with_format("arrow")[:]
-        contents, paths = (compute.struct_field(table[image], key) for key in ("bytes", "path"))
-    read = _label_targets if labels == "multi" else _targets
-    targets, classes = read(table[label], dataset.features[label], f"{place}, column {label!r}")
-    return HubImages(place, contents, paths, targets, classes, parts, decode, exif, arguments)
+        stored = dataset.cast_column(image, Image(decode=False)).with_format("arrow")
+    targets, classes = _targets(
+        stored[:][label], dataset.features[label], labels == "multi", f"{place}, column {label!r}"
+    )
+    rows = stored.select_columns([image])
+    digest = digest_of(rows[:].column(0), targets, classes)
+    return HubImages(place, rows, targets, classes, digest, tuple(parts), decode, exif)
 
 
-def _load_dataset(
-    name: str, part: str, subset: str | None, revision: str | None
-) -> tuple[Any, tuple[str, ...]]:
-    """The `datasets.Dataset` of a part, and the names of all parts. `val` also means `validation`.
-    Raises as `open_hub`.
+def digest_of(images: Any, targets: np.ndarray, classes: Sequence[str]) -> str:
+    """A digest of the size and the path of each image, targets and classes.
+
+    Not of the fingerprint of `datasets`, which depends on where and when local files were written.
     """
+    from pyarrow import compute
+
+    lengths = compute.binary_length(compute.struct_field(images, "bytes"))
+    sizes = compute.fill_null(lengths, -1).to_numpy().astype("<i8")
+    digest = sha256(sizes.tobytes() + target_bytes(targets))
+    for texts in (compute.struct_field(images, "path").to_pylist(), classes):
+        digest.update("\0".join(text or "" for text in texts).encode("utf-8", "replace"))
+    return digest.hexdigest()
+
+
+def _load_parts(name: str, subset: str | None, revision: str | None) -> dict[str, Any]:
+    """The `datasets.Dataset` of each part. Raises as `open_hub`."""
     try:
-        from datasets import (
-            DatasetDict,
-            disable_progress_bars,
-            load_dataset_builder,
-            load_from_disk,
-        )
+        from datasets import disable_progress_bars, load_dataset_builder, load_from_disk
         from datasets.packaged_modules.cache.cache import Cache
     except ImportError as error:  # also where a folder of this name hides it
         raise UsageError(
@@ -214,19 +165,12 @@ def _load_dataset(
     if not sys.stderr.isatty():
         disable_progress_bars()
     location = name.removeprefix(HUB)
-    folder = Path(location).expanduser()
-    parts: Mapping[str, Any]
+    if location.startswith("~"):
+        location = str(Path(location).expanduser())
     try:
-        if folder.is_dir():
-            location = str(folder)
-            if revision is not None:
-                raise DataError(f"{name}: a folder has no revisions.", "Leave out revision.")
-        elif location.startswith(("/", "~", ".")):
-            raise DataError(f"{name}: no such folder.", "Correct data.name.")
-        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        if any(Path(location, file).is_file() for file in ("state.json", "dataset_dict.json")):
             saved = load_from_disk(location)
-            parts = saved if isinstance(saved, DatasetDict) else {str(saved.split or part): saved}
-            return parts[_find_part(name, part, parts)], tuple(parts)
+            return saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
         builder = load_dataset_builder(location, subset, revision=revision)
         # Without a network, `datasets` takes the newest revision in its cache.
         if isinstance(builder, Cache) and revision not in (None, builder.hash):
@@ -236,136 +180,95 @@ def _load_dataset(
                 f"Start with a network, or with data.kwargs.revision={builder.hash}",
             )
         builder.download_and_prepare()
-        parts = builder.info.splits
-        return builder.as_dataset(_find_part(name, part, parts)), tuple(parts)
+        return builder.as_dataset()
     except UserError:
         raise
     except Exception as error:  # of pyarrow, httpx, huggingface_hub and others
-        raise _explained(name, folder, error) from error
-
-
-def _explained(name: str, folder: Path, error: BaseException) -> UserError:
-    """The error about a dataset that `datasets` can't open."""
-    # The last error of a chain may only say that there was one.
-    while not isinstance(error, OSError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    reason = shorten(" ".join(str(error).split()), 300) or type(error).__name__
-    is_missing = isinstance(error, FileNotFoundError | PermissionError)
-    # pyarrow raises an OSError without a number for a file that is cut short.
-    is_broken = folder.is_dir() and getattr(error, "errno", None) is None
-    if isinstance(error, OSError) and not is_missing and not is_broken:
-        return ResourceError(
-            f"{name}: {reason}",
-            "Repair the network, make room in HF_HOME, or save the dataset on another machine "
-            f"(save_to_disk) and use data.name={HUB}FOLDER.",
-        )
-    return DataError(
-        f"{name}: {reason}",
-        "Correct data.name or data.kwargs, or write the folder again. For a gated or private "
-        "dataset, get access on its page, then: hf auth login",
-    )
-
-
-def _find_part(name: str, part: str, parts: Mapping[str, Any]) -> str:
-    if part == "val" and "val" not in parts:
-        part = "validation"
-    if part not in parts:
-        raise DataError(
-            f"{name}: no part {part!r}; it has {', '.join(parts)}.",
-            "Correct data.train or data.val.",
-        )
-    return part
+        first: BaseException = error
+        # The last error of a chain may only say that there was one.
+        while not isinstance(first, OSError) and isinstance(first.__cause__, Exception):
+            first = first.__cause__
+        kind: type[UserError] = ResourceError
+        if not isinstance(first, OSError) or isinstance(first, FileNotFoundError | PermissionError):
+            kind = DataError
+        raise kind(
+            f"{name}: {shorten(' '.join(str(first).split()), 300) or type(first).__name__}",
+            "Correct data.name or data.kwargs; repair the network; make room in HF_HOME; or write "
+            "the folder again. For a gated dataset, get access on its page, then: hf auth login",
+        ) from error
 
 
 def _find_column(
     features: Mapping[str, Any], kind: type, key: str, column: str | None, place: str
 ) -> str:
     """`column`, or the only column of this type. Raises DataError."""
-    if column is not None and column in features:
-        return column
-    found = [
-        name
-        for name, feature in features.items()
-        if isinstance(getattr(feature, "feature", feature), kind)  # also of a list
-    ]
+    # also of a list
+    found = [name for name in features if isinstance(_element(features[name]), kind)]
     if column is None and len(found) == 1:
         return found[0]
-    problem = f"{len(found)} columns of the type {kind.__name__}"
-    if column is not None:
-        problem = f"no column {column!r}"
+    if column in features:
+        return str(column)
     columns = (f"{name} ({type(feature).__name__})" for name, feature in features.items())
     raise DataError(
-        f"{place}: {problem}; it has {shorten(', '.join(columns), 300)}.",
-        f"Name one: data.kwargs.{key}=COLUMN",
+        f"{place}: {column or 'one'} of these must be the column of the type {kind.__name__}: "
+        f"{shorten(', '.join(columns), 300)}.",
+        f"Name a column: data.kwargs.{key}=COLUMN",
     )
 
 
-def _label_targets(values: Any, feature: Any, place: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The targets in a column of lists of labels, or of text with `;` between labels: uint8
-    (N, classes), and the classes. Raises DataError as `_targets`.
+def _element(feature: Any) -> Any:
+    """The feature of the elements of a list; any other feature as it is."""
+    return getattr(feature, "feature", feature)
+
+
+def _targets(
+    column: Any, feature: Any, is_multilabel: bool, place: str
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The targets in a column, and the classes: the names of a ClassLabel, or the sorted texts.
+
+    Targets are int64 (N,), or with several labels, in lists or in text with `;` between them, uint8
+    (N, classes). Raises DataError.
     """
-    import pyarrow
-
-    if pyarrow.types.is_integer(values.type):
-        raise DataError(
-            f"{place}: each row has one label, and data.labels is multi.",
-            "Name a column of lists or of text, or set data.labels=single.",
-        )
-    rows = [split_labels(row) if isinstance(row, str) else row or () for row in values.to_pylist()]
-    flat = pyarrow.chunked_array([list(chain.from_iterable(rows))])
-    targets, classes = _targets(flat, getattr(feature, "feature", feature), place)
-    ends = np.cumsum([len(row) for row in rows])
-    classes_of = np.split(targets, ends[:-1])
-    is_repeated = any(len(set(own)) < len(own) for own in map(tuple, classes_of))
-    are_flags = all(np.array_equal(np.sort(own), [0, 1]) for own in classes_of)
-    if classes == ("0", "1") and (is_repeated or are_flags):
-        raise DataError(
-            f"{place}: rows may have a 0 or 1 for each class.",
-            "List the names or numbers of the classes that an image has.",
-        )
-    return multi_hot(classes_of, len(classes)), classes
-
-
-def _targets(values: Any, feature: Any, place: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The targets in a column, int64 (N,), and the classes: the names of a ClassLabel, else the
-    values of integers and of text. Raises DataError.
-    """
-    import pyarrow.compute
     from datasets import ClassLabel
 
-    classes: list[str]
-    remedy = "Name a column of ClassLabel, small integers or text: data.kwargs.label=COLUMN"
-    if pyarrow.types.is_floating(values.type):
-        with explain_content_errors(DataError, place, "no whole numbers", remedy):
-            values = values.cast("int64")
-    is_integer = pyarrow.types.is_integer(values.type)
-    highest = (pyarrow.compute.max(values).as_py() or 0) if is_integer else 0
-    if isinstance(feature, ClassLabel):
-        classes = feature.names
-    elif is_integer and highest < _MAX_CLASSES:
-        classes = [str(number) for number in range(highest + 1)]
-    elif pyarrow.types.is_string(values.type) or pyarrow.types.is_large_string(values.type):
-        labels = values.unique().drop_null()
-        name_of = whole_numbers(labels.to_pylist(), place)
-        check_names(name_of, place)
-        are_numbers = all(map(str.isdecimal, name_of.values()))
-        classes = sorted(set(name_of.values()), key=int if are_numbers else None)
-        class_to_idx = {name: i for i, name in enumerate(classes)}
-        indices = [class_to_idx[name] for name in name_of.values()]
-        rows = pyarrow.compute.index_in(values, labels)
-        values = pyarrow.array(indices, "int64").take(rows)
-    else:
+    element = _element(feature)
+    has_classes = isinstance(element, ClassLabel)
+    is_text = getattr(element, "dtype", None) in ("string", "large_string")
+    has_lists = element is not feature
+    fits = has_lists == is_multilabel or (is_multilabel and is_text)
+    if not fits or not (has_classes or is_text):
         raise DataError(
-            f"{place}: no classes ({values.type}{f' up to {highest}' if highest else ''}).",
-            remedy,
+            f"{place}: {feature} with data.labels={'multi' if is_multilabel else 'single'}.",
+            "Name a column of ClassLabel or text, with several labels of lists of these or of text "
+            "such as cat;dog. To make one of numbers: Dataset.class_encode_column, save_to_disk.",
         )
-    targets = values.cast("int64").fill_null(-1).to_numpy()
-    unlabeled = np.flatnonzero((targets < 0) | (targets >= len(classes)))
-    if len(unlabeled):
+    values = column.to_pylist()
+    if not is_multilabel:
+        rows = [() if value is None else (value,) for value in values]
+    elif has_lists:
+        rows = [tuple(value or ()) for value in values]
+    else:
+        rows = [split_labels(value or "") for value in values]
+    if has_classes:
+        classes = element.names
+    else:
+        classes = sorted({text for row in rows for text in row if text is not None})
+        check_names(classes, place)
+        number_of = {text: number for number, text in enumerate(classes)}
+        rows = [tuple(number_of.get(text) for text in row) for row in rows]
+    known = range(len(classes))
+    unlabeled = [
+        number
+        for number, row in enumerate(rows)
+        if not (row or is_multilabel) or any(label not in known for label in row)
+    ]
+    if unlabeled:
         raise DataError(
-            f"{place}: {len(unlabeled)} of {len(targets)} rows have no label, such as row "
+            f"{place}: {len(unlabeled)} of {len(rows)} rows have no label, such as row "
             f"{unlabeled[0]}.",
             "Name another part or column, or save the dataset without them: Dataset.filter, "
             "save_to_disk.",
         )
-    return targets, tuple(classes)
+    if is_multilabel:
+        return multi_hot(rows, len(classes)), tuple(classes)
+    return np.array(rows, np.int64).reshape(-1), tuple(classes)
