@@ -60,6 +60,9 @@ FOREIGN_OPTIONS |= {
     "--linear-probe",
     "--max",
     "--quick",
+    "--axis",
+    "--group-by",
+    "--watch",
 }
 FOREIGN_OPTIONS |= {"--repo-type", "--local-dir"}  # of the Hugging Face Hub's client
 FOREIGN_OPTIONS |= {"--strict", "--use-ema"}  # of mkdocs, of timm's validate.py

@@ -1,7 +1,6 @@
 """`tools/find_lr.py`: train with a growing learning rate, and plot the loss over it."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.distributed import join_alone
@@ -9,11 +8,7 @@ from imagenet_cls.errors import UsageError
 from imagenet_cls.extras.before_training.pictures import add_picture_option, picture_path
 from imagenet_cls.files import explain_write_errors
 
-if TYPE_CHECKING:
-    from imagenet_cls.extras.before_training.lr_range import LrRange
-
 _USAGE = "CONFIG|DATA [key=value ...] [--from LR] [--to LR] [--steps N] [--out FILE.png]"
-_ROWS = 20  # of the table
 
 
 def find_lr_command(argv: Sequence[str]) -> None:
@@ -59,24 +54,14 @@ def find_lr_command(argv: Sequence[str]) -> None:
     from imagenet_cls.extras.before_training.lr_range import lr_range
     from imagenet_cls.extras.before_training.pictures import plot_lr_range
 
-    def report(found: "LrRange") -> None:
-        step = len(found.lrs)
-        if step % max(1, arguments.steps // _ROWS) == 0:
-            print(
-                f"{step:6}  {found.lrs[-1]:9.3g}  {found.losses[-1]:9.4f}  "
-                f"{found.smoothed[-1]:9.4f}",
-                flush=True,
-            )
-
-    print(f"{'step':>6}  {'lr':>9}  {'loss':>9}  {'smoothed':>9}")
-    found = lr_range(config, context, arguments.low, arguments.high, arguments.steps, report)
+    found = lr_range(config, context, arguments.low, arguments.high, arguments.steps)
     print(f"ended {found.end}")
     lr = found.steepest()
     if lr is None:
         print("no suggestion: the loss did not fall; try a lower --from, or more --steps")
         return
     with explain_write_errors(path, "Name another file with --out."):
-        plot_lr_range(path, found.lrs, found.losses, found.smoothed, {f"suggestion: {lr:.2g}": lr})
+        plot_lr_range(path, found.lrs, found.losses, found.smoothed, lr)
     batch = config.train.global_batch_size
     factor = found.lr_factor
     scaled = ""

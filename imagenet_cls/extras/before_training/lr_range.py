@@ -1,7 +1,6 @@
 """The learning rate range test: a short training with a growing rate."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -48,13 +47,10 @@ def lr_range(
     low: float,
     high: float,
     steps: int,
-    report: Callable[[LrRange], None],
 ) -> LrRange:
     """The learning rate range test (Smith 2015, "Cyclical Learning Rates for Training Neural
     Networks", section 3.3), from the config's initial weights, with a rate that grows
     geometrically. It ends early where the loss is not finite or has diverged.
-
-    report: called after each step.
     """
     epochs = max(config.train.epochs, steps)
     defaults = Config()
@@ -79,7 +75,6 @@ def lr_range(
         found.lrs.append(lr)
         found.losses.append(loss)
         found.smoothed.append(average / (1 - _SMOOTHING ** len(found.lrs)))
-        report(found)
         if found.smoothed[-1] > _DIVERGED * min(found.smoothed):
             found.end = (
                 f"at lr {lr:.3g}, where the smoothed loss is above {_DIVERGED:g} times the lowest"

@@ -5,7 +5,7 @@ matplotlib is imported inside the functions, since that takes half a second.
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,10 +69,9 @@ def plot_lr_range(
     lrs: Sequence[float],
     losses: Sequence[float],
     smoothed: Sequence[float],
-    marked: Mapping[str, float],
+    suggestion: float,
 ) -> None:
-    """Draw losses over learning rates on a logarithmic axis. marked: learning rates by label.
-    Raises OSError.
+    """Draw losses over learning rates on a logarithmic axis, and mark one of them. Raises OSError.
 
     All losses are inside the frame. The axis of the loss is logarithmic if it ends far above its
     start.
@@ -88,12 +87,11 @@ def plot_lr_range(
     before = losses[: smoothed.index(min(smoothed)) + 1]
     if min(losses) > 0 and max(losses) > _FAR * max(before):
         axes.set_yscale("log")
-    for number, (label, lr) in enumerate(marked.items(), 1):
-        color = f"C{number}"
-        axes.axvline(lr, color=color, linestyle="--", linewidth=1.2)
-        axes.plot(lr, np.interp(lr, lrs, smoothed), "o", color=color, zorder=3)
-        place = axes.get_xaxis_transform()  # y is a share of the axis
-        axes.annotate(label, (lr, 0.02), (8, 6), place, _POINTS, color=color)
+    axes.axvline(suggestion, color="C1", linestyle="--", linewidth=1.2)
+    axes.plot(suggestion, np.interp(suggestion, lrs, smoothed), "o", color="C1", zorder=3)
+    label = f"suggestion: {suggestion:.2g}"
+    place = axes.get_xaxis_transform()  # y is a share of the axis
+    axes.annotate(label, (suggestion, 0.02), (8, 6), place, _POINTS, color="C1")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import tarfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,7 +27,7 @@ from imagenet_cls.data.index import has_image_suffix
 from imagenet_cls.errors import DataError, UsageError
 from imagenet_cls.extras.datasets.arguments import add_data_options, load_config_if_given, track
 from imagenet_cls.files import explain_write_errors, new_file, take_lock, write_file
-from imagenet_cls.text import first_line, format_value, printable
+from imagenet_cls.text import first_line, printable
 
 if TYPE_CHECKING:
     from imagenet_cls.data.image_set import ImageSet
@@ -90,7 +89,6 @@ def pack_command(argv: Sequence[str]) -> None:
     from imagenet_cls.data.image_set import EncodedImages
 
     opened = open_datasets(data)
-    check_class_names(opened.classes, arguments.source)
     if not isinstance(opened.train.images, EncodedImages):
         raise UsageError(
             f"data.name {data.name!r} does not hold files of images.",
@@ -103,19 +101,6 @@ def pack_command(argv: Sequence[str]) -> None:
         with take_lock(out, "Wait for that process, or stop it; then the same command continues."):
             for name, part in opened.parts.items():
                 write_part(name, part, data, arguments)
-
-
-def check_class_names(classes: Sequence[str], source: str) -> None:
-    """Raise DataError for a name that `read_classes` would not read back from the classes.txt of
-    the shards.
-    """
-    for name, count in Counter(classes).items():
-        if count > 1 or [line.strip() for line in name.splitlines()] != [name]:
-            raise DataError(
-                f"{source}: the class {format_value(name)} is there twice, is empty, or has white "
-                "space at an end or a line break.",
-                "Rename it: shards list their classes in classes.txt.",
-            )
 
 
 def load_data(source: str, overrides: Sequence[str], multilabel: bool) -> DataConfig:
@@ -193,8 +178,9 @@ def write_part(
         written = open_datasets(shards, ("train",)).train
         if len(written) != len(part) or written.classes != part.classes:
             raise DataError(
-                f"{partial_folder}: {len(written)} images instead of {len(part)}.",
-                "Remove it, and pack again.",
+                f"{partial_folder} has other images or classes than the dataset.",
+                "Remove it, and pack again. Names of classes have no line break, and no white "
+                "space at an end.",
             )
         partial_folder.rename(folder)
     print(

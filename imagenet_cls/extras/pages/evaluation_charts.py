@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 _MOST_BARS = 30  # classes
 _MOST_NUMBERS = 20  # classes, up to which the cells of the confusion matrix show numbers
-_SMALL = 6  # classes of a small confusion matrix
-_MOST_HORIZONTAL = 12  # classes, up to which the names of the columns are horizontal
 _NAME = 24  # characters
 
 
@@ -51,8 +49,8 @@ def _draw_bars(rows: Sequence[tuple[float, str, int]], axes: "Axes") -> None:
 
 def confusion_chart(confusion: np.ndarray, names: Sequence[str]) -> Chart:
     """The confusion matrix: rows are true classes. confusion: int64 (K, K)."""
-    side = SIZE[0] if len(names) <= _SMALL else 1.6 * SIZE[0]
-    return Chart("Confusion matrix", partial(_draw_matrix, confusion, names), (side, 0.9 * side))
+    size = 1.6 * SIZE[0], 1.4 * SIZE[0]
+    return Chart("Confusion matrix", partial(_draw_matrix, confusion, names), size)
 
 
 def _draw_matrix(confusion: np.ndarray, names: Sequence[str], axes: "Axes") -> None:
@@ -67,13 +65,10 @@ def _draw_matrix(confusion: np.ndarray, names: Sequence[str], axes: "Axes") -> N
     cells = np.where(is_correct[..., None], tinted(BLUE, shares), mistakes)
     axes.imshow(cells, interpolation="none", aspect="auto")
     axes.grid(visible=False)
-    is_horizontal = count <= _MOST_HORIZONTAL
     size = 12 if count <= _MOST_NUMBERS else 9
-    length = (50 if count <= _SMALL else 80) // count if is_horizontal else _NAME
-    columns = [shorten(name, length) for name in names]
-    rotation = "horizontal" if is_horizontal else "vertical"
-    axes.set_xticks(range(count), columns, rotation=rotation, fontsize=size)
-    axes.set_yticks(range(count), [shorten(name, _NAME) for name in names], fontsize=size)
+    labels = [shorten(name, _NAME) for name in names]
+    axes.set_xticks(range(count), labels, rotation="vertical", fontsize=size)
+    axes.set_yticks(range(count), labels, fontsize=size)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     if count <= _MOST_NUMBERS:

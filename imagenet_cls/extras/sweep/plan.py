@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from imagenet_cls.commands.own_data import value_of_override
 from imagenet_cls.commands.train import load_run
 from imagenet_cls.config.load import LoadedConfig
 from imagenet_cls.config.reader import parse
@@ -72,10 +71,6 @@ def read_runs(folder: Path) -> dict[str, SweepRun]:
     with explain_content_errors(CheckpointError, file):
         runs = []
         for row in json.loads(file.read_bytes()):
-            # Earlier versions could search, with numbers as values.
-            row.pop("search", None)
-            row.pop("pruned", None)
-            row["values"] = {key: str(value) for key, value in row["values"].items()}
             runs.append(SweepRun(**row))
         for run in runs:  # a TypeError for other types
             "".join([run.name, *run.values, *run.conditions, *run.values.values()])
@@ -132,15 +127,7 @@ def plan_grid(
     may grow by single values.
     """
     known = list(known)
-    # Equal values are written as they were first: `1e-3` and `0.001` are one setting.
-    first: dict[tuple[str, Any], str] = {}
-    for run in known:
-        for key, texts in split_overrides(run.arguments).items():
-            first.setdefault((key, value_of_override(key, texts[0])), texts[0])
-    values: dict[str, list[str]] = {}
-    for key, texts in split_overrides(overrides).items():
-        equal = [first.setdefault((key, value_of_override(key, text)), text) for text in texts]
-        values[key] = list(dict.fromkeys(equal))
+    values = split_overrides(overrides)
     swept = {*REPEATS, *(key for run in known for key in run.values)}
     swept |= {key for key, texts in values.items() if len(texts) > 1}
     fixed = [f"{key}={texts[0]}" for key, texts in values.items() if key not in swept]

@@ -71,13 +71,9 @@ def export_command(argv: Sequence[str]) -> None:
         check_packages("onnx", "onnx", "onnxscript", "onnxruntime")
     predictor = Predictor(**options, device="cpu")
     export = export_model(predictor, arguments.format, arguments.preprocess, arguments.opset)
-    lines = compare(predictor, export)
+    verdict = compare(predictor, export)
     write_output(out, export.content)
     batches = " and ".join(map(str, BATCHES))
-    for line in (
-        *predictor.warnings,
-        f"random images, in batches of {batches}: {lines[0]}",
-        *lines[1:],
-    ):
+    for line in (*predictor.warnings, f"random images, in batches of {batches}: {verdict}"):
         print(printable(line))
     print(f"wrote the {predictor.weights} weights of {predictor.path} to {out}")
