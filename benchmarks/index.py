@@ -2,9 +2,8 @@
 
 The images are empty files, hard links in 1,000 class folders in memory. A round runs each
 implementation once, in turn. Times are CPU time, since something else may run on the machine;
-nothing waits for a disk. `index_folder` of this project runs with and without its cache;
-`os.scandir` lists and sorts names, and does nothing else. The same names are listed from a tar and
-a zip with tiny members.
+nothing waits for a disk. `os.scandir` lists and sorts names, and does nothing else. The same names
+are listed from a tar and a zip with tiny members.
 """
 
 import os
@@ -19,16 +18,13 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torchvision.datasets import ImageFolder
 
 from benchmarks.compare import Row, check, measured
-from imagenet_cls.data import index_cache
 from imagenet_cls.data.archives import index_archives
 from imagenet_cls.data.index import index_folder
 
 IMAGES, CLASSES = 1_281_167, 1000
 
 
-# Microseconds of CPU time per image, or seconds from the cache.
-GOALS = {"ours, without cache": "<= 0.8", "ours, tar": "<= 2", "ours, zip": "<= 4"}
-CACHE_GOAL = "<= 0.2"
+GOALS = {"ours": "<= 0.8", "ours, tar": "<= 2", "ours, zip": "<= 4"}  # us of CPU time per image
 
 
 def names(images: int) -> Iterator[str]:
@@ -87,72 +83,36 @@ def archive(name: str) -> Callable[[Path], int]:
     return lambda root: len(index_archives(root.parent, name, [root.parent / name]))
 
 
-def without_cache(implementation: Callable[[Path], int]) -> Callable[[Path], int]:
-    def call(root: Path) -> int:
-        before = os.environ[index_cache.CACHE_VARIABLE]
-        os.environ[index_cache.CACHE_VARIABLE] = "/dev/null"
-        try:
-            return implementation(root)
-        finally:
-            os.environ[index_cache.CACHE_VARIABLE] = before
-
-    return call
-
-
 def run(rounds: int = 5, tiny: bool = False) -> list[Row]:
     """CPU seconds of each implementation, and microseconds per image."""
     images = 20_000 if tiny else IMAGES
     memory = Path("/dev/shm")
-    folder_index: Callable[[Path], int] = lambda root: len(index_folder(root))  # noqa: E731
     implementations: dict[str, Callable[[Path], int]] = {
-        "ours, without cache": without_cache(folder_index),
-        "ours, from the cache": folder_index,
-        "ours, tar": without_cache(archive("train.tar")),
-        "ours, tar from the cache": archive("train.tar"),
-        "ours, zip": without_cache(archive("train.zip")),
-        "ours, zip from the cache": archive("train.zip"),
+        "ours": lambda root: len(index_folder(root)),
+        "ours, tar": archive("train.tar"),
+        "ours, zip": archive("train.zip"),
         "os.scandir and sorted": sorted_names,
         "torchvision's ImageFolder": torchvision_folder,
         "timm's ReaderImageFolder": timm_reader,
     }
     seconds: dict[str, list[float]] = {name: [] for name in implementations}
-    environment, age = dict(os.environ), index_cache.MIN_AGE_SEC
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         root = Path(folder, "train")
         make_folder(root, images)
         make_archives(root.parent, images)
-        try:
-            os.environ[index_cache.CACHE_VARIABLE] = str(Path(folder, "cache"))
-            index_cache.MIN_AGE_SEC = 0  # the files are new
-            time.sleep(0.1)
-            expected = index_folder(root).digest
-            cached = index_cache.read_scan(root) is not None
-            equal = expected == index_folder(root).digest
-            for name in ("train.tar", "train.zip"):
-                archived = index_archives(root.parent, name, [root.parent / name]).digest
-                path = root.parent / name
-                cached &= index_cache.read_scan(path, [os.fsencode(path)]) is not None
-                equal &= (
-                    archived
-                    == expected
-                    == index_archives(root.parent, name, [root.parent / name]).digest
-                )
-            for _ in range(rounds):
-                for name, implementation in implementations.items():
-                    start = time.process_time()
-                    assert implementation(root) == images
-                    seconds[name].append(time.process_time() - start)
-        finally:
-            os.environ.clear()
-            os.environ.update(environment)
-            index_cache.MIN_AGE_SEC = age
+        expected = index_folder(root).digest
+        equal = all(
+            index_archives(root.parent, name, [root.parent / name]).digest == expected
+            for name in ("train.tar", "train.zip")
+        )
+        for _ in range(rounds):
+            for name, implementation in implementations.items():
+                start = time.process_time()
+                assert implementation(root) == images
+                seconds[name].append(time.process_time() - start)
     rows = []
     for name, values in seconds.items():
-        rows.append(
-            measured(
-                f"{name}: CPU time", values, "s", CACHE_GOAL if "from the cache" in name else ""
-            )
-        )
+        rows.append(measured(f"{name}: CPU time", values, "s"))
         per_image = [1e6 * value / images for value in values]
         rows.append(measured(f"{name}: CPU time per image", per_image, "us", GOALS.get(name, "")))
-    return [*rows, check("the indexes were cached, and all have the same digest", cached and equal)]
+    return [*rows, check("all have the same digest", equal)]

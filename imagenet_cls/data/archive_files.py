@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shlex
 import stat
 import struct
 import tarfile
@@ -21,7 +20,6 @@ from imagenet_cls.text import printable, shorten
 
 _END_OF_TAR = bytes(1024)
 _ENTRY = b"PK\1\2"  # the start of an entry of a zip's directory
-_MAX_HEADER_BYTES = 1 << 24
 _DAMAGED = "Copy or download it again."
 _DAMAGED_TAR = "Copy or download it again; unpack a compressed tar (.tar.gz) to .tar."
 
@@ -30,14 +28,14 @@ class Member(NamedTuple):
     """A file in an archive.
 
     offset: the offset of the data in a tar, of the local header in a zip. compressed: the
-    compressed size in a zip, 0 in a tar. problem: why it can't be read as an image; None if it can.
+    compressed size in a zip, 0 in a tar. is_plain: whether it can be read.
     """
 
     name: bytes
     offset: int
     size: int
     compressed: int
-    problem: str | None
+    is_plain: bool
 
 
 class ArchiveChangedError(DataError):
@@ -128,24 +126,11 @@ def decode_name(name: bytes) -> str:
     return shorten(printable(os.fsdecode(name)), 200)
 
 
-class _ArchiveFile(FileIO):
-    """An archive, opened without a buffer."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """As of a file. Raises ValueError for a header of a tar that claims to be very long:
-        `tarfile` would allocate its size.
-        """
-        is_tar = not str(self.name).lower().endswith(".zip")
-        if is_tar and size is not None and size > _MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {size} bytes")
-        return super().read(size)
-
-
 @contextlib.contextmanager
 def open_archive(path: str) -> Iterator[FileIO]:
     """An archive, opened without a buffer. Raises DataError if it can't be opened or read."""
     try:
-        with _ArchiveFile(path, opener=open_at_once) as file:
+        with FileIO(path, opener=open_at_once) as file:
             check_regular(file.fileno())
             yield file
     except OSError as error:
@@ -156,9 +141,11 @@ def open_archive(path: str) -> Iterator[FileIO]:
 
 def archive_members(file: FileIO) -> Iterator[Member]:
     """The files of a zip or a tar. Raises DataError."""
-    if str(file.name).lower().endswith(".zip"):
-        return zip_members(file)
-    return tar_members(file)
+    return zip_members(file) if is_zip(file.name) else tar_members(file)
+
+
+def is_zip(name: str) -> bool:
+    return name.lower().endswith(".zip")
 
 
 def tar_members(file: FileIO) -> Iterator[Member]:
@@ -177,8 +164,7 @@ def tar_members(file: FileIO) -> Iterator[Member]:
                 )
             if not member.isdir():
                 is_plain = member.isreg() and not member.issparse()
-                problem = None if is_plain else "is a link, a sparse file or no plain file"
-                yield Member(name, member.offset_data, member.size, 0, problem)
+                yield Member(name, member.offset_data, member.size, 0, is_plain)
         # tarfile takes a damaged header for the end of the archive.
         if os.pread(file.fileno(), len(_END_OF_TAR), tar.offset) != _END_OF_TAR:
             raise DataError(
@@ -194,8 +180,6 @@ def zip_members(file: FileIO) -> Iterator[Member]:
         for info in zipfile.ZipFile(file).infolist():
             # zipfile decodes names without the flag of UTF-8 as code page 437.
             name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
-            if info.create_system == 0:  # of Windows, some of whose programs write backslashes
-                name = name.replace(b"\\", b"/")
             is_inside = 0 <= info.header_offset <= total - info.compress_size
             # A damaged length hides the next entries in this one. zipfile does not count them.
             hides_entries = any(_ENTRY in field for field in (name, info.extra, info.comment))
@@ -206,18 +190,8 @@ def zip_members(file: FileIO) -> Iterator[Member]:
                 )
             if name.endswith(b"/"):  # a folder
                 continue
-            problem = None
-            try:
-                name.decode()
-            except UnicodeDecodeError:
-                problem = (
-                    "has a name that is no UTF-8, and the zip does not state its encoding (unpack "
-                    f"it, such as by unzip -O gbk {shlex.quote(str(path))})"
-                )
-            if stat.S_ISLNK(info.external_attr >> 16):
-                problem = "is a link"
-            elif info.flag_bits & 1:
-                problem = "is encrypted"
-            elif info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                problem = f"is compressed by method {info.compress_type}, which is not supported"
-            yield Member(name, info.header_offset, info.file_size, info.compress_size, problem)
+            is_link = stat.S_ISLNK(info.external_attr >> 16)
+            is_encrypted = info.flag_bits & 1
+            is_readable = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+            is_plain = is_readable and not is_link and not is_encrypted
+            yield Member(name, info.header_offset, info.file_size, info.compress_size, is_plain)

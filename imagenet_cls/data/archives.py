@@ -1,23 +1,21 @@
 """Index images in tar and zip archives.
 
-The archives hold class folders or are WebDataset shards, which have `KEY.jpg` and `KEY.cls` or
-`KEY.json`. Members are listed once, and then read by their offsets.
+The archives hold class folders or are WebDataset shards, which have `KEY.jpg` and `KEY.cls`.
+Members are listed once, and then read by their offsets.
 """
 
-import contextlib
 import glob
-import json
 import os
 import re
-import time
 from array import array
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import FileIO
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +25,7 @@ from imagenet_cls.data.archive_files import (
     archive_members,
     archive_status,
     decode_name,
+    is_zip,
     open_archive,
 )
 from imagenet_cls.data.classes import resolve_labels
@@ -34,27 +33,25 @@ from imagenet_cls.data.index import (
     IMAGE_SUFFIXES,
     PREPARE_COMMAND,
     ImageIndex,
-    index_scan,
+    check_level,
     is_hidden,
     list_folder,
     suffix_of,
 )
-from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.data.targets import multi_hot, split_labels
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import format_value, join_names
 
-_JSON_LABELS = ("label", "cls", "class", "class_name", "category", "labels", "target")
 _NUMBER_RANGE = re.compile(r"\{(\d{1,6})\.\.(\d{1,6})\}")  # {0000..1023}
 _THREADS = 16  # they wait for the disk
 _MAX_MEMBER_BYTES = 1 << 30  # a damaged zip may claim any size
 _LAYOUT_REMEDY = (
     f"Name the images CLASS/NAME.jpg (ImageNet's archives: {PREPARE_COMMAND}); or, in a WebDataset "
-    "shard, KEY.jpg, each with its label in KEY.cls, or as `label` in KEY.json."
+    "shard (a .tar), KEY.jpg, each with its label in KEY.cls."
 )
 _PLAIN_REMEDY = (
-    "Make the archive again: zip -0 -r, or GNU tar with --dereference --hard-dereference and "
-    "without --sparse."
+    "Make the archive again without it, or by zip -0 -r, or by GNU tar with --dereference "
+    "--hard-dereference and without --sparse."
 )
 
 
@@ -74,7 +71,7 @@ def find_archives(root: Path, part: str) -> list[Path] | None:
 
 
 def is_archive(name: str) -> bool:
-    return name.lower().endswith((".tar", ".zip"))
+    return name.lower().endswith(".tar") or is_zip(name)
 
 
 def _archives_in(folder: Path) -> list[Path] | None:
@@ -132,18 +129,24 @@ def index_archives(
     for none. Raises DataError.
     """
     part_path = root / part
-    listed = [os.fsencode(os.path.abspath(path)) for path in archives]  # noqa: PTH100 (keeps links)
-    scan = read_scan(part_path, listed)
-    if scan is None:
-        started = time.time()
+    lists = _list_each(archives)
+    have_labels = [members.labels is not None for members in lists if members.names]
+    if not have_labels:
+        raise DataError(f"{part_path}: it contains no images.", _LAYOUT_REMEDY)
+    if any(have_labels) != all(have_labels):
+        count = have_labels.count(False)
+        raise DataError(
+            f"{part_path}: {count} of {len(have_labels)} archives have no labels.", _LAYOUT_REMEDY
+        )
+    index = _index_all(part_path, archives, lists)
+    if not have_labels[0]:
+        others = list(chain.from_iterable(members.others for members in lists))
+        del lists  # frees the names as Python objects
         part_folder = os.fsencode(os.path.normpath(part)) if root.is_file() else b"."
-        scan = _scan_archives(part_path, part_folder, archives, _open_statuses(listed))
-        write_scan(part_path, scan, started)
-    statuses = tuple(archive_status(scan.statuses[path]) for path in listed)
-    byte_ranges = ByteRanges(tuple(map(str, archives)), statuses, scan.places)
-    index = index_scan(scan, part_path, byte_ranges)
-    if not scan.are_shards:
-        return index
+        return _with_class_folders(index, part_folder, others)
+    texts = list(chain.from_iterable(members.labels or () for members in lists))
+    labels, targets = np.unique(np.array(texts, bytes), return_inverse=True)
+    index = replace(index, targets=targets, classes=tuple(map(os.fsdecode, labels.tolist())))
     class_file = archives[0].with_name("classes.txt")
     return _with_labels_resolved(index, class_file, classes, multilabel)
 
@@ -161,16 +164,15 @@ def _with_labels_resolved(
     target_of, names = resolve_labels(
         labels - {""}, classes, index.root, class_file, numbers_are_indices=True
     )
-    for number, own in enumerate(labels_of):
-        for label in own:
-            if label not in target_of:
-                image = index.describe(int(np.argmax(index.targets == number)))
-                raise DataError(
-                    f"{image}: its label {format_value(label)} is none of the {len(names)} "
-                    "classes.",
-                    f"Correct the shards, or list all classes, one per line, in {class_file}; for "
-                    "several labels or none set data.labels=multi",
-                )
+    unknown = sorted(labels.difference(target_of))
+    if unknown:
+        number = next(number for number, own in enumerate(labels_of) if unknown[0] in own)
+        image = index.describe(int(np.argmax(index.targets == number)))
+        raise DataError(
+            f"{image}: its label {format_value(unknown[0])} is none of the {len(names)} classes.",
+            f"Correct the shards, or list all classes, one per line, in {class_file}; for several "
+            "labels or none set data.labels=multi",
+        )
     if not names:
         raise DataError(f"{index.root}: no image has a label.", _LAYOUT_REMEDY)
     classes_of = [[target_of[label] for label in own] for own in labels_of]
@@ -181,13 +183,7 @@ def _with_labels_resolved(
 
 def index_members(root: Path, archives: Sequence[Path]) -> ImageIndex:
     """Index all images in archives, without classes. root: of the index. Raises DataError."""
-    scans = _scan_each(archives, have_classes=False)
-    statuses = tuple(archive_status(path.stat()) for path in archives)
-    places = np.concatenate([scan.places for scan in scans])
-    byte_ranges = ByteRanges(tuple(map(str, archives)), statuses, places)
-    names = np.array([name for scan in scans for name in scan.names], bytes)
-    unread = Counter(suffix_of(name) for scan in scans for name in scan.others)
-    return ImageIndex(root, names, np.zeros(len(names), np.int64), (), byte_ranges, unread)
+    return _index_all(root, archives, _list_each(archives))
 
 
 def part_folders(archive: Path) -> list[str]:
@@ -201,84 +197,40 @@ def part_folders(archive: Path) -> list[str]:
     return sorted({os.fsdecode(top) for top, _, deeper in parts if deeper})
 
 
-@dataclass(eq=False)
-class _ArchiveScan:
+class _Members(NamedTuple):
     """The images of an archive, in its order.
 
     labels: of each image of a shard; None for images that are in class folders. places: see
-    `ByteRanges`. others: paths of files that are neither images nor labels.
+    `ByteRanges`. others: paths of files that are neither images nor labels. status: of the archive,
+    before it was listed.
     """
 
     names: list[bytes]
     labels: list[bytes] | None
     places: np.ndarray
     others: list[bytes]
+    status: tuple[int, ...]
 
 
-def _open_statuses(paths: Sequence[bytes]) -> dict[bytes, os.stat_result]:
-    try:
-        return {path: open_status(path) for path in paths}
-    except OSError as error:
-        raise DataError(
-            f"{os.fsdecode(error.filename)}: {error.strerror}.",
-            "Check the path and its permissions.",
-        ) from None
+def _index_all(root: Path, archives: Sequence[Path], lists: Sequence[_Members]) -> ImageIndex:
+    """All images of archives, in their order, without classes."""
+    names = np.concatenate([np.array(members.names, bytes) for members in lists])
+    places = np.concatenate([members.places for members in lists])
+    statuses = tuple(members.status for members in lists)
+    byte_ranges = ByteRanges(tuple(map(str, archives)), statuses, places)
+    unread = Counter(suffix_of(name) for members in lists for name in members.others)
+    return ImageIndex(root, names, np.zeros(len(names), np.int64), (), byte_ranges, unread)
 
 
-def _scan_archives(
-    part_path: Path,
-    part_folder: bytes,
-    archives: Sequence[Path],
-    statuses: Mapping[bytes, os.stat_result],
-) -> Scan:
-    """List the archives, and combine their images into one scan: class folders in sorted order, or
-    shards in theirs.
+def _with_class_folders(
+    index: ImageIndex, part_folder: bytes, others: Sequence[bytes]
+) -> ImageIndex:
+    """The images of an index that are in class folders, in the order of `index_folder`.
 
-    part_folder: see `_prefix_of_classes`.
+    part_folder: see `_prefix_of_classes`. others: the paths of the other files. Raises DataError,
+    also for a repeated name.
     """
-    scans = _scan_each(archives)
-    have_labels = [scan.labels is not None for scan in scans if scan.names]
-    if not have_labels:
-        raise DataError(f"{part_path}: it contains no images.", _LAYOUT_REMEDY)
-    if any(have_labels) != all(have_labels):
-        count = have_labels.count(False)
-        raise DataError(
-            f"{part_path}: {count} of {len(have_labels)} archives have no labels.", _LAYOUT_REMEDY
-        )
-    names = np.concatenate([np.array(scan.names, bytes) for scan in scans])
-    places = np.concatenate([scan.places for scan in scans])
-    others = list(chain.from_iterable(scan.others for scan in scans))
-    if have_labels[0]:
-        label_of_image = list(chain.from_iterable(scan.labels or () for scan in scans))
-        labels = sorted(set(label_of_image))
-        label_to_idx = {label: i for i, label in enumerate(labels)}
-        label_index = np.array([label_to_idx[label] for label in label_of_image], np.int32)
-        return Scan(
-            list(map(os.fsdecode, labels)),
-            label_index,
-            names,
-            Counter(map(suffix_of, others)),
-            statuses,
-            places,
-            are_shards=True,
-        )
-    del scans  # frees the names as Python objects
-    return _scan_of_folders(part_path, part_folder, names, places, others, statuses)
-
-
-def _scan_of_folders(
-    part_path: Path,
-    part_folder: bytes,
-    names: np.ndarray,
-    places: np.ndarray,
-    others: Sequence[bytes],
-    statuses: Mapping[bytes, os.stat_result],
-) -> Scan:
-    """The scan of images in class folders, in the order of `index_folder`.
-
-    part_folder: see `_prefix_of_classes`. names, places: of all images in the archives. others: the
-    paths of the other files. Raises DataError, also for a repeated name.
-    """
+    names = index.names
     folders = [name[: max(name.rfind(b"/"), 0)] for name in names.tolist()]
     prefix = _prefix_of_classes(set(folders), part_folder)
     class_of = {
@@ -289,70 +241,54 @@ def _scan_of_folders(
     if not class_of:
         found = join_names(sorted({decode_name(folder.partition(b"/")[0]) for folder in folders}))
         raise DataError(
-            f"{part_path}: the images have neither labels nor class folders; they are in "
+            f"{index.root}: the images have neither labels nor class folders; they are in "
             f"{found or 'no folder'}.",
             _LAYOUT_REMEDY,
         )
     classes = sorted(set(class_of.values()))
     class_to_idx = {name: i for i, name in enumerate(classes)}
     in_order = sorted(class_of, key=lambda folder: (class_of[folder], folder))
-    class_index = np.array([class_to_idx[class_of[folder]] for folder in in_order], np.int32)
+    class_index = np.array([class_to_idx[class_of[folder]] for folder in in_order])
     position_of = {folder: i for i, folder in enumerate(in_order)}
     positions = np.array([position_of.get(folder, -1) for folder in folders])
     del folders  # frees them before the names are Python objects, too
     order = np.lexsort((names, positions))
-    order = order[np.count_nonzero(positions < 0) :]  # without those outside of `prefix`
+    outside, order = np.split(order, [np.count_nonzero(positions < 0)])
     equal = np.flatnonzero(names[order[1:]] == names[order[:-1]])
     if len(equal):
         repeated = decode_name(names[order[equal[0]]])
-        raise DataError(f"{part_path}: it contains {repeated} twice.", "Make the archive again.")
-    return Scan(
-        classes,
-        class_index[positions[order]],
-        np.array([name[len(prefix) :] for name in names[order].tolist()]),
-        Counter(suffix_of(name) for name in others if name.startswith(prefix)),
-        statuses,
-        places[order],
+        raise DataError(f"{index.root}: it contains {repeated} twice.", "Make the archive again.")
+    below = np.array([name[len(prefix) :] for name in names[order].tolist()])
+    check_level(index.root, classes, below)
+    unread = chain(others, names[outside].tolist())
+    return replace(
+        index.select(order),
+        names=below,
+        targets=class_index[positions[order]],
+        classes=tuple(classes),
+        unread=Counter(suffix_of(name) for name in unread if name.startswith(prefix)),
     )
 
 
-def _scan_each(archives: Sequence[Path], have_classes: bool = True) -> list[_ArchiveScan]:
-    """List the images of each archive, in several threads.
-
-    Where several tars have no class folders, each is a class. have_classes: the classes are needed.
-    Raises DataError.
-    """
+def _list_each(archives: Sequence[Path]) -> list[_Members]:
+    """List the images of each archive, in several threads. Raises DataError."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        scans = list(pool.map(_scan_archive, archives, range(len(archives))))
-    if len(archives) > 1:
-        for path, scan in zip(archives, scans, strict=True):
-            # images at the top of a tar of one class, which may also have folders
-            if scan.labels is None and any(b"/" not in name for name in scan.names):
-                others = set(scan.others)
-                has_text = any(name[: name.rfind(b".")] + b".txt" in others for name in scan.names)
-                if have_classes and has_text:
-                    raise DataError(
-                        f"{path}: a shard with texts (.txt) and no labels.", _LAYOUT_REMEDY
-                    )
-                stem = os.fsencode(path.stem)
-                scan.names = [b"%b/%b" % (stem, name) for name in scan.names]
-    return scans
+        return list(pool.map(_list_archive, archives, range(len(archives))))
 
 
-def _scan_archive(path: Path, archive_index: int) -> _ArchiveScan:
+def _list_archive(path: Path, archive_index: int) -> _Members:
     """List the images of an archive, and read the labels of a shard. Raises DataError.
 
     archive_index: of the archive in the list of archives.
     """
-    # WebDataset shards are tars. `_read_label` does not decompress members of a zip.
-    label_suffixes = () if path.name.lower().endswith(".zip") else (b".cls", b".json")
     names: list[bytes] = []
     places = array("q")
-    label_files: dict[bytes, Member] = {}
+    label_files: dict[bytes, Member] = {}  # by the keys of their samples
     others: list[bytes] = []
     with open_archive(str(path)) as file:
+        status = archive_status(os.fstat(file.fileno()))
         for member in archive_members(file):
-            parts = _parts(member.name)
+            parts = [part for part in member.name.split(b"/") if part not in (b"", b".")]
             if any(map(is_hidden, parts)):
                 continue
             name = b"/".join(parts)
@@ -361,118 +297,48 @@ def _scan_archive(path: Path, archive_index: int) -> _ArchiveScan:
                 _check_member(file.name, name, member)
                 names.append(name)
                 places.extend((archive_index, member.offset, member.size, member.compressed))
-            elif suffix in label_suffixes:
-                label_files[name] = member
+            elif suffix == b".cls" and not is_zip(path.name):
+                label_files[name[: -len(suffix)]] = member
             else:
                 others.append(name)
-        labels = _labels(file, names, label_files)
+        labels = _labels(file, names, label_files) if label_files else None
     placed = np.array(places, np.int64).reshape(-1, 4)
-    if labels is None:
-        return _ArchiveScan(names, None, placed, [*others, *label_files])
-    kept = [i for i, label in enumerate(labels) if label is not None]
-    return _ArchiveScan(
-        [names[i] for i in kept],
-        [label for label in labels if label is not None],
-        placed[kept],
-        others,
-    )
-
-
-def _parts(name: bytes) -> list[bytes]:
-    return [part for part in name.split(b"/") if part not in (b"", b".")]
+    return _Members(names, labels, placed, others, status)
 
 
 def _check_member(path: str, name: bytes, member: Member) -> None:
     """Raise DataError for a member that can't be read from its archive, or is too large."""
-    problem = member.problem
-    remedy = _PLAIN_REMEDY
-    if max(member.size, member.compressed) > _MAX_MEMBER_BYTES:
-        problem = f"has {member.size} bytes, more than {_MAX_MEMBER_BYTES}"
-        remedy = "Make the archive again without it."
-    if problem is not None:
-        raise DataError(f"{path}: {decode_name(name)} {problem}.", remedy)
+    if not member.is_plain or max(member.size, member.compressed) > _MAX_MEMBER_BYTES:
+        raise DataError(
+            f"{path}: {decode_name(name)} is a link, no plain file, encrypted, compressed by "
+            f"another method than deflate, or larger than {_MAX_MEMBER_BYTES} bytes.",
+            _PLAIN_REMEDY,
+        )
 
 
 def _labels(
     file: FileIO, names: Sequence[bytes], label_files: Mapping[bytes, Member]
-) -> list[bytes | None] | None:
-    """The label of each image of a shard, empty for an empty .cls; None for further images of a
-    sample, such as `KEY.mask.png`.
-
-    None without labels, and if no image has a label and all are in folders: class folders with
-    other files in them. As in WebDataset, a key ends at the first dot of the name.
-    label_files: each .cls and .json. Raises DataError.
+) -> list[bytes]:
+    """The label of each image of a shard: the content of KEY.cls, without white space around it.
+    As in WebDataset, a key ends at the first dot of the name. Raises DataError.
     """
-    if not label_files:
-        return None
-    labels: list[bytes | None] = []
-    keys: list[bytes] = []
-    further: list[tuple[bytes, bytes]] = []  # keys and names of further images of samples
-    unlabeled: list[bytes] = []
+    labels = {}
     for name in names:
-        dot = name.find(b".", name.rfind(b"/") + 1)
-        key = name[:dot]
-        label = None
-        if name[dot:].lower() in IMAGE_SUFFIXES:
-            keys.append(key)
-            label = _read_label(file, key, label_files)
-            if label is None:
-                unlabeled.append(key)
-        else:
-            further.append((key, name))
-        labels.append(label)
-    has_labels = any(label is not None for label in labels) or any(
-        _read_label(file, key, label_files) is not None for key, _ in further
-    )
-    if not has_labels and all(b"/" in name for name in names):
-        return None
-    repeated = [key for key, count in Counter(keys).items() if count > 1]
-    if repeated:
-        raise DataError(
-            f"{file.name}: two images have the key {decode_name(repeated[0])}.",
-            "Give each sample its own key.",
-        )
-    if unlabeled:
-        sample = decode_name(unlabeled[0])
-        raise DataError(
-            f"{file.name}: the sample {sample} has no label.",
-            f"Add {sample}.cls, or `label` to its .json.",
-        )
-    samples = set(keys)
-    for key, name in further:
-        if key not in samples:
+        key = name[: name.find(b".", name.rfind(b"/") + 1)]
+        member = label_files.get(key)
+        if member is None:
             raise DataError(
-                f"{file.name}: the image {decode_name(name)} is of no sample: a key ends at the "
-                f"first dot, so it is {decode_name(key)}.",
-                "Make the shards again with keys without dots.",
+                f"{file.name}: the image {decode_name(name)} has no label {decode_name(key)}.cls.",
+                "Add it. The key of a sample ends at the first dot of the name.",
             )
-    return labels
-
-
-def _read_label(file: FileIO, key: bytes, label_files: Mapping[bytes, Member]) -> bytes | None:
-    """The label of a sample; None if it has none. Of a .cls the whole content, without white space
-    around it; of a .json the first of `_JSON_LABELS`, if that is a number, text, or a list of them,
-    which gets `;` between.
-    """
-    is_text = key + b".cls" in label_files
-    name = key + (b".cls" if is_text else b".json")
-    member = label_files.get(name)
-    if member is None:
-        return None
-    _check_member(file.name, name, member)
-    content = os.pread(file.fileno(), member.size, member.offset)
-    if is_text:
-        return content.strip()
-    with contextlib.suppress(ValueError, AttributeError, RecursionError):  # not such a .json
-        found = json.loads(content)
-        # beside images of class folders, other keys are of metadata
-        known = _JSON_LABELS[:2] if b"/" in key else _JSON_LABELS
-        values = [found[key] for key in known if key in found][:1]
-        labels = values[0] if values and isinstance(values[0], list) else values
-        if labels and all(type(label) in (int, float, str) for label in labels):
-            numbers = [int(x) if type(x) is float and x.is_integer() else x for x in labels]
-            return ";".join(str(number).strip() for number in numbers).encode()
-    return None
+        if key in labels:
+            raise DataError(
+                f"{file.name}: two images have the key {decode_name(key)}.",
+                "Give each sample its own key, without dots.",
+            )
+        _check_member(file.name, key + b".cls", member)
+        labels[key] = os.pread(file.fileno(), member.size, member.offset).strip()
+    return list(labels.values())
 
 
 def _prefix_of_classes(folders: Collection[bytes], part_folder: bytes) -> bytes:

@@ -48,7 +48,6 @@ def open_datasets(
     allow_missing: the validation part need not have all classes of the training part. Expects a
     section without `data_problems`. Raises DataError for data that is missing, empty or wrong.
     """
-    assert parts and set(parts) <= {"train", "val"}, parts
     found, classes = _open_parts(config, parts)
     notes = []
     opened = {}
@@ -59,12 +58,22 @@ def open_datasets(
         if images.note is not None and images.note not in notes:
             notes.append(images.note)
         if len(images) == 0:
-            raise _empty_error(config, part, place)
+            raise DataError(
+                f"{place}: no image is left.",
+                f"Correct data.root, data.{part} or data.group, or hold out a larger share "
+                "(data.val_fraction).",
+            )
         opened[part] = images
     if config.exclude is not None and not any(images.left_out for images in opened.values()):
         notes.append(f"data.exclude: none of the images is in {config.exclude}")
     names = next(iter(opened.values())).classes
     return DataSets(opened, names, "; ".join(notes) or None)
+
+
+def files_only(data: DataSets) -> DataSets | None:
+    """A dataset that lists files, which may be sent to other processes; None for another one."""
+    are_files = all(isinstance(part.images, FileImages) for part in data.parts.values())
+    return data if are_files else None
 
 
 def _open_parts(
@@ -101,8 +110,7 @@ def select_images(
     """A part without the images that `data.exclude` names, of the training part the share
     `data.fraction`, with targets in the order of `data.classes`, else of `classes` if given.
 
-    place: of the part, for messages. allow_missing: it need not have all classes. Raises DataError,
-    also for images that can't be decoded here.
+    place: of the part, for messages. allow_missing: it need not have all classes. Raises DataError.
     """
     if config.exclude is not None:  # `config.rules` says that the images are files
         root, path = (Path(name).expanduser() for name in (config.root, config.exclude))
@@ -116,25 +124,12 @@ def select_images(
             images = replace(kept, left_out=len(rows), note=note)
     if part == "train" and config.fraction < 1:
         images = images.select(fraction_rows(images.split_keys(), images.strata(), config.fraction))
-    if isinstance(images.images, FileImages):
-        images.files.check_heif(images.numbers)
     chosen = chosen_classes(config)
     known = chosen or classes
     if known is None:
         return images
     is_chosen = chosen is not None
     return images.with_classes(known, place, allow_missing=allow_missing, allow_extra=is_chosen)
-
-
-def _empty_error(config: DataConfig, part: str, place: str) -> DataError:
-    if part == "val" and config.val is None:
-        return DataError(
-            f"{place}: no image is held out.",
-            "Add images, hold out a larger share (data.val_fraction), or correct data.group.",
-        )
-    return DataError(
-        f"{place}: no image is left.", f"Correct data.root, data.{part} or data.group."
-    )
 
 
 def describe_part(config: DataConfig, part: str) -> str:

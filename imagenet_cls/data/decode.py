@@ -1,6 +1,5 @@
 """Decoding image files: whole, or only a region of them."""
 
-import ctypes
 import io
 import logging
 import struct
@@ -8,8 +7,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -49,17 +46,11 @@ _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", 
 
 # baseline, extended, progressive Huffman: what torchvision decodes
 _START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})
-_ALL_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 # Files that are no images, or none that Pillow reads, by their start in lower case.
 _OTHER_FORMATS = {
     b"version https://git-lfs": "a pointer of Git LFS, without its file: run git lfs pull",
     b"<!doctype html": "a page of HTML, such as of a download that failed",
     b"<html": "a page of HTML, such as of a download that failed",
-    b"<?xml": "XML, such as an SVG drawing, which is not read",
-    b"<svg": "an SVG drawing, which is not read",
-    b"%pdf": "a PDF, which is not read",
-    b"\xff\x0a": "a JPEG XL image, which is not read",
-    b"\0\0\0\x0cjxl ": "a JPEG XL image, which is not read",
 }
 # Tags of TIFF, and values of them: gray images whose 0 is white; signed numbers.
 _PHOTOMETRIC_INTERPRETATION = 262
@@ -100,49 +91,20 @@ def open_image(data: bytes) -> Image.Image:
     """Pillow's image of a file, of HEIF files with pillow-heif. Raises what Pillow raises, and
     UnidentifiedImageError for PostScript.
     """
-    if data[8:12] in _HEIF_BRANDS and has_heif():
+    if data[8:12] in _HEIF_BRANDS:
         _register_heif()
-    if data[:4] in (b"II*\0", b"MM\0*"):
-        _silence_libtiff()
-    try:
-        image = Image.open(io.BytesIO(data))
-    except Image.UnidentifiedImageError:
-        profile = data.find(b"iCCP")
-        if not data.startswith(b"\x89PNG") or profile < 0:
-            raise
-        # Pillow does not open a PNG whose color profile, which is not used, is compressed in an
-        # unknown way.
-        (length,) = struct.unpack_from(">I", data, profile - 4)
-        image = Image.open(io.BytesIO(data[: profile - 4] + data[profile + 8 + length :]))
+    image = Image.open(io.BytesIO(data))
     if image.format == "EPS":  # its reader starts Ghostscript
         raise Image.UnidentifiedImageError
     return image
 
 
 @cache
-def _silence_libtiff() -> None:
-    """Keep libtiff from printing to stderr, without the name of the file, what is wrong with it.
-    Pillow raises an error for what can't be decoded.
-    """
-    with suppress(OSError, AttributeError):  # no Linux, or another build of Pillow
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            path = line.partition("/")[2]
-            if "libtiff" in path:
-                library = ctypes.CDLL(f"/{path}")
-                library.TIFFSetErrorHandler(None)
-                library.TIFFSetWarningHandler(None)
-
-
-def has_heif() -> bool:
-    """Whether pillow-heif is installed, which Pillow needs for HEIF files."""
-    return find_spec("pillow_heif") is not None
-
-
-@cache
 def _register_heif() -> None:
-    import pillow_heif
+    with suppress(ImportError):  # without it, Pillow does not know the format
+        import pillow_heif
 
-    pillow_heif.register_heif_opener()
+        pillow_heif.register_heif_opener()
 
 
 def decode_upright(data: bytes) -> torch.Tensor:
@@ -249,28 +211,16 @@ def _unread_format(data: bytes) -> str | None:
     """What a file is that Pillow does not read; None if that is unknown."""
     if not data:
         return "an empty file"
-    marker, precision, _ = _jpeg_frame(data)
-    if marker in _ALL_FRAMES - _START_OF_FRAME:
-        return "a lossless, hierarchical or arithmetic-coded JPEG, which is not read"
-    if precision > 8:
-        return f"a JPEG of {precision} bits a sample, which is not read"
-    if data[8:12] in _HEIF_BRANDS and not has_heif():
-        return "a HEIF image, which needs pillow-heif: pip install pillow-heif"
+    if data[8:12] in _HEIF_BRANDS:
+        return "a damaged HEIF image, or pillow-heif is missing: pip install pillow-heif"
     for start, what in _OTHER_FORMATS.items():
-        if data.lstrip().lower().startswith(start) or data.startswith(start):
+        if data.lstrip().lower().startswith(start):
             return what
     return None
 
 
 def _decodable_jpeg(data: bytes) -> tuple[int, int, int]:
-    """Height, width and channels of a JPEG that torchvision can decode; zeros for other files."""
-    marker, precision, shape = _jpeg_frame(data)
-    return shape if marker in _START_OF_FRAME and precision == 8 else (0, 0, 0)
-
-
-def _jpeg_frame(data: bytes) -> tuple[int, int, tuple[int, int, int]]:
-    """Marker and bits a sample of a JPEG's frame, and height, width and channels; zeros for other
-    files.
+    """Height, width and channels of a JPEG that torchvision can decode; zeros for other files.
 
     ITU T.81, annex B: segments are 0xFF, marker, length (2 bytes, included), payload. Fill bytes
     are left to Pillow.
@@ -280,8 +230,8 @@ def _jpeg_frame(data: bytes) -> tuple[int, int, tuple[int, int, int]]:
         start, marker, length = struct.unpack_from(">BBH", data, position)
         if start != 0xFF or marker == 0xFF:
             break
-        if marker in _ALL_FRAMES:
-            precision, *shape = struct.unpack_from(">BHHB", data, position + 4)
-            return marker, precision, tuple(shape)
+        if marker in _START_OF_FRAME:
+            precision, height, width, channels = struct.unpack_from(">BHHB", data, position + 4)
+            return (height, width, channels) if precision == 8 else (0, 0, 0)
         position += 2 + length
-    return 0, 0, (0, 0, 0)
+    return 0, 0, 0

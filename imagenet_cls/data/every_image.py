@@ -29,11 +29,6 @@ def every_image(place: Path | DataConfig) -> list[ImageSet]:
 def _images_below(root: Path) -> list[ImageSet]:
     """The images at any depth below a folder, also in archives there, or in the archive `root`."""
     if root.is_file():
-        if not is_archive(root.name):
-            raise DataError(
-                f"{root}: a file, but no .tar or .zip.",
-                "Give a folder, an archive that ends so, or a config.",
-            )
         return [indexed_images(index_members(root, [root]))]
     tree = list_tree(os.fsencode(root), b".")
     unread = count_others(tree)

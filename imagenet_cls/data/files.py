@@ -8,8 +8,8 @@ from pathlib import Path
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives, index_archives
 from imagenet_cls.data.image_set import ImageSet, indexed_images
-from imagenet_cls.data.index import ImageIndex, class_folders, index_folder
-from imagenet_cls.data.lists import BAD_IMAGES_FILE, index_list
+from imagenet_cls.data.index import ImageIndex, index_folder, list_classes
+from imagenet_cls.data.lists import index_list
 from imagenet_cls.errors import DataError, Problem
 from imagenet_cls.text import command_line
 
@@ -22,11 +22,9 @@ def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = Non
     index = _index_part(config, part, classes)
     # paths of images in archives are known only with the config
     argument = shlex.quote(str(root)) if index.byte_ranges is None else "CONFIG"
-    bad_images = (root.parent if root.is_file() else root) / BAD_IMAGES_FILE
-    override = f"data.exclude={shlex.quote(str(bad_images))}"
     advice = (
-        f"{command_line('verify-data')} {argument}, then {override} (a training that has begun "
-        "also needs --resume; in Python: resume=True)"
+        f"{command_line('verify-data')} {argument} lists such images for data.exclude (a training "
+        "that has begun also needs --resume; in Python: resume=True)"
     )
     return indexed_images(index, advice, config.decode, config.exif)
 
@@ -64,7 +62,7 @@ def training_classes(config: DataConfig) -> Sequence[str] | None:
         return None
     root = Path(config.root).expanduser()
     if config.name == "folder" and not find_archives(root, config.train):
-        return class_folders(root / config.train)  # the images are not listed
+        return list_classes(root / config.train)[0]  # the images are not listed
     return _index_part(config, config.train).classes
 
 

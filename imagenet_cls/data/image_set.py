@@ -2,10 +2,9 @@
 
 import os
 import shlex
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -20,12 +19,8 @@ from imagenet_cls.data.classes import match_classes
 from imagenet_cls.data.decode import (
     ChooseBox,
     decode_region,
-    decode_rgb,
-    decode_upright,
-    exif_orientation,
-    has_heif,
 )
-from imagenet_cls.data.index import HEIF_SUFFIXES, ImageIndex
+from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.targets import map_targets
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
@@ -33,8 +28,6 @@ from imagenet_cls.files import read_regular
 from imagenet_cls.text import first_line
 
 _MAX_SIZES = 1000
-_MAX_ORIENTATIONS = 200
-_ORIENTATIONS_SEC = 3.0
 T = TypeVar("T")
 Target = int | torch.Tensor
 
@@ -172,17 +165,12 @@ class ImageSet:
         Sizes reveal that a file was replaced under the same name. Reading the sizes of all files
         would take minutes on a network disk.
         """
-        sizes = self.images.sizes(self._spaced(_MAX_SIZES))
+        spaced = np.linspace(0, len(self) - 1, min(len(self), _MAX_SIZES)).astype(int)
+        sizes = self.images.sizes(self.numbers[spaced])
         if sizes is None:
             return None
         digest = sha256(str(sizes).encode()).hexdigest()[:16]
         return f"{len(sizes)} files of {sum(sizes)} bytes ({digest})"
-
-    def _spaced(self, most: int) -> np.ndarray:
-        """The numbers of at most so many evenly spaced images."""
-        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(int)
-        spaced: np.ndarray = self.numbers[rows]
-        return spaced
 
     def select(self, rows: np.ndarray) -> "ImageSet":
         """The images at these positions, in this order."""
@@ -241,30 +229,6 @@ class ImageSet:
             )
         return targets
 
-    def exif_warning(self) -> str | None:
-        """A warning if 5 % or more of at most 200 evenly spaced files have an EXIF orientation that
-        `data.exif` ignores.
-
-        It stops reading files after three seconds. Files that can't be read are ignored: they are
-        errors when the run uses them.
-        """
-        if not isinstance(self.images, EncodedImages) or self.images.exif == "apply":
-            return None
-        end = time.monotonic() + _ORIENTATIONS_SEC
-        orientations = []
-        for number in self._spaced(_MAX_ORIENTATIONS).tolist():
-            if time.monotonic() > end:
-                break
-            with suppress(OSError, DataError):
-                orientations.append(exif_orientation(self.images.read(number)))
-        rotated = sum(orientation != 1 for orientation in orientations)
-        if rotated == 0 or rotated < 0.05 * len(orientations):
-            return None
-        return (
-            f"warning: {rotated} of {len(orientations)} training images that were examined have an "
-            "EXIF orientation, which is ignored; set data.exif=apply to rotate them"
-        )
-
 
 def all_images(images: Images, targets: np.ndarray | None, classes: Sequence[str]) -> ImageSet:
     """The set of all `images`. targets, classes: see `ImageSet`."""
@@ -321,8 +285,8 @@ class EncodedImages(Images):
         return self.name(number)
 
     def load(self, number: int) -> tuple[torch.Tensor, None]:
-        decode = decode_upright if self.exif == "apply" else decode_rgb
-        return self.decoded(number, decode), None
+        image, _, _ = self.load_region(number, lambda height, width: Box(0, 0, height, width))
+        return image, None
 
     def load_region(self, number: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, None]:
         def decode(data: bytes) -> tuple[torch.Tensor, Box]:
@@ -405,22 +369,6 @@ class FileImages(EncodedImages):
         index = self.index.select(subset.numbers)
         assert subset.targets is not None
         return replace(index, targets=subset.targets, classes=subset.classes).digest
-
-    def check_heif(self, numbers: np.ndarray) -> None:
-        """Raise DataError at the start, not in an epoch, for HEIF images that can't be decoded."""
-        if has_heif():
-            return
-        names = np.char.lower(self.split_keys(numbers))
-        is_heif = np.zeros(len(names), bool)
-        for suffix in HEIF_SUFFIXES:
-            is_heif |= np.char.endswith(names, suffix)
-        found = numbers[is_heif]
-        if len(found):
-            raise DataError(
-                f"{self.index.root}: {len(found)} HEIF images, which need pillow-heif, such as "
-                f"{self.describe(found[0])}.",
-                "Install it (pip install pillow-heif), convert the images, or move them elsewhere.",
-            )
 
 
 @contextmanager

@@ -2,30 +2,28 @@
 
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from imagenet_cls.data.archive_files import ByteRanges
 from imagenet_cls.data.classes import HOLD_OUT_ADVICE
-from imagenet_cls.data.index_cache import Scan, open_status, read_scan, write_scan
 from imagenet_cls.data.targets import target_bytes
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import command_line, join_names, shorten
 
-HEIF_SUFFIXES = frozenset({b".heic", b".heif"})
 # In lower case. A fixed list, so that a dataset does not depend on the installed packages. Pillow's
 # own has EPS, whose reader starts Ghostscript.
-IMAGE_SUFFIXES = HEIF_SUFFIXES | {
-    *(b".jpg", b".jpeg", b".jfif", b".jpe", b".png", b".bmp", b".gif", b".webp"),
-    *(b".ppm", b".pgm", b".tif", b".tiff", b".avif", b".jp2", b".j2k"),
-}
+IMAGE_SUFFIXES = frozenset(
+    {b".jpg", b".jpeg", b".jfif", b".jpe", b".png", b".bmp", b".gif", b".webp", b".heic", b".heif"}
+    | {b".ppm", b".pgm", b".tif", b".tiff", b".avif", b".jp2", b".j2k"}
+)
 # Of macOS in zips, Synology, Windows and Linux. They hold thumbnails, forks and deleted files.
 _SYSTEM_FOLDERS = frozenset(
     {b"__MACOSX", b"@eaDir", b"#recycle", b"$RECYCLE.BIN", b"lost+found"}
@@ -128,20 +126,15 @@ class ImageIndex:
         return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class FolderContent:
+class FolderContent(NamedTuple):
     """What is directly in a folder, as names without hidden ones. Links are followed.
 
-    status: the status of the folder before it was listed. images: sorted. others: other files.
-    is_cacheable: False if a link leads to no folder and is not named as an image. Its target may
-    become a folder, which changes no time of this folder.
+    images: sorted. others: other files.
     """
 
-    status: os.stat_result
     images: list[bytes]
     folders: list[bytes]
     others: list[bytes]
-    is_cacheable: bool
 
 
 def index_folder(folder: Path | str) -> ImageIndex:
@@ -150,41 +143,10 @@ def index_folder(folder: Path | str) -> ImageIndex:
     Unlike there, hidden files and folders are skipped, and .gif is an image. Raises DataError.
     """
     root = Path(folder)
-    scan = read_scan(root)
-    if scan is None:
-        started = time.time()
-        scan = scan_classes(root)
-        write_scan(root, scan, started)
-    counts = np.bincount(scan.label_index, minlength=len(scan.labels))
-    empty = [scan.labels[label] for label in np.flatnonzero(counts == 0)]
-    if empty:
-        check_level(root, [name for name in scan.labels if name not in empty], scan.names)
-        others = f"; files not read: {describe_unread(scan.unread)}" if scan.unread else ""
-        raise DataError(
-            f"{root}: {len(empty)} of {len(scan.labels)} class folders hold no image: "
-            f"{join_names(empty)}{others}.",
-            "Remove these folders, or restore their images (an interrupted extraction leaves such "
-            "folders).",
-        )
-    return index_scan(scan, root)
-
-
-def index_scan(scan: Scan, root: Path, byte_ranges: ByteRanges | None = None) -> ImageIndex:
-    """The index of what was listed. Raises DataError for classes a level deeper."""
-    if not scan.are_shards:
-        check_level(root, scan.labels, scan.names)
-    targets = scan.label_index.astype(np.int64)
-    return ImageIndex(root, scan.names, targets, tuple(scan.labels), byte_ranges, scan.unread)
-
-
-def scan_classes(root: Path) -> Scan:
-    """List all class folders in `root`. Raises DataError."""
-    classes, content = _list_classes(root)
-    statuses = {b"": content.status}
-    is_cacheable = content.is_cacheable
+    classes, content = list_classes(root)
+    folders = set(map(os.fsencode, classes))
     counts = []
     names = []
-    folders = set(map(os.fsencode, classes))
     # images in no class folder
     unread = Counter(suffix_of(name) for name in content.images)
     for name in classes:
@@ -200,17 +162,19 @@ def scan_classes(root: Path) -> Scan:
         # an array for each class, since all names as Python objects take 100 MB
         names.append(np.array(images, bytes))
         unread += count_others(tree)
-        statuses |= {path: content.status for path, content in tree.items()}
-        is_cacheable &= all(content.is_cacheable for content in tree.values())
-    return Scan(
-        classes,
-        np.repeat(np.arange(len(classes), dtype=np.int32), counts),
-        np.concatenate(names),
-        unread,
-        statuses,
-        places=np.empty((0, 4), np.int64),
-        is_cacheable=is_cacheable,
-    )
+    packed = np.concatenate(names)
+    empty = [name for name, count in zip(classes, counts, strict=True) if not count]
+    check_level(root, [name for name in classes if name not in empty], packed)
+    if empty:
+        others = f"; files not read: {describe_unread(unread)}" if unread else ""
+        raise DataError(
+            f"{root}: {len(empty)} of {len(classes)} class folders hold no image: "
+            f"{join_names(empty)}{others}.",
+            "Remove these folders, or restore their images (an interrupted extraction leaves such "
+            "folders).",
+        )
+    targets = np.repeat(np.arange(len(classes)), counts)
+    return ImageIndex(root, packed, targets, tuple(classes), unread=unread)
 
 
 def list_tree(base: bytes, folder: bytes) -> dict[bytes, FolderContent]:
@@ -223,23 +187,22 @@ def list_tree(base: bytes, folder: bytes) -> dict[bytes, FolderContent]:
     pending: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     while pending:
         path, parents = pending.pop()
-        full_path = os.path.normpath(os.path.join(base, path))  # noqa: PTH118
+        full_path = base + b"/" + path
         try:
             content = list_folder(full_path)
+            status = os.stat(full_path)  # noqa: PTH116
         except OSError as error:
             raise DataError(
                 f"{os.fsdecode(full_path)}: {error.strerror}.",
                 "Correct the path, or check its permissions.",
             ) from None
-        here = content.status.st_dev, content.status.st_ino
+        here = status.st_dev, status.st_ino
         if here in parents:
             raise DataError(
                 f"{os.fsdecode(full_path)}: a link to a folder that holds it.", "Remove the link."
             )
         tree[path] = content
-        for name in content.folders:
-            subfolder = os.path.normpath(os.path.join(path, name))  # noqa: PTH118
-            pending.append((subfolder, parents | {here}))
+        pending += [(path + b"/" + name, parents | {here}) for name in content.folders]
     return tree
 
 
@@ -259,11 +222,9 @@ def count_others(tree: Mapping[bytes, FolderContent]) -> Counter[bytes]:
 
 def list_folder(path: bytes) -> FolderContent:
     """List one folder. Raises OSError."""
-    status = open_status(path)
     images = []
     folders = []
     others = []
-    is_cacheable = True
     with os.scandir(path) as entries:
         for entry in entries:
             name = entry.name
@@ -273,7 +234,6 @@ def list_folder(path: bytes) -> FolderContent:
                 is_folder = entry.is_dir()
             except OSError:  # a cycle of links, or no permission for the target of a link
                 is_folder = False
-                is_cacheable = False
             if is_folder:
                 folders.append(name)
             elif suffix_of(name) in IMAGE_SUFFIXES:
@@ -282,8 +242,7 @@ def list_folder(path: bytes) -> FolderContent:
                 folders.append(name)  # perhaps a class, and an error when it is listed
             else:
                 others.append(name)
-                is_cacheable = is_cacheable and not entry.is_symlink()
-    return FolderContent(status, sorted(images), folders, others, is_cacheable)
+    return FolderContent(sorted(images), folders, others)
 
 
 def is_hidden(name: bytes) -> bool:
@@ -309,15 +268,10 @@ def describe_unread(unread: Mapping[bytes, int]) -> str:
     )
 
 
-def class_folders(root: Path) -> list[str]:
-    """Names of the folders directly in `root`, sorted, without hidden ones. Raises DataError if
-    there are none.
+def list_classes(root: Path) -> tuple[list[str], FolderContent]:
+    """Names of the folders directly in `root`, sorted, without hidden ones, and its content. Raises
+    DataError if there are none.
     """
-    return _list_classes(root)[0]
-
-
-def _list_classes(root: Path) -> tuple[list[str], FolderContent]:
-    """`class_folders`, and the content of `root`."""
     try:
         content = list_folder(os.fsencode(root))
     except OSError as error:
@@ -345,17 +299,17 @@ def _part_word(folder: str) -> str | None:
 
 
 def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
-    """Raise DataError where the folders in `root`, taken for classes, are a single one or parts,
-    and hold the classes. Parts have different words for parts in their names, and class folders in
-    common, or all but the training part have none. names: the names of the images.
+    """Raise DataError where the folders in `root`, taken for classes, are a single one that holds
+    the classes, or parts: all are named so, or those that are have class folders in common. names:
+    of the images.
     """
-    words = {name: word for name in classes if (word := _part_word(name))}
-    if len(classes) != 1 and len(set(words.values())) < 2:
+    parts = [name for name in classes if _part_word(name)]
+    if len(classes) != 1 and not may_be_parts(parts):
         return
-    below: dict[str, set[bytes]] = {}  # the folders below each that hold images
+    below: dict[str, set[bytes]] = {}  # the names of the folders of the images below each
     for name in names.tolist():
-        top, _, rest = name.partition(b"/")
-        below.setdefault(os.fsdecode(top), set()).add(rest.rpartition(b"/")[0])
+        top, *folders, _ = name.split(b"/")
+        below.setdefault(os.fsdecode(top), set()).add(folders[-1] if folders else b"")
     if len(classes) == 1:
         if b"" not in below[classes[0]]:
             raise DataError(
@@ -364,24 +318,9 @@ def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
                 _LAYOUT_REMEDY,
             )
         return
-    if len(words) == len(classes) and all(paths == {b""} for paths in below.values()):
+    shared = Counter(folder for name in parts for folder in below[name] - {b""})
+    if len(parts) == len(classes) or max(shared.values(), default=1) > 1:
         raise DataError(
-            f"{root}: its folders ({join_names(classes)}) are parts without class folders.",
-            "List the images with their labels (data.name=list); or rename the folders, if they "
-            "are classes.",
-        )
-    train = next((name for name, word in words.items() if word.startswith("tr")), classes[0])
-    leaves = {name: {path.rpartition(b"/")[2] for path in paths} for name, paths in below.items()}
-    shared = leaves[train] - {b""}
-    have_shared = any(name != train and shared & leaves[name] for name in words)
-    # Views of an object may be in folders of their own, of all classes.
-    are_views = any(shared & leaves[name] for name in classes if name not in words)
-    # a test part may be without labels: images in one folder
-    is_alone = len(words) == len(classes) and len(shared) > 1
-    is_alone &= all(len(leaves[name]) == 1 for name in words if name != train)
-    if not are_views and (have_shared or is_alone):
-        raise DataError(
-            f"{root}: its folders ({join_names(classes)}) are parts, and the classes are a level "
-            "deeper.",
-            _LAYOUT_REMEDY,
+            f"{root}: its folders ({join_names(classes)}) are parts of a dataset.",
+            f"{_LAYOUT_REMEDY}\nIf they are classes, rename them.",
         )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from imagenet_cls.config.schema import DataConfig
 from imagenet_cls.data.archives import find_archives
-from imagenet_cls.data.index import class_folders
+from imagenet_cls.data.index import list_classes
 from imagenet_cls.data.lists import LIST_REMEDY, read_bad_images
 from imagenet_cls.files import read_text
 
@@ -15,7 +15,7 @@ def check_paths(config: DataConfig) -> None:
     parts = [config.train] if config.val is None else [config.train, config.val]
     for part in parts:
         if config.name == "folder" and find_archives(root, part) is None:
-            class_folders(root / part)
+            list_classes(root / part)
         elif config.name == "list":
             read_text(root / part, LIST_REMEDY, 1)
     if config.exclude is not None:

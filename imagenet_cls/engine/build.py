@@ -18,7 +18,7 @@ from imagenet_cls.config.schema import (
     height_width,
 )
 from imagenet_cls.data.classes import may_lack_classes
-from imagenet_cls.data.datasets import DataSets, open_datasets
+from imagenet_cls.data.datasets import DataSets, files_only, open_datasets
 from imagenet_cls.data.device import DevicePrefetch, Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.loader import TrainBatch, check_shared_memory
@@ -50,7 +50,7 @@ from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import TrainingLoss, build_loss, build_training_loss
 from imagenet_cls.optim.optimizers import build_optimizer, initial_momentum
 from imagenet_cls.optim.schedule import build_schedule, scaled_lr
-from imagenet_cls.parallel.collectives import run_on_main_first
+from imagenet_cls.parallel.collectives import run_once_per_machine
 from imagenet_cls.parallel.devices import Devices, choose_devices
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.wrap import (
@@ -113,8 +113,6 @@ def build(
 
     task = task_of(config)
     messages = [devices.note, data.note, optimization.lr_note]
-    if context.is_main:
-        messages.append(data.train.exif_warning())
     if train.precision == "auto" and device.type == "cuda" and autocast_dtype != torch.bfloat16:
         used = "fp32" if autocast_dtype is None else "fp16"
         messages.append(f"train.precision=auto uses {used}: this GPU only emulates bf16")
@@ -175,8 +173,11 @@ def build_data(
     """
     if data is None:
         may_lack = may_lack_classes(config)
-        data = run_on_main_first(
-            context, lambda: open_datasets(config.data, allow_missing=may_lack)
+        data = run_once_per_machine(
+            context,
+            lambda: open_datasets(config.data, allow_missing=may_lack),
+            repr(config.data),
+            files_only,
         )
     sources = {"training images": data.train, "validation images": data.val}
     digests = {

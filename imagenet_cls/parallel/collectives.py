@@ -1,5 +1,6 @@
 """Collectives; with a single rank they do nothing."""
 
+import socket
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypeVar
@@ -144,6 +145,29 @@ def run_on_main_first(context: RankContext, action: Callable[[], T]) -> T:
     """
     result = run_on_main(context, action, to_send=lambda _: None)
     return result if context.is_main else action()
+
+
+def run_once_per_machine(
+    context: RankContext, action: Callable[[], T], key: str, to_send: Callable[[T], T | None]
+) -> T:
+    """Run `action` on rank 0, whose error is raised on all ranks, and then on the first rank of
+    each other machine. The other ranks get the result from the first one of their machine.
+
+    key: names the action; ranks with other keys count as on other machines. to_send: returns what
+    is sent, pickled; None to have the other ranks run `action`, too.
+    """
+    result = run_on_main(context, action, to_send=lambda _: None)
+    places = all_gather_objects((socket.gethostname(), key), context)
+    here = [rank for rank, place in enumerate(places) if place == places[context.rank]]
+    if context.rank != here[0]:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, here[0], group=context.cpu_group)
+        return action() if received[0] is None else received[0]
+    if not context.is_main:
+        result = action()
+    for rank in here[1:]:
+        dist.send_object_list([to_send(result)], rank, group=context.cpu_group)
+    return result
 
 
 def mark_printed_by_main(error: UserError, context: RankContext) -> UserError:

@@ -10,6 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from imagenet_cls.engine.short_run import run_steps
 from imagenet_cls.engine.user_metrics import build_metrics, compute_metrics
 from imagenet_cls.errors import ConfigError, ResourceError
 from imagenet_cls.guards.replicas import check_same_weights
-from imagenet_cls.parallel.collectives import all_reduce_mean
+from imagenet_cls.parallel.collectives import all_reduce_mean, run_once_per_machine
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import BatchNormStatistics, wrap_ddp
@@ -219,6 +220,24 @@ def statistics_are_averaged(context: RankContext) -> None:
     assert all(torch.equal(value, before[name]) for name, value in equal.state_dict().items())
 
 
+def one_rank_of_a_machine_lists(context: RankContext) -> None:
+    """The others get what it sends, or list, too. Machines have two ranks."""
+    for is_sent in (True, False):
+        called = []
+
+        def call(called: list[int] = called) -> int:
+            called.append(context.rank)
+            return context.rank
+
+        with patch("socket.gethostname", lambda: f"machine {context.rank // 2}"):
+            result = run_once_per_machine(
+                context, call, "key", lambda rank, is_sent=is_sent: rank + 10 if is_sent else None
+            )
+        is_first = context.rank % 2 == 0
+        assert bool(called) == (is_first or not is_sent)
+        assert result == (context.rank if called else context.rank - 1 + 10)
+
+
 def everything(rank: int, world_size: int, folder: Path) -> None:
     """One world size after the other, on the first of four ranks."""
     for size in WORLD_SIZES:
@@ -232,6 +251,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
                 counts_of_each_rank_alone_end_the_run(context)
                 models_in_metrics_are_not_summed(context)
                 statistics_are_averaged(context)
+                one_rank_of_a_machine_lists(context)
                 destroy_process_groups(context)
 
 

@@ -11,7 +11,6 @@ from test_data_loader import same
 
 from imagenet_cls.config.schema import (
     AugmentConfig,
-    ColorJitterConfig,
     DataConfig,
     ErasingConfig,
 )
@@ -80,12 +79,6 @@ ERASING = ErasingConfig(prob=0.6, max_count=2)
 AUGMENTS = {
     "pad_crop": AugmentConfig(size_px=28, crop="pad_crop", pad_px=2, erasing=ERASING),
     "random_resized": AugmentConfig(size_px=28, erasing=ERASING),
-    "jitter": AugmentConfig(
-        size_px=[24, 32],
-        crop="pad_crop",
-        pad_mode="reflect",
-        color_jitter=ColorJitterConfig(0.7, 0.4, 0.3),
-    ),
     "splits": AugmentConfig(size_px=28, crop="resize", policy="augmix-m3-w3", splits=3),
 }
 MEANS = {1: [0.3], 3: [0.5, 0.4, 0.3]}
@@ -105,7 +98,7 @@ def batches_of(
 
 @pytest.mark.parametrize(
     ("augment", "num_workers"),
-    [("pad_crop", 2), ("random_resized", 0), ("jitter", 0), ("splits", 0)],
+    [("pad_crop", 2), ("random_resized", 0), ("splits", 0)],
 )
 @pytest.mark.parametrize(
     ("name", "channels"), [("FashionMNIST", 1), ("FashionMNIST", 3), ("CIFAR10", 1), ("CIFAR10", 3)]

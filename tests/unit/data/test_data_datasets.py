@@ -173,13 +173,6 @@ def test_write_digits_by_several_processes_at_once(tmp_path: Path) -> None:
     write_digits(tmp_path, "train")  # finds all of them
 
 
-def test_open_synthetic_returns_train_and_val() -> None:
-    kwargs = {"train_images": 30, "val_images": 7, "num_classes": 5, "size_px": 16}
-    opened = open_datasets(DataConfig(name="synthetic", kwargs=kwargs))
-    assert (len(opened.train), len(opened.val), len(opened.classes)) == (30, 7, 5)
-    assert not torch.equal(opened.train.load(3)[0], opened.val.load(3)[0])
-
-
 # ---- torchvision's sets
 
 
@@ -230,14 +223,6 @@ def test_open_torchvision_without_files_or_part_raises(
         open_datasets(DataConfig(name="torchvision:CIFAR10", **change))
 
 
-def test_open_torchvision_without_parts() -> None:
-    kwargs = {"size": 12, "num_classes": 4}
-    data = DataConfig("torchvision:FakeData", val=None, val_fraction=0.25, kwargs=kwargs)
-    assert data_problems(data) == []
-    opened = open_datasets(data)
-    assert (len(opened.train), len(opened.val), len(opened.classes)) == (9, 3, 4)
-
-
 # ---- problems of a config
 
 
@@ -260,15 +245,6 @@ def test_open_torchvision_without_parts() -> None:
 def test_data_problems_name_the_key(name: str, kwargs: dict, key: str) -> None:
     problems = data_problems(DataConfig(name=name, kwargs=kwargs))
     assert [problem.key for problem in problems] == [f"data.{key}"]
-
-
-def test_heif_images_without_pillow_heif_are_an_error_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("imagenet_cls.data.image_set.has_heif", lambda: False)
-    write_files(tmp_path, {"train/a/1.JPEG": "", "train/a/2.Heic": ""})
-    with pytest.raises(DataError, match=r"2\.Heic"):
-        datasets_in(tmp_path, val="train")
 
 
 def test_classes_of_one_name_get_two() -> None:

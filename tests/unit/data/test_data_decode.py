@@ -178,13 +178,6 @@ def test_decode_rgb_truncated_image_raises(files: dict[str, bytes], kind: str) -
             decode_rgb(files[kind][: int(len(files[kind]) * share)])
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff\xd8", b"\xff\xd8\xff\xe0", b"<html>404</html>"])
-def test_decode_rgb_garbage_raises(data: bytes) -> None:
-    with pytest.raises(DataError):
-        decode_rgb(data)
-    assert exif_orientation(data) == 1
-
-
 def test_postscript_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow chooses the reader by the content, and its reader of PostScript starts Ghostscript."""
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", None)  # a call is an error
@@ -209,8 +202,7 @@ def test_decode_rgb_decompression_bomb_raises_and_takes_no_memory() -> None:
     assert peak_kib() - before < 50_000
 
 
-def test_heif_image_without_its_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+def test_heif_image_that_is_not_read_names_its_package() -> None:
     with pytest.raises(DataError, match="pip install pillow-heif"):
         decode_rgb(b"\0\0\0\x1cftypheic" + b"\0" * 100)
 
@@ -231,42 +223,36 @@ def test_heif_image_is_upright_in_both_cases(photographs: list[Image.Image]) -> 
         decode_rgb(data[:-1000])
 
 
-@pytest.mark.parametrize(
-    ("kind", "start"),
-    [(b"iCCP", b"x\0\7"), (b"zTXt", b"x\0\0")],
-)
-def test_png_with_large_or_unknown_text_and_profile_is_read(kind: bytes, start: bytes) -> None:
+def test_png_with_a_large_text_is_read() -> None:
     image = Image.fromarray(load_sample_images().images[0]).resize((16, 16))
     plain = encode(image, "PNG")
     place = plain.index(b"IDAT") - 4
-    added = chunk(kind, start + zlib.compress(bytes(2_000_000)))
-    data = plain[:place] + added + plain[place:]
+    data = (
+        plain[:place] + chunk(b"zTXt", b"x\0\0" + zlib.compress(bytes(2_000_000))) + plain[place:]
+    )
     assert torch.equal(decode_rgb(data), decode_rgb(plain))
 
 
-def test_what_no_decoder_reads_is_named(files: dict[str, bytes]) -> None:
-    jpeg = files["gray"]
-    frame = jpeg.index(b"\xff\xc0")
-    lossless = jpeg[: frame + 1] + b"\xc3" + jpeg[frame + 2 :]
-    deep = jpeg[: frame + 4] + b"\x0c" + jpeg[frame + 5 :]
-    for data, named in (
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         (b"\n<!DOCTYPE html><html>", "HTML"),
-        (lossless, "lossless"),
-        (deep, "12 bits"),
-    ):
-        with pytest.raises(DataError, match=named):
-            decode_rgb(data)
+        (b"", "empty"),
+        (b"\xff\xd8", "."),
+        (b"\xff\xd8\xff\xe0", "."),
+    ],
+)
+def test_what_no_decoder_reads_is_an_error(data: bytes, named: str) -> None:
+    with pytest.raises(DataError, match=named):
+        decode_rgb(data)
+    assert exif_orientation(data) == 1
 
 
-def test_damaged_images_that_decode_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_jpeg_that_decodes_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200), np.uint8))
-    fax = bytearray(encode(noise.convert("1"), "TIFF", compression="group3"))
-    for place in range(200, len(fax) - 400, 97):
-        fax[place] ^= 0x55
     jpeg = bytearray(encode(noise))
     jpeg[len(jpeg) // 2] ^= 255
-    for data in (fax, jpeg):
-        with contextlib.suppress(DataError):
-            decode_rgb(bytes(data))
+    with contextlib.suppress(DataError):
+        decode_rgb(bytes(jpeg))
     assert capfd.readouterr().err == ""

@@ -4,7 +4,7 @@ import contextlib
 import os
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 from helpers import REPOSITORY, write_files
 from torchvision.datasets import ImageFolder
 
-from imagenet_cls.data.classes import match_classes
 from imagenet_cls.data.image_set import indexed_images
 from imagenet_cls.data.index import IMAGE_SUFFIXES, index_folder
 from imagenet_cls.errors import DataError
@@ -94,6 +93,8 @@ def test_describe_sizes_tells_other_images_under_the_same_names(tmp_path: Path) 
         ("TrainImages ValImages", "cat dog", True),
         ("trainset testset", "x/cat y/dog", True),
         ("data-traindataset data-validate", "cat dog", True),
+        ("train test docs", "cat dog", True),
+        ("train test docs", ".", False),
         ("strain_1 festival", "young old", False),
         ("train_freight train_test_other", "front", False),
         ("train", ". more", False),  # a single class
@@ -105,12 +106,10 @@ def test_class_folders_repeated_in_parts_are_an_error(
     parts = folders.split()
     touch(tmp_path, *(f"{part}/{name}/1.jpg" for part in parts for name in classes.split()))
     if is_error:
-        with pytest.raises(DataError, match="deeper"):
+        with pytest.raises(DataError, match="are parts"):
             index_folder(tmp_path)
-        for part in parts:  # other class folders in each
-            for number, path in enumerate(list((tmp_path / part).rglob("1.jpg"))):
-                path.parent.rename(path.parent.with_name(f"{part}_{number}"))
-    assert index_folder(tmp_path).classes == tuple(sorted(parts))
+    else:
+        assert index_folder(tmp_path).classes == tuple(sorted(parts))
 
 
 @pytest.mark.parametrize(
@@ -118,13 +117,7 @@ def test_class_folders_repeated_in_parts_are_an_error(
     [
         (["ILSVRC2012_val_00000001.JPEG", "2.JPEG"], "", "2 images"),
         (["train/n1/1.jpg", "train/n2/1.jpg"], "", "folder train"),
-        (["test/n1/1.jpg", "train/n1/1.jpg", "Val/n1/1.jpg"], "", "are parts"),
         (["train/a/1.jpg", "train/b/1.jpg", "test/1.jpg"], "", "are parts"),
-        (
-            ["seg_train/seg_train/a/1.jpg", "seg_test/seg_test/a/1.jpg", "seg_pred/pred/1.jpg"],
-            "",
-            "are parts",
-        ),
         (["a/1.jpg", "b/note.txt", "c/2/note.txt"], "", "b, c"),
         (["a/1.dcm", "b/1.dcm"], "", r"2 \.dcm"),
         (["train_images/1.jpg", "test_images/1.jpg"], "", r"data\.name=list"),
@@ -137,20 +130,6 @@ def test_index_folder_missing_or_wrong_layout_raises(
 ) -> None:
     with pytest.raises(DataError, match=expected):
         index_folder(touch(tmp_path, *names) / folder)
-
-
-@pytest.mark.parametrize(
-    ("found", "classes", "named"),
-    [
-        ("abcdef", "ab", "c, d, e, ..."),
-        ("abcdef", "abcdefxy", "x, y"),
-    ],
-)
-def test_match_classes_with_other_classes_raises(
-    found: Sequence[str], classes: Sequence[str], named: str
-) -> None:
-    with pytest.raises(DataError, match=named):
-        match_classes(found, classes, "val")
 
 
 def test_index_does_not_depend_on_the_order_of_the_file_system(
