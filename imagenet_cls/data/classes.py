@@ -84,16 +84,10 @@ def resolve_labels(
     targets, names = match_labels(labels, own_classes, path, numbers_are_indices)
     if training_classes is None:
         return targets, names
-    class_to_idx = {name: i for i, name in enumerate(training_classes)}
     used = sorted({names[target] for target in targets.values()})
-    unknown = [name for name in used if name not in class_to_idx]
-    if unknown:
-        raise DataError(
-            f"{class_file}: {len(unknown)} of {len(used)} classes are not among the "
-            f"{len(training_classes)} training classes: {join_names(unknown)}.",
-            "Use the names of the training classes.",
-        )
-    by_name = {label: class_to_idx[names[target]] for label, target in targets.items()}
+    indices = match_classes(used, training_classes, class_file, allow_missing=True)
+    new = dict(zip(used, indices, strict=True))
+    by_name = {label: new[names[target]] for label, target in targets.items()}
     return by_name, tuple(training_classes)
 
 
@@ -104,8 +98,6 @@ def match_labels(
     numbers_are_indices: bool = False,
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """The target of each label that is known, and the names of the classes.
-
-    Whole numbers are equal in any form (`whole_numbers`), unless all labels are names of `classes`.
 
     Labels are names of `classes` if all of them are. Otherwise, if all are numbers, they are
     indices of `classes`. Otherwise they are names, and unknown ones have no target.
@@ -118,11 +110,7 @@ def match_labels(
     names or indices.
     """
     if classes is None or not {*labels} <= {*classes}:
-        numbers = whole_numbers(labels, path)
-        if any(label != number for label, number in numbers.items()):
-            targets, names = match_labels({*numbers.values()}, classes, path, numbers_are_indices)
-            known = {label: number for label, number in numbers.items() if number in targets}
-            return {label: targets[number] for label, number in known.items()}, names
+        check_numbers(labels, path)
     if classes is None:
         return _classes_named_by(labels, path)
     class_to_idx = {name: i for i, name in enumerate(classes)}
@@ -137,34 +125,22 @@ def match_labels(
     return targets, tuple(classes)
 
 
-def whole_numbers(labels: Collection[str], path: Path | str) -> dict[str, str]:
-    """Maps each label to its whole number (`3.0` and `3e0` to `3`) if all labels are numbers, else
-    to itself: numpy writes floats so, and pandas the integers of a column with a missing value.
-
-    Raises DataError for a fraction or NaN among numbers, and for `01` beside `1`.
+def check_numbers(labels: Collection[str], path: Path | str) -> None:
+    """Raise DataError if all labels are numbers, and one is not written as a whole number (`3.0`,
+    as pandas writes the integers of a column with a missing value, `1.5`, `nan`), or two are equal
+    (`01` and `1`).
     """
     if not all(map(_FLOAT.fullmatch, labels)):
-        return {label: label for label in labels}
-    decimal = [label for label in labels if label.isdecimal()]
-    if len({label.lstrip("0") for label in decimal}) < len(decimal):
+        return
+    others = sorted(label for label in labels if not label.removeprefix("-").isdecimal())
+    if others or len(set(map(int, labels))) < len(labels):
         raise DataError(
-            f"{path}: some labels are one number in two forms, such as 01 and 1.",
-            "Write each class in one form.",
+            f"{path}: all labels are numbers, and some, such as "
+            f"{format_value([*others, *labels][0])}, are not whole ones, or one is there in two "
+            "forms, such as 01 and 1.",
+            "Write whole numbers, or list all classes, one per line, in a classes.txt in the "
+            "folder of the list or of the archives.",
         )
-    numbers = {}
-    for label in sorted(labels):
-        numbers[label] = label
-        if label.removeprefix("-").isdecimal():
-            continue
-        value = float(label)
-        if not value.is_integer():
-            raise DataError(
-                f"{path}: all labels are numbers, and {format_value(label)} is not a whole one.",
-                "Correct it, or list all classes, one per line, in a classes.txt in the folder of "
-                "the list or of the archives.",
-            )
-        numbers[label] = str(int(value))
-    return numbers
 
 
 def _classes_named_by(
@@ -265,17 +241,11 @@ def match_classes(
             "Name the classes as in training, in one form of Unicode, or use other images.",
         )
     missing = sorted(set(classes).difference(found))
-    if missing and allow_extra and (not allow_missing or len(missing) == len(classes)):
+    if missing and (not allow_missing or len(missing) == len(classes)):
         raise DataError(
-            f"{path}: {len(missing)} of {len(classes)} classes of data.classes are not here: "
-            f"{join_names(missing)}.",
-            f"It has {join_names(found)}: correct data.classes.",
-        )
-    if missing and not allow_missing:
-        raise DataError(
-            f"{path}: {len(missing)} of {len(classes)} training classes are not here: "
-            f"{join_names(missing)}.",
-            "Add them, or evaluate those that are here: eval.classes=present",
+            f"{path}: {len(missing)} of {len(classes)} classes (of the training part, or of "
+            f"data.classes) are not here: {join_names(missing)}. It has {join_names(found)}.",
+            "Add them, correct data.classes, or evaluate those that are here: eval.classes=present",
         )
     return [class_to_idx.get(name, -1) for name in found]
 

@@ -11,7 +11,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,7 +142,8 @@ def _missing_suffix(row: _Row, file: Path, folder: Path) -> bytes:
         )
     raise DataError(
         f"{file}:{number}: no image {folder / path}.",
-        f"Paths in a list are relative to data.root, {folder}: correct the paths or data.root.",
+        f"Paths in a list are relative to data.root, {folder}: correct the paths or data.root, or "
+        "name their column in a CSV file `path`.",
     )
 
 
@@ -187,8 +188,7 @@ def _read_rows(file: Path, folder: Path, multilabel: bool) -> tuple[list[_Row], 
 def _csv_lines(file: Path, text: str) -> Iterator[tuple[int, list[str]]]:
     """The line number and the cells of each row that is not blank. Raises DataError."""
     first = text.partition("\n")[0]
-    marks = "\t,;" if file.suffix.lower() == ".tsv" else ",;\t"
-    delimiter = next((mark for mark in marks if mark in first), ",")
+    delimiter = next((mark for mark in "\t,;" if mark in first), ",")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         for line in reader:
@@ -209,16 +209,16 @@ def _csv_rows(
     columns = _Columns(path=0, label=1, others={})
     width = 2  # of a row, at most
     lines = _csv_lines(file, text)
-    head = list(islice(lines, 2))
-    header = head[0][1] if head else []
+    first_line, header = next(lines, (1, []))
     is_named = not {*PATH_COLUMNS, *LABEL_COLUMNS}.isdisjoint(map(str.lower, header))
     has_image = any(map(has_image_suffix, header))
     if header and not has_image and (is_named or not _suffixes(folder / header[0])):
-        columns = _find_columns(head, folder, multilabel, f"{file}:{head[0][0]}")
+        columns = _find_columns(header, multilabel, f"{file}:{first_line}")
         width = len(header)
-        del head[0]
+    elif header:
+        lines = chain([(first_line, header)], lines)
     values: dict[int, set[str]] = {i: set() for i in columns.others}
-    for number, cells in chain(head, lines):
+    for number, cells in lines:
         where = f"{file}:{number}"
         path = cells[columns.path] if columns.path < len(cells) else ""
         label = ""
@@ -263,33 +263,16 @@ def _csv_rows(
     return rows, ()
 
 
-def _find_columns(
-    head: Sequence[tuple[int, list[str]]], folder: Path, multilabel: bool, where: str
-) -> _Columns:
+def _find_columns(header: Sequence[str], multilabel: bool, where: str) -> _Columns:
     """The columns that a header names. Raises DataError for a header that does not tell them.
 
-    head: the first two rows. The paths are in a column of `PATH_COLUMNS`, else in the only one
-    whose first cell is that of an image, perhaps without its suffix. Without a column of labels
-    (`LABEL_COLUMNS`), the only column beside that of the paths has them; with `multilabel` several
-    columns are those of classes. A first column without a name is ignored: pandas writes row
-    numbers there. where: file and line, for messages.
+    The paths are in the first of `PATH_COLUMNS` that is there, else in the first column. Without a
+    column of labels (`LABEL_COLUMNS`), the only column beside that of the paths has them; with
+    `multilabel` several columns are those of classes. A first column without a name is ignored:
+    pandas writes row numbers there. where: file and line, for messages.
     """
-    header, *first_row = (cells for _, cells in head)
     names = [name.lower() for name in header]
-    named = [names.index(name) for name in PATH_COLUMNS if name in names]
-    found = [
-        i
-        for cells in first_row
-        for i, cell in enumerate(cells[: len(names)])
-        if names[i] and _suffixes(folder / cell)
-    ]
-    candidates = [*(i for i in named if i in found), *found, *named]
-    path = candidates[0] if candidates else 0
-    if len(found) > 1 and path not in named:
-        raise DataError(
-            f"{where}: the columns {join_names([header[i] for i in found])} may have the paths.",
-            "Rename the right one to path.",
-        )
+    path = next((names.index(name) for name in PATH_COLUMNS if name in names), 0 if names[0] else 1)
     label_columns = [i for i, name in enumerate(names) if name in LABEL_COLUMNS]
     if len(label_columns) > 1:
         raise DataError(

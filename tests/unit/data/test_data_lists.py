@@ -32,7 +32,7 @@ def write(folder: Path, name: str, text: str) -> Path:
         # row numbers of pandas
         ("t.csv", ",filename,breed\n0,images/a 1.jpg,dog\n1,images/b.jpg,cat\n"),
         ("t.csv", "photo,breed\nimages/a 1.jpg,dog\nimages/b.jpg,cat\n"),
-        ("t.csv", "id;photo;label\n7;images/a 1.jpg;dog\n8;images/b.jpg;cat\n"),
+        ("t.csv", "id;file;label\n7;images/a 1.jpg;dog\n8;images/b.jpg;cat\n"),
     ],
 )
 def test_index_list_of_each_form_has_its_paths_and_labels(
@@ -52,13 +52,11 @@ def test_index_list_of_each_form_has_its_paths_and_labels(
         ("mole apple", "zebra apple mole", "zebra apple mole", [2, 1]),
         ("10 2", "0 1 10 2", "0 1 10 2", [2, 3]),  # names that are numbers
         ("x1 2", None, "2 x1", [1, 0]),
-        ("1 0 1.0 0e+00", None, "0 1", [1, 0, 1, 0]),
         ("0_1 1 00e1", None, "00e1 0_1 1", [1, 2, 0]),  # ids
-        ("1.0 0.0", "cat dog", "cat dog", [1, 0]),
         ("1.0 2.0", "1.0 10.0 2.0", "1.0 10.0 2.0", [0, 2]),  # names
         ("2.0 x", None, "2.0 x", [0, 1]),
     ],
-    ids=range(10),
+    ids=range(8),
 )
 def test_index_list_labels_are_names_or_positions_of_classes(
     folder: Path, labels: str, given: str | None, classes: str, targets: list[int]
@@ -84,13 +82,11 @@ def test_index_list_labels_are_names_or_positions_of_classes(
             None,
             "'is_valid'",
         ),
-        ("t.csv", "id,mask,label\nimages/b,images/c.jpg,a\n", None, "id, mask"),
+        ("t.csv", "breed,photo\ncat,images/c.jpg\n", None, "t.csv:2:"),
         ("t.csv", "image,label,x\nimages/b.jpg,a,train\nimages/c.jpg,b,test\n", None, "'x'"),
         ("t.csv", "images/b.jpg,3,7,cat\n", None, "t.csv:1:"),
         ("t.csv", "image,label\nimages/b.jpg,a\nimages/b.jpg,b\n", None, "t.csv:3:"),
         ("t.csv", "id,label\nimages/two,a\n", None, ".gif or .png"),
-        ("t.txt", "images/b.jpg 01\nimages/c.jpg 02\n", None, "not 0 to 1"),
-        ("t.csv", "id,file,breed\n1,images/b.jpg,cat\n", None, "t.csv:1:"),
         ("t.csv", "path,class_name,x,Label\nimages/b.jpg,cat,2,0\n", None, "t.csv:1:"),
         ("t.csv", "path,label\nimages/0002,cat\nimages/b.jpg,dog\n", None, "t.csv:2:"),
         ("t.csv", 'images/b.jpg,"cat\nimages/c.jpg,dog\n', None, "t.csv:2:"),
@@ -98,7 +94,7 @@ def test_index_list_labels_are_names_or_positions_of_classes(
         ("t.txt", "images/b.jpg a\nimages/c.jpg x\n", "a b", "t.txt:2:"),
         ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", None, "not 0 to 1"),
         ("t.txt", "images/b.jpg 0\nimages/c.jpg 19999999\n", None, "19999999"),  # ids
-        ("t.txt", "images/b.jpg 0.0\nimages/c.jpg 1.5\n", None, "1.5"),
+        ("t.txt", "images/b.jpg 0\nimages/c.jpg 1.0\n", None, "1.0"),
         # 1 is a name, and 2 may be the position of `x`
         ("t.txt", "images/b.jpg 1\nimages/c.jpg 2\n", "1 7 x", "'1'"),
         # a spreadsheet has removed the zeros
@@ -110,7 +106,7 @@ def test_index_list_labels_are_names_or_positions_of_classes(
         ("t.csv", "path,label\nimages/b.jpg,01\nimages/c.jpg,1\n", None, "01"),
         ("t.csv", "images/b.jpg,a\nimages/d.jpg,b\nimages/c.jpg,a; b\n", None, "'a; b'"),
     ],
-    ids=range(26),
+    ids=range(24),
 )
 def test_index_list_malformed_list_raises(
     folder: Path, name: str, text: str, classes: str | None, named: str

@@ -43,7 +43,6 @@ def folder(tmp_path: Path) -> Path:
 
 LISTS = {
     "lines.txt": "images/a 1.jpg\nimages/b.jpg dog;cat\n\nimages/c.jpg\tcat\n",
-    "spaces.txt": "images/a 1.jpg ;\nimages/b.jpg dog;cat;\nimages/c.jpg cat;cat\n",
     "short.csv": "images/a 1.jpg\nimages/b.jpg,dog; cat\nimages/c.jpg, cat ;\n",
     "columns.csv": "id,tags,file\n1,,images/a 1.jpg\n2,dog;cat,images/b.jpg\n3,cat,images/c.jpg\n",
     "last.csv": "cat,dog,PATH\n0, 0 ,images/a 1.jpg\n1,1,images/b.jpg\n1,0,images/c.jpg\n",
@@ -93,13 +92,10 @@ def test_column_of_labels_beside_others_of_zeros_and_ones_may_be_a_class(folder:
         ("t.csv", "path,cat,dog\nimages/b.jpg,0,1\nimages/c.jpg,0,2\n", "t.csv:3: .*'dog'"),
         ("t.csv", "path,cat,cat\nimages/b.jpg,1,0\n", "t.csv:1: .*'cat'"),
         ("t.csv", "path,cat,a;b\nimages/b.jpg,1,0\n", "t.csv:1: .*'a;b'"),
-        ("t.csv", "path,cat,,dog\nimages/b.jpg,1,0,0\n", "t.csv:1: "),
         ("t.csv", "path,labels\nimages/b.jpg,cat,dog\n", "t.csv:2: "),
         ("t.csv", "path,labels\nimages/b.jpg,\n", "t.csv: "),  # no image has a label
         ("t.csv", "path,labels\nimages/b.jpg,cat|dog\n", "t.csv: "),
-        ("t.csv", "path,labels\nimages/b.jpg,\"['cat', 'dog']\"\n", "t.csv: "),
         ("t.csv", "images/b.jpg,x\nimages/c.jpg,x;fox\n", "t.csv:2: "),
-        ("t.txt", "images/b.jpg 0\nimages/c.jpg 1;2\n", "t.txt:2: "),
         ("t.txt", "images/b.jpg x; y\n", "t.txt:1: "),
         ("t.txt", "images/b.jpg x\nimages/nothing\n", "t.txt:2: "),
     ],
@@ -128,7 +124,7 @@ def shard(path: Path, labels: list[str | None]) -> None:
 
 @pytest.mark.parametrize(
     ("labels", "expected"),
-    [(["cat", None], "x/1 has no label"), (["0;1", "0;9"], "'9'"), (["", ""], "no image")],
+    [(["cat", None], "has no label x/1"), (["0;1", "0;9"], "'9'"), (["", ""], "no image")],
 )
 def test_bad_labels_of_shards_are_errors(
     tmp_path: Path, labels: list[str | None], expected: str
