@@ -21,7 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import BaseProcess
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +43,6 @@ START_METHOD = "fork" if sys.platform == "linux" else None
 SHARED_MEMORY = Path("/dev/shm")
 
 PREFETCH_BATCHES = 2  # that each worker prepares ahead
-_MAX_TEMP_DIR_BYTES = 107 - len("/listener-12345678")  # of an AF_UNIX socket's path
 _JOIN_SEC = 2.0
 _USE_FEWER = "use fewer data.num_workers"
 # Iterators of DataLoaders whose workers were killed. torch's clean-up, which runs when an iterator
@@ -54,12 +52,6 @@ _failed_iterators: list[Any] = []
 _received: defaultdict[int, dict[int, torch.Tensor]] = defaultdict(dict)
 # The workers of each iterator that have not been ended.
 _open_workers: list[list[BaseProcess]] = []
-_OUT_OF_MEMORY = (
-    "No space left on device",
-    "Cannot allocate memory",
-    "shared memory",
-    "DefaultCPUAllocator",
-)
 
 
 class TrainBatch(NamedTuple):
@@ -356,7 +348,8 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
                 awaited = _describe_worker(workers, number % len(workers))
                 raise ResourceError(
                     f"{awaited} returned no batch for {timeout_sec:g} s (data.timeout_sec).",
-                    "Most often a disk or network hangs: check it, and continue with --resume.",
+                    "Most often a disk or network hangs, or the path of TMPDIR is longer than 90 "
+                    "characters: correct it, and continue with --resume.",
                 ) from None
             if error is not None:
                 _check_alive(workers)
@@ -388,13 +381,6 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
 
 def _start_workers(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[BaseProcess]]:
     """An iterator over the loader's batches, and its worker processes in order of their numbers."""
-    # Workers make sockets in the temporary folder of this process. With a path that is too long for
-    # a socket they would fail later, with an error that does not say so.
-    if len(os.fsencode(get_temp_dir())) > _MAX_TEMP_DIR_BYTES:
-        raise ResourceError(
-            f"{get_temp_dir()}: this path is too long for the sockets of data workers.",
-            "Set TMPDIR to a shorter path.",
-        )
     others = set(multiprocessing.active_children())
     handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL  # None: not set by Python
     iterator = iter(loader)
@@ -428,15 +414,10 @@ def _check_alive(workers: list[BaseProcess]) -> None:
         if worker.sentinel in ending:
             worker.join(_JOIN_SEC)  # the kernel closes the sentinel before the process has ended
         if not worker.is_alive():
-            code = worker.exitcode
-            if code is not None and code >= 0:
-                raise ResourceError(
-                    f"{_describe_worker(workers, number)} ended with exit code {code}.",
-                    "Look for os._exit in the dataset or in a library that it uses.",
-                )
             raise ResourceError(
-                f"{_describe_worker(workers, number)} was killed (exit code {code}).",
-                f"Most often memory or /dev/shm ran out: {_USE_FEWER}.",
+                f"{_describe_worker(workers, number)} was killed (exit code {worker.exitcode}).",
+                f"Most often memory or /dev/shm ran out: {_USE_FEWER}. If the exit code is not "
+                "negative, look for os._exit in the dataset or in a library that it uses.",
             )
 
 
@@ -470,13 +451,11 @@ def worker_exception_error(error: BaseException, worker_id: int) -> ResourceErro
     """The error for a worker whose dataset raised `error`. The traceback is a note, which survives
     pickling.
     """
-    remedy = "See the traceback in the log, or repeat with --traceback."
-    if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
-        remedy = f"Memory or /dev/shm ran out: {_USE_FEWER}."
     reported = ResourceError(
         f"Data worker {worker_id} (process {os.getpid()}) raised {type(error).__name__}: "
         f"{first_line(error)[:200]}",
-        remedy,
+        "See the traceback in the log, or repeat with --traceback. If memory or /dev/shm ran out, "
+        f"{_USE_FEWER}.",
     )
     reported.add_note("".join(traceback.format_exception(error)))
     return reported

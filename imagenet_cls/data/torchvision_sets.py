@@ -47,13 +47,11 @@ CLASSIFICATION_SETS = (
     "StanfordCars",
     "USPS",
 )
-# Methods that make a Pillow image of `self.data[i]`: of CIFAR-10 and -100, of MNIST, Fashion-MNIST,
-# KMNIST and EMNIST, and of two others.
+# Methods that make a Pillow image of `self.data[i]`: of CIFAR-10 and -100, and of MNIST,
+# Fashion-MNIST, KMNIST and EMNIST.
 READ_FROM_ARRAY = {
     torchvision.datasets.CIFAR10.__getitem__,
     torchvision.datasets.MNIST.__getitem__,
-    torchvision.datasets.SEMEION.__getitem__,
-    torchvision.datasets.USPS.__getitem__,
 }
 _RESERVED = ("root", "train", "transform", "target_transform", "transforms", "download")
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -144,17 +143,6 @@ def test_workers_of_a_process_with_killed_and_hung_workers_all_end(tmp_path: Pat
     assert not list(tmp_path.glob("pymp-*")), "folders of the workers' sockets"
 
 
-def test_temporary_folder_too_long_for_sockets_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise no batch would ever arrive."""
-    (tmp_path / ("x" * 100)).mkdir()
-    monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
-    with pytest.raises(ResourceError, match="TMPDIR"):
-        first_batch(numbers())
-
-
 def test_epoch_with_workers_hung_in_the_first_batch_raises(hang: Callable[[], object]) -> None:
     """Also if the timeout is shorter than the start of the workers."""
     loader = build_loader(numbers(hang, range(16)), timeout_sec=0.001)
@@ -277,10 +265,7 @@ def test_epoch_with_steps_longer_than_the_timeout_returns_all_batches() -> None:
 
 
 @pytest.mark.parametrize(("end", "named"), [(sys.exit, "SystemExit: 3"), (os._exit, "exit code 3")])
-def test_worker_that_a_dataset_ends_is_no_lack_of_memory(
-    end: Callable[[int], object], named: str
-) -> None:
+def test_worker_that_a_dataset_ends_is_named(end: Callable[[int], object], named: str) -> None:
     loader = build_loader(numbers(functools.partial(end, 3)), timeout_sec=60.0)
-    with pytest.raises(ResourceError, match=named) as error:
+    with pytest.raises(ResourceError, match=named):
         list(loader.epoch(0))
-    assert "emory" not in error.value.remedy
