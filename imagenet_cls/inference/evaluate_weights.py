@@ -3,7 +3,7 @@
 import os
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -34,7 +34,7 @@ from imagenet_cls.inference.load_weights import (
     EVALUATION_KEYS,
     TrainedModels,
     WeightsSource,
-    describe_weights,
+    evaluation_differences,
     load_on_all_ranks,
     prepare_models,
 )
@@ -88,12 +88,14 @@ def evaluate_weights(
         context, lambda: check_not_trained_on(config, trained, test_set, images)
     )
     # Before a test set replaces the images, whose place differs from that of the run on purpose.
-    weights_messages = describe_weights(config, trained)
+    differences = evaluation_differences(config, trained)
     if test_set is not None:
         config = replace(config, data=test_set)
     messages = [
         describe_images(config.data, images),
-        *weights_messages,
+        *trained.warnings,
+        trained.origin,
+        *differences,
         *data_messages,
         *prepare_models(trained, config, context),
     ]
@@ -103,11 +105,22 @@ def evaluate_weights(
     evaluation = Evaluation(
         config, images, context, rank_devices(config, context), trained.mean, trained.std
     )
-    recorder = OutputRecorder(evaluation.task, kinds, context.device, kind if record else None)
-    outputs = recorder.watch(evaluation.outputs(trained.models))
+    # The images without finite probabilities for each kind, and rows of `Task.rows` for each batch.
+    nonfinite = torch.zeros(len(kinds), dtype=torch.int64, device=context.device)
+    recorded: list[np.ndarray] = []
+
+    def watched_outputs() -> Iterator[EvalOutputs]:
+        for logits, targets, indices in evaluation.outputs(trained.models):
+            for number, name in enumerate(kinds):
+                is_finite = evaluation.task.has_probabilities(logits[name])
+                nonfinite[number] += is_finite.logical_not().sum()
+            if record:
+                recorded.append(evaluation.task.rows(logits[kind], targets, indices))
+            yield logits, targets, indices
+
     user_metrics = build_metrics(config.eval.metrics, trained.num_classes, kinds, context)
-    results = evaluation.results(outputs, kinds, trained.num_classes, user_metrics)
-    counts = all_reduce_sum(recorder.nonfinite, context).tolist()
+    results = evaluation.results(watched_outputs(), kinds, trained.num_classes, user_metrics)
+    counts = all_reduce_sum(nonfinite, context).tolist()
     if any(counts):
         bad = " and ".join(
             f"{count} ({kind})" for kind, count in zip(kinds, counts, strict=True) if count
@@ -118,7 +131,7 @@ def evaluate_weights(
         )
         raise mark_printed_by_main(error, context)
     rows = None
-    gathered = gather_to_main(recorder.rows, context)
+    gathered = gather_to_main(recorded, context)
     if gathered:
         rows = np.concatenate(gathered)
         rows = rows[np.argsort(rows["index"])]
@@ -277,35 +290,6 @@ def check_split(data: DataConfig, trained: TrainedModels, images: ImageSet) -> l
         "and only a part of them would be evaluated.",
         f"To evaluate all of them: --data {data.root}. To evaluate a folder in it: data.val=FOLDER",
     )
-
-
-class OutputRecorder:
-    """Keeps what is reported about single images while their outputs pass on to `evaluate`.
-
-    kinds: the kinds of weights. recorded: the kind whose outputs are kept, if any.
-
-    nonfinite: int64 (models,) on the device, the images without finite probabilities for each
-    model. rows: arrays of `Task.rows`, one for each batch.
-    """
-
-    def __init__(
-        self, task: Task, kinds: Sequence[str], device: torch.device, recorded: str | None
-    ):
-        self.nonfinite = torch.zeros(len(kinds), dtype=torch.int64, device=device)
-        self.rows: list[np.ndarray] = []
-        self._task = task
-        self._kinds = kinds
-        self._recorded = recorded
-
-    def watch(self, outputs: Iterable[EvalOutputs]) -> Iterator[EvalOutputs]:
-        """Yield the outputs of an evaluation unchanged."""
-        for logits, targets, indices in outputs:
-            for number, kind in enumerate(self._kinds):
-                is_finite = self._task.has_probabilities(logits[kind])
-                self.nonfinite[number] += is_finite.logical_not().sum()
-            if self._recorded is not None:
-                self.rows.append(self._task.rows(logits[self._recorded], targets, indices))
-            yield logits, targets, indices
 
 
 def class_table(evaluation: WeightsEvaluation) -> list[str]:

@@ -176,13 +176,6 @@ def read_models(config: Config, source: WeightsSource, classes: Sequence[str]) -
     return replace(trained, models={kind: trained.models[kind]}, best=kind)
 
 
-def describe_weights(config: Config, trained: TrainedModels) -> list[str]:
-    """Messages about loaded weights, and how their evaluation by `config` differs from their
-    run's.
-    """
-    return [*trained.warnings, trained.origin, *evaluation_differences(config, trained)]
-
-
 def load_alone(
     source: str | Path,
     kind: str | None = None,
@@ -200,7 +193,7 @@ def load_alone(
     if name is not None and (config or weights.state or weights.model):
         raise UsageError(
             f"{source}: {name!r} is named, but the weights or the config state their model.",
-            "Leave out --model (in Python: model=).",
+            "Leave out --model.",
         )
     if name is None and config is None:
         if weights.state is not None:
@@ -224,8 +217,6 @@ def load_alone(
         )
         values = " ".join(f"eval.{key}={format_value(value)}" for key, value in evaluation.items())
         warnings.append(f"images are prepared as for the published weights of {name}: {values}")
-    if Path(source).exists() and not model_problems(ModelConfig(str(source))):
-        warnings.append(f"{source} is read from this path; it is also the name of a model")
     count = section.num_classes or count_outputs(network, weights.tensors)
     classes = weights.classes
     if not classes:
@@ -392,9 +383,6 @@ def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:
                 f"{key}: {format_value(here)}, and {format_value(there)} in the run of the "
                 "checkpoint, which is used"
             )
-    run_config = trained.path.parent.parent / "config.yaml"
-    if lines and run_config.is_file():
-        lines.append(f"{run_config} as CONFIG evaluates as the run did")
     return lines
 
 

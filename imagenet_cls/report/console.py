@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -24,7 +23,6 @@ from imagenet_cls.text import printable
 
 WRITE_REMEDY = "Make room or restore access, then resume from the last checkpoint with --resume."
 _SHOWN_WAIT_PCT = 20  # a smaller share of waiting for data is not shown
-_EVAL_LINE_SEC = 10.0  # between two plain lines about one evaluation
 
 
 class OutputStream:
@@ -70,13 +68,6 @@ class Console:
         self._has_bars = self._stream.isatty() and terminal not in ("dumb", "unknown")
         self._bars: dict[str, Bar] = {}
         self._pace_from: tuple[int, float] | None = None  # step and time of the first train record
-        self._eval_line_at = 0.0
-
-    def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print a line for each (name, value)."""
-        width = max(len(name) for name, _ in rows)
-        for name, value in rows:
-            self.message(f"{name:<{width}}  {value}")
 
     def message(self, text: str) -> None:
         """Print a message, above the bars if there are any. Control characters in it are
@@ -104,17 +95,9 @@ class Console:
             self.message("  ".join([epoch, f"step {step}", *numbers, eta]))
 
     def eval_progress(self, images_done: int, images_total: int) -> None:
-        """Show how far an evaluation is, without a terminal every ten seconds. images_done: 0 in
-        its first call.
-        """
-        now = time.monotonic()
+        """Show on a terminal how far an evaluation is."""
         if self._has_bars:
             self._draw("eval", "evaluating", images_done, images_total, "")
-        elif images_done == 0:
-            self._eval_line_at = now
-        elif now - self._eval_line_at >= _EVAL_LINE_SEC:
-            self._eval_line_at = now
-            self.message(f"evaluating  {images_done}/{images_total} images")
 
     def eval_result(self, text: str) -> None:
         """Print the result of an evaluation in place of its bar."""
@@ -154,9 +137,7 @@ class Console:
             self._pace_from = (step, now)
             return "-"
         sec_per_step = (now - self._pace_from[1]) / (step - self._pace_from[0])
-        minutes, seconds = divmod(round(sec_per_step * (total_steps - step)), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02}"
+        return Bar.format_interval(round(sec_per_step * (total_steps - step)))
 
 
 class RankLogHandler(logging.FileHandler):

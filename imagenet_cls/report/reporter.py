@@ -22,7 +22,7 @@ from imagenet_cls.report.jsonl import (
     user_metrics,
 )
 from imagenet_cls.report.writers import Row, Writer, open_writers
-from imagenet_cls.text import first_line
+from imagenet_cls.text import first_line, format_columns
 
 _TRAIN_FIELDS = (
     "loss",
@@ -73,7 +73,7 @@ class Reporter:
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print the start-up table of names and values."""
-        self._console.table(rows)
+        self._console.message(format_columns(rows))
 
     def message(self, text: str) -> None:
         self._console.message(text)
