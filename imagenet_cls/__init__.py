@@ -1,27 +1,30 @@
 """Train ImageNet classifiers from config files, on any number of devices and machines.
 
 `train` and `evaluate` run the commands of the same names, `TrainedRun` reads a run folder,
-`Predictor` and `load_model` use its weights, and `read_metrics` its metrics: see docs/api.md. They
-are imported when they are used, and torch with them.
+`Predictor` uses its weights, and `read_metrics` reads its metrics: see docs/api.md. They are
+imported when they are used, and torch with them.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from imagenet_cls.versions import __version__
 
 if TYPE_CHECKING:
-    from imagenet_cls.commands.python_api import evaluate, train
-    from imagenet_cls.commands.trained_run import TrainedRun
-    from imagenet_cls.inference.predictor import Predictor, load_model
+    from imagenet_cls.commands.python_api import train
+    from imagenet_cls.commands.trained_run import TrainedRun, evaluate
+    from imagenet_cls.inference.predictor import Predictor
     from imagenet_cls.report.jsonl import read_metrics
+
+# Of tqdm, which timm imports, in a notebook without ipywidgets.
+warnings.filterwarnings("ignore", "IProgress not found")
 
 # The module of each public name. This is all of the public API.
 _MODULES = {
     "Predictor": "inference.predictor",
     "TrainedRun": "commands.trained_run",
-    "evaluate": "commands.python_api",
-    "load_model": "inference.predictor",
+    "evaluate": "commands.trained_run",
     "read_metrics": "report.jsonl",
     "train": "commands.python_api",
 }
@@ -31,7 +34,6 @@ __all__ = [
     "TrainedRun",
     "__version__",
     "evaluate",
-    "load_model",
     "read_metrics",
     "train",
 ]

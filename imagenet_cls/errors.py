@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imagenet_cls.text import first_line, printable, shorten
+from imagenet_cls.text import first_line, for_caller, printable, shorten
 
 # The third one: cuDNN leaves out engines whose workspace does not fit.
 _OUT_OF_MEMORY = re.compile(
@@ -36,7 +36,7 @@ class UserError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.problem}\n{self.remedy}"
+        return for_caller(f"{self.problem}\n{self.remedy}")
 
 
 class UsageError(UserError):
@@ -63,7 +63,7 @@ class ConfigError(UserError):
         self.lines = list(lines)
 
     def __str__(self) -> str:
-        return self.problem
+        return for_caller(self.problem)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ConfigError, (self.lines,)

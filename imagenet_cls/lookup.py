@@ -10,10 +10,11 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from imagenet_cls.errors import ConfigError, Problem, UsageError, UserError, out_of_memory_line
 from imagenet_cls.text import format_value, shorten
@@ -24,6 +25,8 @@ _CONSTANT = re.compile(
     r"(True|true|False|false|None|null)"
     r"|(?i:true|false|none|null|yes|no|on|off|[-+]?\d*\.?\d+(e[-+]?\d+)?)"
 )
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class NameNotFoundError(LookupError):
@@ -43,6 +46,21 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """
     found = nearest(name, candidates)
     return f"; did you mean {' or '.join(repr(word) for word in found)}?" if found else ""
+
+
+def suggest_keywords(function: Function) -> Function:
+    """A decorator: the TypeError about an unknown keyword argument names similar ones."""
+    names = inspect.signature(function).parameters
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - names.keys():
+            raise TypeError(
+                f"{function.__qualname__}() has no argument {name!r}{did_you_mean(name, names)}"
+            )
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def did_you_mean_part(pattern: str, names: Iterable[str]) -> str:

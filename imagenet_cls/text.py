@@ -1,9 +1,42 @@
 """Text of messages and tables: values as YAML users write them, printable and shortened text."""
 
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+# The environment variable that says who reads messages: `command`, which `commands.cli.main` sets
+# unless the Python API has started the process. Without it, the package was imported.
+CALLER_VARIABLE = "IMAGENET_CLS_CALLER"
+# Options that are keyword arguments of the Python API, and how these are written.
+_KEYWORDS = {
+    r"--(resume|overwrite)\b(?!-)": r"\1=True",
+    r"--allow-(import|change) (\S+)": r"allow_\1=['\2']",
+    r"'\] allow_\w+=\['": "', '",
+    r"--work-dir\b": "work_dir",
+    r"--(data|gpus|device|model|weights|threshold|out|preprocess|opset)\b": r"\1",
+}
+
+
+def is_called_from_python() -> bool:
+    """Whether messages are for a user of the Python API."""
+    return os.environ.get(CALLER_VARIABLE) != "command"
+
+
+def for_caller(text: str) -> str:
+    """The text of an error. For a user of the Python API, options are keyword arguments, except in
+    lines with a command.
+    """
+    if not is_called_from_python():
+        return text
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if not re.search("imagenet-cls |tools/", line):
+            for option, keyword in _KEYWORDS.items():
+                lines[number] = re.sub(option, keyword, lines[number])
+    return "\n".join(lines)
 
 
 def command_line(name: str) -> str:

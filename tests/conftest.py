@@ -47,6 +47,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 SLOW_FOLDERS = ("quick", "faults", "distributed", "engine")
 
 
+os.environ["IMAGENET_CLS_CALLER"] = "command"  # messages have options, also in this process
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from tests that do not need one: `device=auto` would choose them, and most tests
     assume a CPU.

@@ -1,18 +1,29 @@
-"""A command in a child process: its start, and the error that it leaves in a file."""
+"""A command in a child process: its start, the error that it leaves in a file, and its arguments
+from values of Python.
+"""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from imagenet_cls import errors
-from imagenet_cls.errors import UserError
+from imagenet_cls.config.reader import dump_inline
+from imagenet_cls.errors import UsageError, UserError
 from imagenet_cls.parallel.exit import CHILD_ERROR_FILE_VARIABLE
 from imagenet_cls.parallel.signals import set_parent_death_signal
+from imagenet_cls.text import CALLER_VARIABLE
+
+_POLL_SEC = 0.2
+# Longer than `parallel.launch` waits for ranks that save.
+_STOP_TIMEOUT_SEC = 330
 
 
 def child_command(name: str) -> list[str]:
@@ -78,3 +89,92 @@ def _prepare(cpus: Sequence[int]) -> None:
     set_parent_death_signal()
     if cpus:
         os.sched_setaffinity(0, cpus)
+
+
+def command_arguments(overrides: Mapping[str, Any], **options: Any) -> list[str]:
+    """The arguments of a command: `key=value` for each override, and an option for each keyword
+    argument.
+
+    An option with True has no value, one with a list is repeated, and one with None, False or an
+    empty list is left out. Raises UsageError for an override that is an object, such as a class.
+    """
+    words = []
+    for key, value in overrides.items():
+        plain = json.loads(json.dumps(value, default=_plain_value))
+        words.append(f"{key}={dump_inline(plain)}")
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif value is not None and value is not False:
+            for item in value if isinstance(value, list | tuple) else [value]:
+                words += [option, str(item)]
+    return words
+
+
+def _plain_value(value: Any) -> Any:
+    """Numbers, texts and lists for a value of numpy, a tensor or a path."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise UsageError(
+        f"{value!r} can't be passed to another process.",
+        "Put it into a module in the working directory, and give 'my_module:Name'.",
+    )
+
+
+def run_command(name: str, argv: Sequence[str], watch: Callable[[], object] = lambda: None) -> None:
+    """Run a command for the Python API in a child process, and print its output. Raises its error,
+    or RuntimeError for a bug.
+
+    watch: called when the process has printed something, and after a successful end.
+
+    Any other exception here, such as KeyboardInterrupt or one of `watch`, stops the process, which
+    saves, and is raised when that has ended. A second exception, or a process that takes too long,
+    kills it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "stdout"
+        messages = Path(folder) / "stderr"
+        with (
+            output.open("w") as stdout,
+            messages.open("w") as stderr,
+            output.open(errors="backslashreplace") as shown,
+        ):
+            process = Child(
+                name,
+                argv,
+                Path(folder) / "error.json",
+                {CALLER_VARIABLE: "python"},
+                stdout=stdout,
+                stderr=stderr,
+            )
+            stopped_by = None
+            try:
+                while (code := process.poll()) is None:
+                    time.sleep(_POLL_SEC)
+                    if text := shown.read():
+                        print(text, end="", flush=True)
+                        watch()
+                if code == 0:
+                    watch()
+            except BaseException as error:
+                stopped_by = error
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_STOP_TIMEOUT_SEC)
+            finally:
+                process.kill()
+                process.wait()
+            print(shown.read(), end="", flush=True)
+        text = messages.read_text(errors="backslashreplace").strip()
+        if stopped_by is None and code:
+            found = process.error()
+            if isinstance(found, UserError):
+                raise found
+            raise RuntimeError(text or f"The command ended with exit code {code}.")
+    if text:
+        print(text, file=sys.stderr)
+    if stopped_by is not None:
+        raise stopped_by

@@ -28,7 +28,7 @@ from imagenet_cls.errors import (
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.parallel.exit import hard_exit, print_error, write_error_file
 from imagenet_cls.parallel.signals import exit_on_signal, handle_interrupts
-from imagenet_cls.text import command_line, printable
+from imagenet_cls.text import CALLER_VARIABLE, command_line, printable
 
 Command = Callable[[Sequence[str]], int | None]
 # What can't be the value of an option: another option, an override, a config file, nothing.
@@ -44,6 +44,7 @@ def main(command: Command, argv: Sequence[str] | None = None) -> int:
     the command handles it.
     """
     open_streams()
+    os.environ.setdefault(CALLER_VARIABLE, "command")
     if argv is None:
         # libraries may swallow a KeyboardInterrupt while they are imported
         handle_interrupts(exit_on_signal)

@@ -83,8 +83,7 @@ class Run:
             raise Stopped(
                 f"{request} after step {step} of {self.parts.plan.total_steps}, saved in "
                 f"{checkpoint_path(self.saver.checkpoints, step)}",
-                "Resume with the same command and --resume (in Python: resume=True), without "
-                "--overwrite.",
+                "Resume with the same command and --resume, without --overwrite.",
                 request.signal_number,
             ) from None
 

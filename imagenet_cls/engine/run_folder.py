@@ -147,7 +147,7 @@ class RunFolder:
             raise UsageError(
                 f"{self.path} already holds a run ({got}).",
                 "--resume continues it, --overwrite removes it and starts again, --work-dir DIR "
-                "uses another folder (in Python: resume=True, overwrite=True, work_dir=DIR).",
+                "uses another folder.",
             )
         if options.overwrite:
             self._check_overwrites_no_weights(config, options)

@@ -26,7 +26,7 @@ from imagenet_cls.models.adapt import batch_norm_layers
 from imagenet_cls.optim.groups import layer_lr_scales
 from imagenet_cls.report.jsonl import Record, describe_result
 from imagenet_cls.tasks import Task
-from imagenet_cls.text import command_line, count_of, join_names
+from imagenet_cls.text import command_line, count_of, is_called_from_python, join_names
 
 # An epoch that leaves out a larger share of the images is worth a warning.
 _MAX_LEFT_OUT = 0.1
@@ -269,6 +269,15 @@ def final_message(progress: Progress, plan: Plan, work_dir: Path, meter: Meter) 
             lines.append(f"best {metric.title} ({kind} weights{note}): {value} {when}")
         path = checkpoint_path(work_dir / "checkpoints", progress.best[used]["step"])
         lines.append(f"checkpoint: {path}{'' if path.exists() else ', which is missing'}")
+    if is_called_from_python():
+        lines += [
+            "next:",
+            f"  run = imagenet_cls.TrainedRun({str(work_dir)!r})",
+            "  run.plot()  # curves",
+            "  run.mistakes()",
+            "  run.predictor()(IMAGES)",
+        ]
+        return "\n".join(lines)
     run = shlex.quote(str(work_dir))
     report = shlex.quote(f"reports/{work_dir.name}")
     page = work_dir / "report.html"

@@ -19,14 +19,14 @@ from helpers import REPOSITORY, environment, fails, succeeds, write_files
 from PIL import Image
 
 import imagenet_cls
-from imagenet_cls.commands import child, python_api
+from imagenet_cls.commands import child
+from imagenet_cls.commands.child import command_arguments
 from imagenet_cls.commands.own_data import (
     batch_size_for,
     load_config_or_data,
     load_with_data,
 )
 from imagenet_cls.commands.print_config import print_config_command
-from imagenet_cls.commands.python_api import _override_arguments
 from imagenet_cls.commands.train import train_command
 from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import ConfigError, DataError, UsageError, UserError
@@ -263,7 +263,8 @@ def test_python_api_trains_evaluates_and_predicts(
         resume=True,
         allow_change=["train.epochs"],
     )
-    assert "imagenet-cls test runs/a " in capsys.readouterr().out  # there is no folder `tools` here
+    out = capsys.readouterr().out
+    assert "run.mistakes()" in out and "imagenet-cls" not in out and "\r" not in out
     assert run.folder == photos.parent.resolve() / "runs/a"
     results = [record for record in run.metrics if record["kind"] == "eval"]
     assert {record["epoch"] for record in results} == {0, 1}
@@ -290,13 +291,13 @@ def test_python_api_takes_values_of_numpy_and_paths(photos: Path) -> None:
         "data.mean": np.zeros(3),
         "data.kwargs": {np.str_("a"): [photos, np.float32(0.5), {"b": (1, None)}]},
     }
-    config = load_config(None, _override_arguments(given)).config
+    config = load_config(None, command_arguments(given)).config
     data = config.data
     assert (config.seed, data.stratify, data.root, data.mean) == (3, False, str(photos), [0.0] * 3)
     assert data.kwargs == {"a": [str(photos), 0.5, {"b": [1, None]}]}
     for value in ([object()], {"a": {1, 2}}, b"a", signal.SIGINT):
         with pytest.raises(UsageError):
-            _override_arguments({"data.kwargs.x": value})
+            command_arguments({"data.kwargs.x": value})
 
 
 def test_python_api_raises_the_errors_of_the_commands(photos: Path) -> None:
@@ -337,7 +338,7 @@ def test_command_is_stopped_before_an_exception_of_the_caller_is_raised(
 
     with monkeypatch.context() as patch, pytest.raises(error):
         patch.setattr(sys, "stdout", Stream())
-        python_api.run_command("train", [])
+        child.run_command("train", [])
     with pytest.raises(ProcessLookupError):  # it has saved and ended
         os.kill(int((tmp_path / "saved").read_text()), 0)
 
