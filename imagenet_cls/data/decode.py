@@ -3,6 +3,7 @@
 import io
 import logging
 import struct
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +41,9 @@ _TURNS: dict[int, tuple[bool, list[int]]] = {
     7: (True, [1, 2]),
     8: (True, [1]),
 }
+
+# Held around `catch_warnings`, which replaces a list of the process.
+_WARNINGS = threading.RLock()
 
 # The brands of HEIF files with images coded in HEVC, at bytes 8 to 12 (ISO/IEC 14496-12, `ftyp`).
 _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
@@ -121,7 +125,7 @@ def exif_orientation(data: bytes) -> int:
     """The EXIF orientation of an image file, 1 to 8; 1 for TIFF and HEIF, where it is always
     applied.
     """
-    with warnings.catch_warnings():
+    with _WARNINGS, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with open_image(data) as image:
@@ -167,7 +171,7 @@ def rgb_tensor(image: Image.Image) -> torch.Tensor:
     Raises DataError with the reason, without a name, for gray images of signed numbers, of 32 bits
     and of floats: no range of their values is stated.
     """
-    with warnings.catch_warnings():
+    with _WARNINGS, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # palettes with transparency
         # Of RGB images of 16 bits Pillow keeps the high bytes. It would clip gray ones, which have
         # the mode I if they are from a PGM file.
@@ -188,7 +192,7 @@ def rgb_tensor(image: Image.Image) -> torch.Tensor:
 
 
 def _decode_with_pillow(data: bytes) -> torch.Tensor:
-    with warnings.catch_warnings():
+    with _WARNINGS, warnings.catch_warnings():
         # EXIF blocks that cannot be parsed, sizes between Pillow's two limits
         warnings.simplefilter("ignore")
         try:

@@ -4,10 +4,13 @@ import glob
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -33,7 +36,8 @@ from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import CheckpointError, DataError, UsageError, out_of_memory_line
 from imagenet_cls.files import check_regular, read_regular
 from imagenet_cls.inference.load_weights import TrainedModels, load_alone
-from imagenet_cls.lookup import check_packages
+from imagenet_cls.lookup import check_packages, suggest_keywords
+from imagenet_cls.parallel.cpus import cpu_threads
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.tasks import task_of
@@ -42,9 +46,11 @@ from imagenet_cls.text import first_line
 AnyImage = str | Path | Image.Image | np.ndarray | Tensor
 """A file, a Pillow image, a uint8 array (H, W, 3), or a uint8 tensor (3, H, W)."""
 
-_BATCH = 32
+_BATCH = 64
 _MAX_IMAGE_PIXELS = 2**26  # of one image; 0.8 GB in float32
 _MAX_PIXELS = 2**25  # of a batch of small images or of one large one; 0.4 GB in float32
+# A module may keep state of a forward pass, as `FeatureModel` does.
+_ONE_PASS = Lock()
 
 
 @dataclass
@@ -78,6 +84,7 @@ class Predictor:
     classes: the names of the outputs. threshold: the one that is used, None with one label.
     """
 
+    @suggest_keywords
     def __init__(
         self,
         checkpoint: str | os.PathLike[str],
@@ -201,7 +208,8 @@ class Predictor:
     def _compute(self, model: nn.Module, crops: list[Tensor]) -> Tensor:
         images = self.model_input(crops)
         try:
-            return compute_logits(model, images, self.config.eval.flip_tta).cpu()
+            with _ONE_PASS:
+                return compute_logits(model, images, self.config.eval.flip_tta).cpu()
         except (AssertionError, RuntimeError, ValueError) as error:  # of models for another size
             if out_of_memory_line(error) is not None:
                 raise
@@ -220,20 +228,24 @@ class Predictor:
             return rows[0] if Path(images).is_file() else rows
         if isinstance(images, Image.Image | np.ndarray | Tensor):
             return next(self.predict([images], top))
-        if not hasattr(images, "__getitem__"):
-            raise TypeError(
-                f"{images!r} is neither a path, a Pillow image, an array, a tensor nor a list"
-            )
         return list(self.predict(images, top))
 
     def __repr__(self) -> str:
         return f"Predictor({str(self.path)!r}, {self.weights} weights, {self.num_classes} classes)"
 
     def predict(
-        self, images: Sequence[AnyImage], top: int | None = None, with_logits: bool = False
+        self,
+        images: Iterable[AnyImage],
+        top: int | None = None,
+        with_logits: bool = False,
+        batch_size: int = _BATCH,
+        workers: int | None = None,
     ) -> Iterator[dict[str, Any]]:
-        """A row for each image: image (the path of a file, else the position in `images`), top
-        (pairs of class and probability, likeliest first), logits.
+        """Yield a row for each image, in their order: image (the path of a file, else the position
+        in `images`), top (pairs of class and probability, likeliest first), logits.
+
+        images: also an endless generator, of which one batch is read ahead. workers: the threads
+        that read images, by default one for each CPU.
 
         top: the number of classes, by default 5. With `data.labels` multi, the probabilities are
         sigmoids, and a row has the classes whose probability is at least `threshold`: perhaps none,
@@ -243,11 +255,13 @@ class Predictor:
         finite probabilities.
         """
         if isinstance(images, str | Path):
-            raise TypeError(f"predict takes a list of images, not {images!r}")
-        for batch in self.read_batches(images):
+            raise TypeError(f"give a list of images, not {images!r}")
+        for batch in self.read_batches(images, batch_size, workers):
             if batch.errors:
                 raise batch.errors[0]
             yield from self.predict_batch(batch, top, with_logits)
+
+    iter = predict
 
     def predict_batch(
         self, batch: ImageBatch, top: int | None = None, with_logits: bool = False
@@ -284,21 +298,40 @@ class Predictor:
                 "Use another checkpoint or exported file.",
             )
 
-    def read_batches(self, images: Sequence[AnyImage]) -> Iterator[ImageBatch]:
-        """Read images in batches, and crop each at once: files of large photographs would not fit
-        in memory together. Raises TypeError for arrays of other shapes and types than `AnyImage`.
+    def read_batches(
+        self, images: Iterable[AnyImage], batch_size: int = _BATCH, workers: int | None = None
+    ) -> Iterator[ImageBatch]:
+        """Read images in batches, each while the caller uses the previous one. Each image is
+        cropped at once: files of large photographs would not fit in memory together.
+
+        workers: as for `iter`. Raises TypeError for arrays of other shapes and types than
+        `AnyImage`.
         """
-        size = max(min(_BATCH, _MAX_PIXELS // math.prod(self.transform.crop)), 1)
-        for start in range(0, len(images), size):
-            batch = ImageBatch()
-            for number, image in enumerate(images[start : start + size], start):
-                try:
-                    batch.crops.append(self.crop(image))
-                except DataError as error:
-                    batch.errors.append(error)
-                else:
-                    batch.names.append(str(image) if isinstance(image, str | Path) else number)
-            yield batch
+        size = max(min(batch_size, _MAX_PIXELS // math.prod(self.transform.crop)), 1)
+        numbered = enumerate(images)
+
+        def start_batch() -> list[tuple[str | int, Future[Tensor]]]:
+            return [
+                (
+                    str(image) if isinstance(image, str | Path) else number,
+                    pool.submit(self.crop, image),
+                )
+                for number, image in islice(numbered, size)
+            ]
+
+        with ThreadPoolExecutor(workers or cpu_threads()) as pool:
+            following = start_batch()
+            while current := following:
+                following = start_batch()
+                batch = ImageBatch()
+                for name, crop in current:
+                    try:
+                        batch.crops.append(crop.result())
+                    except DataError as error:
+                        batch.errors.append(error)
+                    else:
+                        batch.names.append(name)
+                yield batch
 
 
 def check_eval_values(config: EvalConfig, path: Path) -> None:
@@ -375,17 +408,6 @@ class OnnxPredictor(Predictor):
         if self.graph_preprocess == "normalize":
             return torch.stack(crops)
         return super().model_input(crops)
-
-
-def load_model(
-    checkpoint: str | os.PathLike[str],
-    device: str = "auto",
-    weights: str | None = None,
-    allow_import: Collection[str] = (),
-) -> tuple[nn.Module, Callable[[Sequence[AnyImage]], Tensor]]:
-    """`Predictor.model` and `Predictor.prepare` of a checkpoint."""
-    predictor = Predictor(checkpoint, device, weights, allow_import)
-    return predictor.model, predictor.prepare
 
 
 def read_image(image: AnyImage, exif: str = "ignore") -> Tensor:

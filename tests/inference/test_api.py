@@ -2,18 +2,25 @@
 kind of image.
 """
 
+import itertools
 import json
 import re
 import runpy
 import subprocess
 import sys
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from helpers import REPOSITORY, call, losses, train_here
+from helpers import REPOSITORY, call, environment, losses, train_here
 from PIL import Image
 
 import imagenet_cls
@@ -75,7 +82,7 @@ def test_wrong_arguments_raise(folder: Path) -> None:
         (predictor.features, []),
         (lambda images: next(predictor.predict(images)), "none.jpg"),
     ):
-        with pytest.raises(TypeError, match="list"):
+        with pytest.raises(TypeError, match=r"list|iterable"):
             function(argument)
     assert predictor([]) == []
     pixels = np.zeros((8, 8, 3), np.uint8)
@@ -86,7 +93,7 @@ def test_wrong_arguments_raise(folder: Path) -> None:
             predictor(empty)
     with pytest.raises(DataError, match=r"none\.jpg"):
         predictor.logits(["none.jpg"])
-    for read in (imagenet_cls.load_model, imagenet_cls.read_metrics):
+    for read in (imagenet_cls.Predictor, imagenet_cls.read_metrics):
         with pytest.raises(CheckpointError, match="nowhere"):
             read(folder / "nowhere")
     with pytest.raises(AttributeError):
@@ -102,6 +109,109 @@ def test_error_of_the_model_is_raised_unless_it_is_about_the_size(folder: Path) 
     ):
         with patch.object(predictor.model, "forward", side_effect=error), pytest.raises(expected):
             predictor.logits([np.zeros((8, 8, 3), np.uint8)])
+
+
+def test_predictor_may_be_used_from_several_threads(folder: Path, tmp_path: Path) -> None:
+    predictor = imagenet_cls.Predictor(folder / "work_dirs/demo")
+    generator = np.random.default_rng(0)
+    images = [Image.fromarray(generator.integers(0, 256, (40, 50, 3), np.uint8)) for _ in range(8)]
+    files = [tmp_path / f"{number}.png" for number in range(8)]  # which Pillow decodes
+    for image, file in zip(images, files, strict=True):
+        image.save(file)
+    features = [predictor.features([file]) for file in files]
+    logits = [predictor.logits([file]) for file in files]
+    used = imagenet_cls.Predictor(folder / "work_dirs/demo")
+    forward = used.model.forward
+
+    def slow_forward(pixels: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = forward(pixels)
+        time.sleep(0.02)  # other threads go on before the features are taken
+        return result
+
+    filters = [*warnings.filters]
+    with patch.object(used.model, "forward", slow_forward), ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(used.features, [file]) for file in files * 4]
+        found += [pool.submit(used.logits, [file]) for file in files * 4]
+    for expected, result in zip(features * 4 + logits * 4, found, strict=True):
+        torch.testing.assert_close(result.result(), expected)
+    assert warnings.filters == filters
+
+
+def test_iter_reads_one_batch_ahead_of_an_endless_generator(folder: Path) -> None:
+    predictor = imagenet_cls.Predictor(folder / "work_dirs/demo")
+    files = sorted((folder / "data/digits/train/3").iterdir())[:5]
+    taken = []
+
+    def camera() -> Iterator[Any]:
+        for number in itertools.count():
+            taken.append(number)
+            file = files[number % 5]
+            yield file if number % 2 else np.asarray(Image.open(file).convert("RGB"))
+
+    rows = predictor.iter(camera(), batch_size=3, workers=2)
+    found = [next(rows) for _ in range(7)]
+    assert len(taken) == 12  # three batches, and one that is read
+    del rows
+    expected = [*predictor.predict(files)]
+    for number, row in enumerate(found):
+        assert row["image"] == (str(files[number % 5]) if number % 2 else number)
+        for (name, share), (other, known) in zip(
+            row["top"], expected[number % 5]["top"], strict=True
+        ):
+            assert name == other and share == pytest.approx(known, abs=1e-5)
+    broken = predictor.iter([*files[:2], "none.jpg"], batch_size=2)
+    assert [next(broken)["image"] for _ in range(2)] == [*map(str, files[:2])]
+    with pytest.raises(DataError, match=r"none\.jpg"):
+        next(broken)
+
+
+def test_mistakes_are_the_images_that_an_evaluation_counts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    for folder_of_class in (folder / "data/digits/train").iterdir():
+        (tmp_path / folder_of_class.name).mkdir()
+        for file in sorted(folder_of_class.iterdir())[:2]:
+            (tmp_path / folder_of_class.name / file.name).symlink_to(file)
+    run = imagenet_cls.TrainedRun(folder / "work_dirs/demo")
+    results = run.evaluate(tmp_path, device="cpu")
+    mistakes = run.mistakes(tmp_path, device="cpu")
+    predictor = run.predictor(device="cpu")
+    right = results[predictor.weights]["top1_pct"] / 100 * 20
+    assert len(mistakes) == 20 - round(right) > 0
+    for mistake in mistakes:
+        path = Path(mistake["path"])
+        (row,) = predictor.predict([path])
+        (name, confidence), *_ = row["top"]
+        assert mistake["true"] == path.parent.name != mistake["predicted"] == name
+        assert mistake["confidence"] == pytest.approx(confidence, abs=1e-4)
+    shares = [mistake["confidence"] for mistake in mistakes]
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_on_eval_stops_a_run_that_can_be_resumed(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    values = {"data.root": digits, "data.num_workers": 0, "model.name": "helpers:noisy"}
+    values |= {"model.kwargs": {"pause_sec": 0.2}, "log.tensorboard": False, "log.report": False}
+    train = partial(imagenet_cls.train, "demo", values, size=16, epochs=50, work_dir=tmp_path)
+    calls: list[dict[str, Any]] = []
+
+    def stop(record: dict[str, Any]) -> bool:
+        calls.append(record)
+        return True
+
+    run = train(on_eval=stop)
+    evaluations = [record for record in run.metrics if record["kind"] == "eval"]
+    assert calls == evaluations[: len(calls)] and calls[0]["epoch"] == 0
+    first = max(record["step"] for record in run.metrics)
+    assert calls[-1]["step"] <= first < 50 * calls[0]["step"]
+    with pytest.raises(ZeroDivisionError):
+        train(resume=True, on_eval=lambda record: 1 / 0)
+    assert max(record["step"] for record in run.metrics) > first
+    saved = imagenet_cls.read_metrics(tmp_path)[-1]["step"]
+    assert (tmp_path / "checkpoints" / f"step-{saved:07}").is_dir()
 
 
 def test_batches_hold_crops_and_not_whole_images(folder: Path) -> None:
