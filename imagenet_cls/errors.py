@@ -87,6 +87,10 @@ class ResourceError(UserError):
     exit_code = 5
 
 
+class DownloadError(ResourceError):
+    """A model or its published weights can't be downloaded."""
+
+
 @contextmanager
 def explain_content_errors(
     kind: type[UserError],

@@ -9,6 +9,7 @@ Random numbers are drawn only to initialize weights, so the same seed gives the 
 import logging
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 
 import imagenet_cls.models.cifar  # noqa: F401 (registers its models with timm)
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError, UserError
+from imagenet_cls.errors import CheckpointError, ConfigError, DownloadError, Problem, UserError
 from imagenet_cls.lookup import (
     NameNotFoundError,
     component,
@@ -41,6 +42,8 @@ TORCHVISION = "torchvision:"
 # timm's sources of a config and weights, besides its own models
 HUB, FOLDER = "hf-hub:", "local-dir:"
 
+_PROBE_SEC = 5  # how long to wait for an answer of the Hub
+
 # huggingface_hub warns of each retry. The error of the last one is reported.
 if "HF_HUB_VERBOSITY" not in os.environ:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -58,20 +61,14 @@ def build_model(
     num_classes: None: as many as the published weights have. channels: the channels of the images;
     timm's models are built for them. Published weights
     (`model.pretrained`) are downloaded once; a head of another size is initialized.
-    `model.checkpoint` is not read: see `weights.load_weights`. Raises ResourceError if published
+    `model.checkpoint` is not read: see `weights.load_weights`. Raises DownloadError if published
     weights can't be downloaded, CheckpointError where they don't fit the kwargs, ConfigError for
     kwargs that the library rejects and for a malformed name on the Hub, UserError where the user's
     factory does not return a module, and what this factory raises.
     """
-    if config.pretrained:
-        # Printed at once: no setting of huggingface_hub shortens its retries.
-        print(
-            f"Loading the published weights of {config.name!r}, from the network if they are not "
-            "cached. Without a network, the error comes after up to a minute.",
-            flush=True,
-        )
     is_hub = config.name.startswith(HUB)
     try:
+        _check_hub(config)
         return _build(config, num_classes, channels)
     except HFValidationError as error:
         raise ConfigError([f"model.name: {config.name!r}: {first_line(error)}"]) from error
@@ -82,7 +79,8 @@ def build_model(
     except Exception as error:
         if config.name.startswith(FOLDER) and isinstance(error, OSError):
             raise CheckpointError(
-                f"model.name: {config.name!r}: {first_line(error)}", "Correct the path."
+                f"model.name: {config.name!r}: {first_line(error)}",
+                "Give the path of a folder with a model.",
             ) from error
         if (config.pretrained or is_hub) and is_download_error(error):
             raise _download_error(config, error) from error
@@ -225,45 +223,66 @@ def is_download_error(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in libraries
 
 
-def _download_error(config: ModelConfig, error: Exception) -> ResourceError:
+def _hub_id(name: str) -> str | None:
+    """The repository of a model on the Hugging Face Hub, if it is there."""
+    if name.startswith(HUB):
+        return name.removeprefix(HUB).partition("@")[0]
+    return getattr(timm.models.get_pretrained_cfg(name), "hf_hub_id", None)
+
+
+def _check_hub(config: ModelConfig) -> None:
+    """Raise the error of the network if the Hugging Face Hub has to be asked and does not answer.
+    The Hub's library itself tries for up to a minute, which no setting shortens.
+    """
+    hub_id = _hub_id(config.name)
+    if not hub_id or not (config.pretrained or config.name.startswith(HUB)):
+        return
+    files = ("model.safetensors", "pytorch_model.bin")
+    is_given = config.kwargs.keys() & {"pretrained_cfg", "pretrained_cfg_overlay"}
+    is_cached = any(huggingface_hub.try_to_load_from_cache(hub_id, file) for file in files)
+    if is_given or is_cached or huggingface_hub.constants.HF_HUB_OFFLINE:
+        return
+    if config.pretrained:
+        print(f"Downloading the published weights of {config.name!r}.", flush=True)
+    # In a thread, since the look-up of a name may take longer than the time limit.
+    ask = huggingface_hub.get_session().head
+    endpoint = huggingface_hub.constants.ENDPOINT
+    ThreadPoolExecutor(1).submit(ask, endpoint, timeout=_PROBE_SEC).result(_PROBE_SEC)
+
+
+def _download_error(config: ModelConfig, error: Exception) -> DownloadError:
     """The error says what failed, which files to download elsewhere and how to use them."""
     # the hub's own error only says that there was one
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     name = config.name
     source = huggingface_hub.constants.ENDPOINT
-    arguments = "model.pretrained=false model.checkpoint=FILE (predict.py: FILE --model NAME)"
-    from_scratch = (
-        "\nOr start from random weights with model.pretrained=false, which takes many more images "
-        "and epochs, and often a higher learning rate, such as optimizer.lr=0.01."
-    )
+    arguments = "model.checkpoint=FILE (predict.py: FILE --model NAME)"
     if name.startswith(HUB):
         files = "its config.json and model.safetensors into one folder"
         arguments = f"model.name={FOLDER}FOLDER"
-        from_scratch = ""  # the Hub has the description of the model, too
     elif name.startswith(TORCHVISION):
         files = source = _torchvision_weights(config).url
     else:
-        cfg = timm.models.get_pretrained_cfg(name)
-        hub_id = getattr(cfg, "hf_hub_id", None)
+        hub_id = _hub_id(name)
         files = f"model.safetensors of {hub_id} from the Hugging Face Hub"
         if not hub_id:
-            files = source = str(getattr(cfg, "url", None))
-    return ResourceError(
+            files = source = str(getattr(timm.models.get_pretrained_cfg(name), "url", None))
+    return DownloadError(
         f"Can't download the model or weights of {name!r} from {source}: {first_line(error)}",
-        f"Download {files} on another machine, and start with {arguments}.{_cached_models()}"
-        f"{from_scratch}",
+        f"Download {files} on another machine, and start with {arguments}.{_cached_models()}",
     )
 
 
 def _cached_models() -> str:
-    """The end of a message: the models of timm whose weights the Hub's cache has."""
+    """The end of a message: the models of timm whose published weights the Hub's cache has."""
     try:
         cached = huggingface_hub.scan_cache_dir().repos
     except huggingface_hub.CacheNotFound:
         return ""
-    names = sorted(repo.repo_id.removeprefix("timm/") for repo in cached if repo.size_on_disk)
-    return f" In the cache: {join_names(names, 10)}." if names else ""
+    names = [repo.repo_id.removeprefix("timm/") for repo in cached if repo.size_on_disk]
+    names = sorted(filter(timm.models.is_model_pretrained, names))
+    return f" The cache has the weights of {join_names(names, 10)}." if names else ""
 
 
 def model_mean_std(model: nn.Module, channels: int = 3) -> tuple[list[float], list[float]]:
