@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from imagenet_cls.config.metrics import METRICS, TRAIN_METRICS
-from imagenet_cls.errors import ConfigError, UsageError
+from imagenet_cls.errors import ConfigError, DataError, UsageError
 from imagenet_cls.parallel.collectives import all_reduce_sum
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.tasks.outputs import EvalOutputs, output_names, ranked_classes
@@ -37,7 +37,7 @@ class SingleLabel:
 
     def num_outputs(self, configured: int | None, in_data: int) -> int:
         """The number of the model's outputs. configured: `model.num_classes`. Raises ConfigError if
-        the number of classes in the data does not go with it.
+        the number of classes in the data does not go with it, DataError for one output.
         """
         if configured is not None and configured < in_data:
             raise ConfigError(
@@ -46,7 +46,13 @@ class SingleLabel:
                     f"{in_data} or more, or null"
                 ]
             )
-        return configured if configured is not None else in_data
+        outputs = configured if configured is not None else in_data
+        if outputs == 1:
+            raise DataError(
+                "All images have the same class: there is nothing to learn.",
+                "Give images of two classes or more, in a folder for each class.",
+            )
+        return outputs
 
     def step_metric(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The `train_metric` of a batch, from 0 to 1: a float32 scalar on the device.
