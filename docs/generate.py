@@ -51,9 +51,13 @@ Where there is no file of the name, a config on the command line, or in `_base_`
     python tools/train.py configs/resnet50.yaml seed=1 'augment.scale=[0.2, 1.0]' optimizer.kwargs.nesterov=true
 
 For a key that holds text, the text after `=` is taken as it is, also with ` #` or `: `, unless it begins with a
-quotation mark or a bracket. Other values are read as YAML, without comments. No text is `null`. Of equal keys the last
-one counts, and a line at the start names the others. A section and one of its keys have no order, so setting both is
-an error. Beside a dataset in place of a config, there are also [short keys](your_data.md#short-keys).
+quotation mark or a bracket. Other values are read as YAML, without comments. No text is `null`. If a key is given
+twice, the last value is used, and a line at the start says so. A section and one of its keys have no order, so setting
+both is an error.
+
+Some keys may not be set together: `data.val`, `data.val_fraction` and `data.fold`; `model.checkpoint` and
+`model.pretrained`; and others that name each other below. One that is set on the command line replaces those of the
+config. There are also [short keys](your_data.md#short-keys).
 
 ## Components
 

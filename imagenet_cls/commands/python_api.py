@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_cls.commands.child import command_arguments, run_command
-from imagenet_cls.commands.own_data import expand_short_keys, is_data
 from imagenet_cls.commands.train import load_run
 from imagenet_cls.commands.trained_run import TrainedRun
-from imagenet_cls.config.load import load_config
 from imagenet_cls.errors import UsageError
 from imagenet_cls.lookup import suggest_keywords
 from imagenet_cls.report.jsonl import Record, read_metrics
@@ -52,9 +50,6 @@ def train(
     short = {"model": model, "epochs": epochs, "size": size, "lr": lr, "device": device}
     values = {key: value for key, value in short.items() if value is not None}
     arguments = command_arguments({**(overrides or {}), **values})
-    if source is None or not is_data(str(source)):
-        base = load_config(source).config
-        arguments = expand_short_keys(arguments, base.model.pretrained)
     if str(work_dir) == "auto":
         raise UsageError("work_dir: 'auto' is for the command line.", "Name a folder.")
     argv = [] if source is None else [str(source)]

@@ -24,6 +24,14 @@ _TYPE_NAMES: dict[Any, str] = {
     list[str]: "a list of texts",
 }
 
+# Short keys of arguments, and the keys of the config that they stand for.
+SHORT_KEYS = {
+    "model": ("model.name",),
+    "epochs": ("train.epochs",),
+    "size": ("augment.size_px", "eval.crop_px"),
+    "lr": ("optimizer.lr",),
+}
+
 # Our keys, perhaps with a value, and their names in timm, torchvision, pytorch/examples, mmpretrain
 # and ultralytics.
 _OTHER_NAMES = {
@@ -53,29 +61,20 @@ _OTHER_NAMES = {
     "augment.erasing.prob": "reprob random_erase random_erasing",
     "eval.mode": "crop_mode",
     "ema.decay": "model_ema model_ema_decay",
-    "data.root": "data_path data_dir data_root data.path",
+    "data.root": "data_path data_dir data_root path",
     "data.num_workers": "j workers",
     "eval.every_epochs=1000000": "no_validate no_val",
     "parallel.device_ids=[0]": "gpu_id gpu_ids",
+    "parallel.sync_bn": "syncbn",
     "log.every_steps": "p print_freq log_interval",
     "log.writers=[jsonl,tensorboard,wandb]": "wandb log_wandb use_wandb",
     "train.early_stop.patience_evals": "early_stopping early_stop patience",
 }
 ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
-# Remarks about some of these keys, and what to do instead of other options.
+# What to do instead of other options and keys.
 ADVICE = {
-    "train.global_batch_size": "of all devices; train.micro_batch_size is for one",
-    "train.micro_batch_size": "the accumulation steps follow from it",
-    "train.precision": "auto, the default, is bf16 on GPUs that have it",
-    "optimizer.lr_base_batch": "the batch size that optimizer.lr is meant for",
-    "optimizer.lr_scales": "by parameter names: '{\"head.*\": 10}'",
-    "model.name": "beside a dataset: model",
-    "model.head_only": "or model.freeze, with patterns",
-    "augment.size_px": "in evaluation: eval.crop_px; beside a dataset, size sets both",
-    "eval.mode": "crop, squash or pad",
-    "eval.every_epochs": "the last epoch is evaluated in any case",
-    "parallel.device_ids": "the GPUs to use",
     **dict.fromkeys(["config", "cfg"], "give the config as an argument, without an option"),
+    **dict.fromkeys(["dropout", "drop"], "a model of timm takes model.kwargs.drop_rate"),
     "data": "give only the path of the dataset, or data.root=PATH",
     **dict.fromkeys(
         ["test_only", "eval_only", "e", "evaluate", "validate"],
@@ -155,6 +154,13 @@ def _infos(key: str) -> Iterator[KeyInfo]:
     return map(info, accumulate(key.split("."), "{}.{}".format))  # a, a.b, a.b.c
 
 
+@cache
+def exclusive_with(key: str) -> frozenset[str]:
+    """The keys that may not be set beside this one; none for a key that the schema lacks."""
+    pairs = [(name, other) for name in value_types() for other in info(name).excludes]
+    return frozenset(other for pair in pairs if key in pair for other in pair if other != key)
+
+
 def members(hint: Any) -> tuple[Any, ...]:
     """The types of a union; for any other type, the type itself."""
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
@@ -194,34 +200,28 @@ def describe_type(hint: Any) -> str:
     return " or ".join(names)
 
 
-def instead_of_option(option: str, value: str | None) -> str | None:
-    """What to write instead of an unknown command-line option: `write optimizer.lr=0.1` for `--lr
-    0.1`, or None.
+def instead_of_option(option: str) -> str | None:
+    """What to write instead of an unknown command-line option: `write optimizer.lr=VALUE` for
+    `--lr`, or None.
     """
     name = option.lstrip("-").replace("-", "_")
     same_name = [key for key in value_types() if name in (key, key.rpartition(".")[2])]
     setting = ALIASES.get(name) or next(iter(same_name), None)
     if setting is None:
         return ADVICE.get(name)
-    key, equals, _ = setting.partition("=")
-    if not equals:
-        is_switch = value is None and value_types()[key] is bool
-        setting += "=true" if is_switch else f"={value or 'VALUE'}"
-    return f"write {setting}{_remark(key)}"
-
-
-def _remark(key: str) -> str:
-    return f" ({ADVICE[key]})" if key in ADVICE else ""
+    if "=" not in setting:
+        setting += "=true" if value_types()[setting] is bool else "=VALUE"
+    return f"write {setting}"
 
 
 def unknown_key(key: str) -> str:
     """The message for a key that its section does not have."""
     section, _, name = key.rpartition(".")
+    name = name.replace("-", "_")
     if key in _fields() or section not in sections():
         return "unknown key; dots are for the command line, in a file write nested sections"
-    if alias := ALIASES.get(key) or ALIASES.get(name):
-        meant = alias.partition("=")[0]
-        return f"unknown key; did you mean {meant!r}?{_remark(meant)}"
+    if alias := ALIASES.get(name):
+        return f"unknown key; did you mean {alias.partition('=')[0]!r}?"
     if advice := ADVICE.get(name):
         return f"unknown key; {advice}"
     beside = {
@@ -235,5 +235,5 @@ def unknown_key(key: str) -> str:
         return f"unknown key; did you mean {' or '.join(map(repr, found))}?"
     if "kwargs" in beside:
         return f"unknown key; further arguments belong in {section}.kwargs"
-    short_keys = "" if section else "; beside a dataset also epochs, size and lr"
+    short_keys = "" if section else "; also epochs, size and lr"
     return f"unknown key (allowed: {', '.join(beside)}{short_keys})"

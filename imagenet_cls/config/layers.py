@@ -1,7 +1,7 @@
 """Read the layers of a config and merge them: `_base_` files < the file < the command line."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -148,11 +148,16 @@ class Layers:
             if os.path.realpath(base) not in self._files:
                 self.add_file(base, place)
 
-    def add_overrides(self, overrides: Sequence[str]) -> None:
-        """Add the `key.sub=value` arguments as one layer. Of equal keys the last one counts. A
-        section and one of its keys have no order, and are an error.
+    def add_overrides(self, overrides: Sequence[str], source: str = "command line") -> None:
+        """Add `key.sub=value` arguments as one layer, also with `SHORT_KEYS`. If a key is given
+        twice, the last value is used. A section and one of its keys have no order, and are an
+        error.
+
+        A key that is set here unsets the keys of the layers below that may not be set beside it.
+        source: where the arguments come from, for messages.
         """
         arguments = Tree()
+        overrides = self._expand(overrides)
         given_keys = [text.partition("=")[0].strip() for text in overrides]
         last = {key: number for number, key in enumerate(given_keys)}
         for number, (key, text) in enumerate(zip(given_keys, overrides, strict=True)):
@@ -160,7 +165,7 @@ class Layers:
                 later = shorten(overrides[last[key]], 100)
                 self.replaced.append(f"{shorten(text, 100)} has no effect: {later} replaces it")
                 continue
-            place = f"command line {shorten(text, 100)!r}"
+            place = f"{source} {shorten(text, 100)!r}"
             _, equals, value = text.partition("=")
             names = key.split(".")
             if not equals or not all(names):
@@ -187,6 +192,35 @@ class Layers:
                         )
             _merge(arguments, layer)
         self.add(arguments)
+
+    def _expand(self, overrides: Sequence[str]) -> list[str]:
+        """Replace `SHORT_KEYS` by keys of the config, and add the values that unset the keys which
+        may not be set beside the given ones. `model=` keeps `model.pretrained`, which a new
+        `model.name` would reset, unless the overrides choose the weights.
+        """
+        before = reader.value_of(flatten(self.tree).get("model.pretrained"))
+        weights = {"model.pretrained", "model.checkpoint"}
+        keeps_pretrained = before and not keys_set(overrides) & weights
+        expanded = []
+        for text in overrides:
+            key, _, value = text.partition("=")
+            names = keys.SHORT_KEYS.get(key.strip(), ())
+            if value.lstrip().startswith("{"):  # of the section `model`
+                names = ()
+            expanded += [f"{name}={value}" for name in names] or [text]
+            if "model.name" in names and keeps_pretrained:
+                expanded.append("model.pretrained=true")
+        given = {text.partition("=")[0].strip() for text in expanded}
+        for key in keys_set(text for text in expanded if not text.endswith(("=false", "=[]", "="))):
+            for other in keys.exclusive_with(key) - given:
+                unset = {bool: "false", list[str]: "[]"}.get(keys.value_types()[other], "null")
+                expanded.append(f"{other}={unset}")
+        return expanded
+
+
+def keys_set(overrides: Iterable[str]) -> set[str]:
+    """The keys of `key=value` arguments, without those that are null."""
+    return {text.partition("=")[0].strip() for text in overrides if not text.endswith("=null")}
 
 
 def walk(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

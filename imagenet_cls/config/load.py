@@ -48,15 +48,18 @@ class LoadedConfig:
     data: Any = None
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] = (), derived: Sequence[str] = ()
+) -> LoadedConfig:
     """Read, merge and check a config, which `find_config` finds. None: the demo.
 
-    overrides: `key.sub=value` arguments. Raises ConfigError with one line for each problem, all at
-    once.
+    overrides: `key.sub=value` arguments. derived: such values for a dataset, which overrides
+    replace. Raises ConfigError with one line for each problem, all at once.
     """
     file = DEMO if path is None else find_config(path)
     layers = Layers()
     layers.add_file(file)
+    layers.add_overrides(derived, "dataset")
     loaded = _check(layers, overrides, file.stem)
     if file.name == "config.yaml" and (file.parent / "env.json").exists():  # of a run
         return replace(loaded, name=file.parent.resolve().name)
