@@ -28,11 +28,9 @@ from imagenet_cls.errors import (
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.parallel.exit import hard_exit, print_error, write_error_file
 from imagenet_cls.parallel.signals import exit_on_signal, handle_interrupts
-from imagenet_cls.text import CALLER_VARIABLE, command_line, printable
+from imagenet_cls.text import CALLER_VARIABLE, command_line, count_of, printable
 
 Command = Callable[[Sequence[str]], int | None]
-# What can't be the value of an option: another option, an override, a config file, nothing.
-_NOT_A_VALUE = re.compile(r"-.*|[\w.]+=.*|.*\.ya?ml|")
 T = TypeVar("T")
 
 
@@ -198,27 +196,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """Parse arguments, options and positional ones in any order. Raises ConfigError for options of
     other projects.
 
-    The word after `--resume` is its value only if it is `auto`.
+    The word `auto` after `--resume` is left out, which means the same.
     """
-    words = []
-    for word, following in zip(argv, [*argv, ""][1:], strict=True):
-        words.append(word)
-        if word == "--resume" and following != "auto":
-            words.append("auto")
+    pairs = zip(argv, ["", *argv], strict=False)
+    words = [word for word, before in pairs if (before, word) != ("--resume", "auto")]
     arguments, unknown = parser.parse_known_intermixed_args(words)
-    following_words = dict(zip(words, [*words, ""][1:], strict=True))
-    errors = []
-    for word in unknown:
-        if not word.startswith("-"):
-            continue
-        option, _, value = word.partition("=")
-        following = following_words[word]
-        if not value and not _NOT_A_VALUE.fullmatch(following):
-            value = following
-        if text := keys.instead_of_option(option, value or None):
-            shown = f"{option} {value}".rstrip()
-            errors.append(f"{shown}: {text}")
-    if errors:
+    given = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    if errors := [f"{word}: {text}" for word in given if (text := keys.instead_of_option(word))]:
         raise ConfigError(errors)  # each says what to write instead
     if unknown:
         options = re.findall(r"--[\w-]+", parser.format_help())
@@ -236,12 +220,17 @@ def split_overrides(
     every = [*arguments.arguments, *(arguments.cfg_options or [])]
     overrides = [argument for argument in every if is_override(argument)]
     others = [argument for argument in every if not is_override(argument)]
-    spaced = any(argument.startswith("=") or argument.endswith("=") for argument in overrides)
     key = next((other for other in others if other in keys.value_types()), None)
+    for override in overrides:
+        name, _, value = override.partition("=")
+        option = name.strip().replace("-", "_")
+        if option in vars(arguments) and option not in keys.value_types():
+            raise UsageError(
+                f"{override}: there is no key of this name, but an option.",
+                f"Write --{option.replace('_', '-')} {value}",
+            )
     if len(others) > len(names) or key is not None:
-        remedy = f"Write overrides as {key or 'key'}=value"
-        if spaced:
-            remedy += ", without spaces around the equals sign"
+        remedy = f"Write overrides as {key or 'key'}=value, without spaces"
         if vars(arguments).get("resume"):
             remedy += "; give a checkpoint to resume from by --resume-from"
         raise UsageError(
@@ -298,9 +287,25 @@ def checkpoint_path(text: str) -> Path:
     checkpoint = path(text)
     if not checkpoint.exists():
         raise CheckpointError(
-            f"No checkpoint {text!r}: no such file or folder.", "Correct the path."
+            f"No checkpoint {text!r}: no such file or folder.",
+            "Give the path of a checkpoint or of a run folder.",
         )
     return checkpoint
+
+
+def output_folder(option: Path | None, words: Sequence[str]) -> Path:
+    """The folder that a command writes: the value of --out, or the only word that is no override.
+    Raises UsageError.
+    """
+    given = [word for word in words if not is_override(word)]
+    if option is not None:
+        given.append(str(option))
+    if len(given) != 1:
+        raise UsageError(
+            f"{count_of(len(given), 'output folder')} given, and one is needed.",
+            "Give it by --out DIR, or as the last word.",
+        )
+    return path(given[0])
 
 
 def number(low: float, high: float = math.inf) -> Callable[[str], float]:

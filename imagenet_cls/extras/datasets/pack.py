@@ -58,7 +58,7 @@ def pack_command(argv: Sequence[str]) -> None:
         help="a folder or archive with train and val; a config; hf:USER/NAME, hf:FOLDER, or a "
         "folder with Parquet files (data.val=test names another part of these)",
     )
-    parser.add_argument("out", type=cli.path, metavar="OUT")
+    parser.add_argument("--out", type=cli.path, metavar="DIR", help="the same as OUT")
     add_data_options(parser)
     parser.add_argument(
         "--max-px",
@@ -81,10 +81,11 @@ def pack_command(argv: Sequence[str]) -> None:
         help="as data.labels=multi",
     )
     arguments = parser.parse_intermixed_args(argv)
-    out = arguments.out
+    arguments.out = out = cli.output_folder(arguments.out, arguments.overrides)
+    overrides = list(filter(cli.is_override, arguments.overrides))
     if out.is_file():
         raise UsageError(f"{out} is a file.", "Give a folder as OUT.")
-    data = load_data(arguments.source, arguments.overrides, arguments.multilabel)
+    data = load_data(arguments.source, overrides, arguments.multilabel)
     from imagenet_cls.data.datasets import open_datasets  # imports torch, which --help should not
     from imagenet_cls.data.image_set import EncodedImages
 

@@ -43,7 +43,8 @@ def prepare_command(argv: Sequence[str]) -> None:
         "images. The same command continues an interrupted one.",
     )
     parser.add_argument("source", type=cli.path, metavar="SOURCE")
-    parser.add_argument("out", type=cli.path, metavar="OUT")
+    parser.add_argument("words", nargs="*", metavar="OUT")
+    parser.add_argument("--out", type=cli.path, metavar="DIR", help="the same as OUT")
     labels_help = f"devkit (.tar.gz or folder) or {SOLUTION}, if not in SOURCE"
     parser.add_argument("--labels", type=cli.path, metavar="FILE", help=labels_help)
     parser.add_argument(
@@ -51,9 +52,10 @@ def prepare_command(argv: Sequence[str]) -> None:
         action="store_true",
         help="do not compare the counts with ImageNet's at the end",
     )
-    arguments = parser.parse_args(argv)
-    prepare(arguments.source, arguments.out, arguments.labels)
-    check_counts(arguments.out, must_be_imagenet=not arguments.no_count_check)
+    arguments = parser.parse_intermixed_args(argv)
+    out = cli.output_folder(arguments.out, arguments.words)
+    prepare(arguments.source, out, arguments.labels)
+    check_counts(out, must_be_imagenet=not arguments.no_count_check)
 
 
 def prepare(source: Path, out: Path, labels: Path | None) -> None:

@@ -9,7 +9,7 @@ from imagenet_cls.files import check_output_path, write_output
 from imagenet_cls.lookup import check_packages
 from imagenet_cls.text import printable
 
-SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
+FORMATS = {".onnx": "onnx", ".pt2": "torch"}
 
 
 def export_command(argv: Sequence[str]) -> None:
@@ -20,7 +20,11 @@ def export_command(argv: Sequence[str]) -> None:
         "export", "Write a trained model as ONNX or torch.export, and compare it with PyTorch."
     )
     cli.add_weights_arguments(parser)
-    parser.add_argument("--format", choices=tuple(SUFFIXES), help="onnx, or torch for torch.export")
+    parser.add_argument(
+        "--format",
+        choices=tuple(FORMATS.values()),
+        help="onnx, or torch for torch.export; default: by the suffix of --out",
+    )
     parser.add_argument(
         "--out",
         type=cli.path,
@@ -44,21 +48,20 @@ def export_command(argv: Sequence[str]) -> None:
         help="version of ONNX's operators; default: torch's",
     )
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.format is None:
-        raise UsageError("No --format is given.", "Add --format onnx or --format torch.")
-    suffix = SUFFIXES[arguments.format]
     options, others = cli.weights_arguments(arguments)
     if others:
         raise UsageError(f"Unexpected argument {others[0]!r}.", "Name the file with --out.")
     run = Path(options["checkpoint"])
     folder = run if (run / "config.yaml").is_file() else Path()
-    out = arguments.out or folder / f"model{suffix}"
-    if out.suffix != suffix:
+    suffixes = {name: suffix for suffix, name in FORMATS.items()}
+    out = arguments.out or folder / f"model{suffixes.get(arguments.format, '')}"
+    form = FORMATS.get(out.suffix)
+    if form is None or arguments.format not in (None, form):
         raise UsageError(
-            f"--out {out}: the file's name must end in {suffix}.",
-            "Change it, or give another --format.",
+            f"The format is not known: --format {arguments.format}, --out {arguments.out}.",
+            "Give --out with a name that ends in .onnx or .pt2, or --format onnx or torch.",
         )
-    if arguments.opset and arguments.format != "onnx":
+    if arguments.opset and form != "onnx":
         raise UsageError(
             f"--opset {arguments.opset}: only ONNX has opsets.",
             "Leave it out, or give --format onnx.",
@@ -67,10 +70,10 @@ def export_command(argv: Sequence[str]) -> None:
     from imagenet_cls.extras.weights.exported_model import BATCHES, compare, export_model
     from imagenet_cls.inference.predictor import Predictor
 
-    if arguments.format == "onnx":
+    if form == "onnx":
         check_packages("onnx", "onnx", "onnxscript", "onnxruntime")
     predictor = Predictor(**options, device="cpu")
-    export = export_model(predictor, arguments.format, arguments.preprocess, arguments.opset)
+    export = export_model(predictor, form, arguments.preprocess, arguments.opset)
     verdict = compare(predictor, export)
     write_output(out, export.content)
     batches = " and ".join(map(str, BATCHES))

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from imagenet_cls.commands import cli
 from imagenet_cls.errors import UsageError
@@ -17,15 +16,14 @@ def publish_command(argv: Sequence[str]) -> None:
         "publish", "Write a trained timm model as a folder for timm and the Hugging Face Hub."
     )
     cli.add_weights_arguments(parser, "DIR")
+    parser.add_argument("--out", type=cli.path, metavar="DIR", help="the same as DIR")
     parser.add_argument(
         "--license", metavar="ID", help="of the model, as the Hub names it, such as apache-2.0"
     )
     parser.add_argument("--overwrite", action="store_true", help=f"replace {_FILES} in DIR")
     arguments = parser.parse_intermixed_args(argv)
     options, folders = cli.weights_arguments(arguments)
-    if len(folders) != 1:
-        raise UsageError("No folder given.", "Name a new or empty one after the weights.")
-    folder = Path(folders[0])
+    folder = cli.output_folder(arguments.out, folders)
     if folder.is_file():
         raise UsageError(f"{folder} is a file.", "Give a folder.")
     if folder.is_dir() and any(folder.iterdir()) and not arguments.overwrite:
