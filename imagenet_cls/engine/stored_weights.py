@@ -91,7 +91,7 @@ def open_weights(source: str | Path, kind: str | None = None) -> Weights:
         if problems := model_problems(config):
             raise CheckpointError(
                 f"{source}: no file or folder of this name. As a model: {problems[0].message}",
-                "Correct the path or the name.",
+                "Give the path of a file or folder that exists, or the name of a model.",
             )
         check_kind(["raw"], kind or "raw", source)
         return _open_published(config)

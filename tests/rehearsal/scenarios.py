@@ -49,7 +49,7 @@ CLASS_WEIGHTS = "loss.class_weights=[1,2,3,4,5,6,7,8,9,10]"
 
 
 def train(work_dir: Path, *words: str, config: str | None = None) -> None:
-    """Run train.py in this process. Of equal keys the last one counts."""
+    """Run train.py in this process. If a key is given twice, the last value is used."""
     from imagenet_cls.commands.train import train_command
 
     defaults = ["model.name=helpers:noisy", "device=cuda"]

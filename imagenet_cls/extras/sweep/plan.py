@@ -85,7 +85,7 @@ def write_runs(folder: Path, runs: Iterable[SweepRun]) -> None:
 
 
 def split_overrides(overrides: Sequence[str]) -> dict[str, list[str]]:
-    """The values of each `key=value,value`. Of equal keys the last one counts."""
+    """The values of each `key=value,value`. If a key is given twice, the last value is used."""
     pairs = [override.partition("=") for override in overrides]
     return {key.strip(): split_values(text) for key, _, text in pairs}
 
