@@ -114,24 +114,24 @@ def run_on_ranks(
     argv: Sequence[str],
     load: Callable[[argparse.Namespace], LoadedConfig],
     work: Callable[[argparse.Namespace, LoadedConfig, "RankContext"], None],
-    check: Callable[[argparse.Namespace, LoadedConfig, bool], None] = lambda *_: None,
+    training: bool | None = None,
 ) -> int:
     """Run a command on one rank or many: `work` on each. Returns the exit code.
 
     name, command: the command that calls this, in the process that the user starts and in the
     ranks that it starts. parser: with the options of `add_rank_options`. load: returns the config.
-    check: called before the ranks are started (with True), and in a single process (with False),
-    both before torch is imported, which takes seconds.
+    training: whether the command trains, to check the components before the ranks are started;
+    None: it uses none.
     """
     arguments, rank_info = parse_rank_arguments(parser, argv)
+    arguments.checks_files = rank_info is None or rank_info.is_single_process
     if rank_info is None:  # this process starts the ranks
         loaded = load(arguments)
-        check(arguments, loaded, True)
+        if training is not None:
+            check_components(loaded, ranks_to_start(arguments), training)
         return start_ranks(name, command, arguments, loaded, argv)
     with RankProcess(rank_info, arguments.traceback) as process:
         loaded = load(arguments)
-        if rank_info.is_single_process:
-            check(arguments, loaded, False)
         with name_origins(loaded.origins):
             work(arguments, loaded, process.join(loaded))
     return 0
@@ -326,7 +326,10 @@ def prepare_process(loaded: LoadedConfig, rank_info: RankInfo) -> None:
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that runs on ranks."""
+    """The options of every command that runs on ranks. `checks_files` says whether the process is
+    to check files: it starts the ranks, or is the only one.
+    """
+    parser.set_defaults(checks_files=False)
     add = parser.add_argument_group("several ranks").add_argument
     add(
         "--launcher",
@@ -339,10 +342,10 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
         "-g",
         "--nproc-per-node",
         "--nproc_per_node",
-        type=number(1, 1024),  # the limit catches typos
+        type=gpu_count,
         default=1,
         metavar="N",
-        help="ranks to start on this machine, on GPUs if it has any",
+        help="ranks to start on this machine, on GPUs if it has any; all: as many as it has GPUs",
     )
     add(
         "--nodes",
@@ -369,6 +372,23 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     # torch.distributed.launch passes the local rank as an option, in either spelling, and in the
     # environment.
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+
+
+def gpu_count(text: str) -> float:
+    """An argparse type: the number of ranks on this machine. Raises UsageError for `all` without
+    GPUs.
+    """
+    if text != "all":
+        return number(1, 1024)(text)  # the limit catches typos
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UsageError(
+            "--gpus all: this machine has no GPU that torch can use.",
+            "Leave it out to train on the CPU, or give the number of ranks.",
+        )
+    return count
 
 
 def node_count(text: str) -> str:

@@ -5,13 +5,14 @@ The config is `configs/finetune/own_dataset.yaml` with that dataset; with `data.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imagenet_cls.config.keys import is_text, split_optional, value_types
+from imagenet_cls.config import keys
 from imagenet_cls.config.layers import CONFIGS, shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
 from imagenet_cls.config.reader import dump_inline, parse, value_of
@@ -19,25 +20,29 @@ from imagenet_cls.data.archives import is_archive, part_folders
 from imagenet_cls.data.classes import may_lack_classes
 from imagenet_cls.data.index import list_folder
 from imagenet_cls.errors import ConfigError, UsageError
-from imagenet_cls.text import count_of, join_names
+from imagenet_cls.text import command_line, count_of, join_names
 
 if TYPE_CHECKING:
     from imagenet_cls.data.datasets import DataSets
 
 OWN_DATASET = CONFIGS / "finetune" / "own_dataset.yaml"
 MULTILABEL = CONFIGS / "finetune" / "multilabel.yaml"
-# Keys of the config for the short keys that are allowed beside a dataset, and in Python.
-SHORT_KEYS = {
-    "model": ("model.name",),
-    "epochs": ("train.epochs",),
-    "size": ("augment.size_px", "eval.crop_px"),
-    "lr": ("optimizer.lr",),
-}
+# In place of the values of the config, if the training starts from random weights. The decay of the
+# learning rate by layers is for layers that are trained already.
+FROM_SCRATCH = (
+    "optimizer.lr=0.004",
+    "optimizer.layer_decay=null",
+    "train.epochs=40",
+    "augment.scale=[0.6,1.0]",
+)
 _TRAIN_NAMES = ("train", "training")
 _VAL_NAMES = ("val", "valid", "validation", "test")
 _LARGEST_BATCH = 64
 _SMALLEST_BATCH = 8
 _MIN_STEPS_PER_EPOCH = 10
+# Images of a class below which a line advises folds.
+_ENOUGH_TRAIN = 20
+_ENOUGH_VAL = 30
 
 
 def key_of(override: str) -> str:
@@ -49,8 +54,8 @@ def type_of_key(key: str) -> Any:
     """The type of a key, also of a short one, without null; None if the schema has none, as for
     arguments.
     """
-    (config_key, *_) = SHORT_KEYS.get(key, (key,))
-    return split_optional(value_types().get(config_key))[0]
+    (config_key, *_) = keys.SHORT_KEYS.get(key, (key,))
+    return keys.split_optional(keys.value_types().get(config_key))[0]
 
 
 def value_of_override(key: str, text: str) -> Any:
@@ -59,10 +64,10 @@ def value_of_override(key: str, text: str) -> Any:
     """
     hint = type_of_key(key)
     try:
-        value = value_of(parse(text, ""), is_text(hint))
+        value = value_of(parse(text, ""), keys.is_text(hint))
     except ConfigError:  # the loader explains what is wrong with it
         return text
-    if hint is not None and not is_text(hint):
+    if hint is not None and not keys.is_text(hint):
         for kind in (int, float):  # also `01`
             with suppress(ValueError):
                 return kind(text)
@@ -87,10 +92,16 @@ def is_config(source: str) -> bool:
     return Path(source).suffix in suffixes or source in shipped_configs()
 
 
-def load_config_or_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
-    """The config of a file, or of a training on the dataset that is given in its place."""
+def load_config_or_data(
+    source: str,
+    overrides: Sequence[str],
+    check: Callable[[LoadedConfig], None] = lambda loaded: None,
+) -> LoadedConfig:
+    """The config of a file, or of a training on the dataset that is given in its place. check: see
+    `load_with_data`.
+    """
     if is_data(source):
-        return load_with_data(source, overrides)
+        return load_with_data(source, overrides, check)
     loaded = load_config(source, overrides)
     if Path(source).is_dir():
         note = f"{source} is a config here. For the folder of that name, write ./{source}"
@@ -98,70 +109,50 @@ def load_config_or_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
     return loaded
 
 
-def load_with_data(source: str, overrides: Sequence[str]) -> LoadedConfig:
-    """The config of a training on a dataset. overrides: `key=value`, also with `SHORT_KEYS`.
+def load_with_data(
+    source: str, overrides: Sequence[str], check: Callable[[LoadedConfig], None]
+) -> LoadedConfig:
+    """The config of a training on a dataset. overrides: `key=value`, also with short keys.
 
-    Lists the images, since the batch size follows from their number. Raises ConfigError, DataError
-    or UsageError.
+    Lists the images, since the batch size follows from their number. check: called with the config
+    before that, and before torch is imported. Raises ConfigError, DataError or UsageError.
     """
     path = Path(source).expanduser()
-    has_checkpoint = any(
-        key_of(text) == "model.checkpoint" and text != "model.checkpoint=null" for text in overrides
-    )
-    overrides = expand_short_keys(overrides, pretrained=not has_checkpoint)
-    derived = data_overrides(path)
-    if has_checkpoint:  # replaces the published weights of the config
-        derived.append("model.pretrained=false")
-    derived = _without(derived, overrides)
     config = MULTILABEL if "data.labels=multi" in overrides else OWN_DATASET
-    loaded = load_config(config, [*derived, *overrides])
+    derived = data_overrides(path)
+    full = path.resolve()
+    name = full.name if full.is_dir() else full.stem
+    loaded = replace(load_config(config, overrides, derived), name=name)
     if loaded.config.data.name not in ("folder", "list"):
         raise UsageError(
             f"data.name={loaded.config.data.name} beside {source}: that dataset is not a path.",
             "Give a config in place of the path, such as configs/finetune/own_dataset.yaml.",
         )
+    check(loaded)
     from imagenet_cls.data.datasets import open_datasets  # imports torch
 
     data = open_datasets(loaded.config.data, allow_missing=may_lack_classes(loaded.config))
-    batch = batch_size_for(len(data.train))
-    notes = []
-    if not has_checkpoint and not loaded.config.model.pretrained:
-        # It slows down the first layers, which start from random values here.
-        derived += _without(["optimizer.layer_decay=null"], overrides)
-        if _without(["optimizer.lr=0.01"], overrides):
-            notes = [
-                "the learning rate is for published weights: from random weights, try a higher "
-                "one, such as lr=0.01"
-            ]
-    derived += _without([f"train.global_batch_size={batch}"], overrides)
-    loaded = load_config(config, [*derived, *overrides])
-    notes = [describe_data(source, loaded, data), *notes]
-    full = path.resolve()
-    name = full.name if full.is_dir() else full.stem
-    return replace(loaded, name=name, notes=[*notes, *loaded.notes], data=data)
-
-
-def expand_short_keys(overrides: Sequence[str], pretrained: bool) -> list[str]:
-    """Replace `SHORT_KEYS` by the keys of the config.
-
-    pretrained: the config's `model.pretrained`, which `model=` keeps: a new `model.name` resets it.
-    """
-    given = {key_of(override) for override in overrides}
-    expanded = []
-    for override in overrides:
-        key = key_of(override)
-        value = override.partition("=")[2]
-        expanded += [f"{name}={value}" for name in SHORT_KEYS.get(key, (key,))]
-        if key == "model" and "model.pretrained" not in given:
-            expanded.append(f"model.pretrained={str(pretrained).lower()}")
-    return expanded
+    derived.append(f"train.global_batch_size={batch_size_for(len(data.train))}")
+    model = loaded.config.model
+    from_scratch = not model.pretrained and model.checkpoint is None
+    if from_scratch:
+        derived += FROM_SCRATCH
+    loaded = replace(load_config(config, overrides, derived), name=name)
+    notes = [
+        describe_data(source, loaded, data),
+        *few_images_notes(source, overrides, loaded, data),
+    ]
+    if from_scratch:
+        used = [text for text in FROM_SCRATCH if loaded.origins[key_of(text)].startswith("dataset")]
+        notes.append(f"from random weights: {' '.join(used)}")
+    return replace(loaded, notes=[*notes, *loaded.notes], data=data)
 
 
 def data_overrides(path: Path) -> list[str]:
     """The keys of the section `data` for a folder, an archive or a list of images. All that the
     config sets, since another `data.name` resets the section.
     """
-    held_out = ["data.val=null", "data.val_fraction=0.2"]
+    held_out = "data.val_fraction=0.2"
     if path.is_dir():
         content = list_folder(os.fsencode(path))
         names = [os.fsdecode(name) for name in [*content.folders, *content.others]]
@@ -170,13 +161,13 @@ def data_overrides(path: Path) -> list[str]:
         names = part_folders(path)
     else:
         files = [_text_override("data.root", path.parent), _text_override("data.train", path.name)]
-        return ["data.name=list", *files, *held_out, "data.exif=apply"]
+        return ["data.name=list", *files, held_out, "data.exif=apply"]
     train, val = _find_splits(names)
     # a test part without labels, as of Kaggle, holds images and no class folders
     if val is not None and (is_archive(val) or path.is_file() or _has_folders(path / val)):
-        held_out = [_text_override("data.val", val), "data.val_fraction=null"]
+        held_out = _text_override("data.val", val)
     files = [_text_override("data.root", path), _text_override("data.train", train or ".")]
-    return ["data.name=folder", *files, *held_out, "data.exif=apply"]
+    return ["data.name=folder", *files, held_out, "data.exif=apply"]
 
 
 def _has_folders(path: Path) -> bool:
@@ -215,27 +206,38 @@ def batch_size_for(num_images: int) -> int:
 
 
 def describe_data(source: str, loaded: LoadedConfig, data: "DataSets") -> str:
-    """One line: the form of the dataset, its classes, the held-out images, the batch size."""
+    """One line: the classes of the dataset, the numbers of images, the batch size."""
     config = loaded.config.data
-    form = "class folders"
-    if config.name == "list":
-        form = "a list of images"
-    elif data.train.files.index.byte_ranges is not None:
-        form = "an archive"
     if config.val is not None:
-        held_out = f"evaluated on {config.val}"
+        held_out = config.val
     elif config.fold is not None:
-        held_out = f"evaluated on fold {config.fold}"
+        held_out = f"fold {config.fold}"
     else:
-        held_out = f"{config.val_fraction:.0%} held out for evaluation"
+        held_out = f"{config.val_fraction:.0%} held out"
     classes = count_of(len(data.classes), "class")
     return (
-        f"{source}: {form}, {classes} ({join_names(data.classes)}), {held_out}, "
-        f"batch size {loaded.config.train.global_batch_size}"
+        f"{source}: {classes} ({join_names(data.classes)}), {len(data.train)} images for "
+        f"training, {len(data.val)} for evaluation ({held_out}), batch size "
+        f"{loaded.config.train.global_batch_size}"
     )
 
 
-def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
-    """The overrides whose keys `others` do not set."""
-    keys = {key_of(text) for text in others}
-    return [text for text in overrides if key_of(text) not in keys]
+def few_images_notes(
+    source: str, overrides: Sequence[str], loaded: LoadedConfig, data: "DataSets"
+) -> list[str]:
+    """A line if a class has few images, with the command that trains on folds."""
+    from imagenet_cls.data.targets import class_sizes
+
+    assert data.train.targets is not None and data.val.targets is not None
+    train = class_sizes(data.train.targets, len(data.classes)).min()
+    val = class_sizes(data.val.targets, len(data.classes)).min()
+    has_enough = train >= _ENOUGH_TRAIN and val >= _ENOUGH_VAL
+    if has_enough or loaded.config.data.fold is not None or loaded.config.data.labels == "multi":
+        return []
+    words = [source, *overrides, "--folds", "5", "--out", f"work_dirs/{loaded.name}_folds"]
+    return [
+        f"few images: the smallest class has {train} for training (a class with fewer than "
+        f"{_ENOUGH_TRAIN} is hard to learn) and {val} for evaluation (with fewer than "
+        f"{_ENOUGH_VAL}, chance moves its accuracy by several points). Five runs that together "
+        f"evaluate every image: {command_line('sweep')} {shlex.join(words)}"
+    ]

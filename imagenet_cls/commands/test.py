@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING
 
 from imagenet_cls.checkpoint.folders import read_state
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import (
-    add_rank_options,
-    check_components,
-    ranks_to_start,
-    run_on_ranks,
-)
-from imagenet_cls.commands.own_data import is_config, key_of, value_of_override
+from imagenet_cls.commands.distributed import add_rank_options, run_on_ranks
+from imagenet_cls.commands.own_data import is_config
+from imagenet_cls.config.layers import keys_set
 from imagenet_cls.config.load import LoadedConfig, load_config, load_stored_config
 from imagenet_cls.config.rules import EVALUATED, check_trusted
 from imagenet_cls.entry_points import load_extra
@@ -35,15 +31,8 @@ def evaluate_command(argv: Sequence[str]) -> int:
         argv,
         load_for_testing,
         evaluate_on_rank,
-        check_start,
+        False,
     )
-
-
-def check_start(arguments: argparse.Namespace, loaded: LoadedConfig, starts_ranks: bool) -> None:
-    """Raise a UserError for what is wrong before a rank has started."""
-    check_files(arguments)
-    if starts_ranks:
-        check_components(loaded, ranks_to_start(arguments), training=False)
 
 
 def evaluation_parser() -> argparse.ArgumentParser:
@@ -101,13 +90,6 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
     """
     overrides, paths = cli.split_overrides(arguments, ["a config", "a checkpoint"])
     arguments.overrides = overrides
-    values = {}
-    for key, _, text in (override.partition("=") for override in overrides):
-        values[key.strip()] = value_of_override(key.strip(), text)
-    if values.get("data.val", "null") != "null":
-        # The config may hold out training images instead, and data.val replaces that.
-        splits = ("data.val_fraction", "data.fold")
-        overrides += [f"{key}=null" for key in splits if key not in values]
     if not paths:
         raise UsageError(
             "No config given.",
@@ -116,11 +98,13 @@ def load_for_testing(arguments: argparse.Namespace) -> LoadedConfig:
     source = Path(paths[0])
     is_run = source.is_dir()  # or a checkpoint
     arguments.checkpoint = Path(paths[-1]) if is_run or len(paths) > 1 else None
-    if arguments.checkpoint is not None and values.get("model.checkpoint", "null") != "null":
+    if arguments.checkpoint is not None and "model.checkpoint" in keys_set(overrides):
         raise UsageError(
             f"{paths[-1]} and model.checkpoint both name weights to evaluate.",
             f"Give one of them: {command_line('test')} CONFIG model.checkpoint=FILE",
         )
+    if arguments.checks_files:
+        check_files(arguments)
     if is_run:
         return load_config_of_run(source, overrides, arguments.allow_import)
     if source.exists() and not is_config(paths[0]):
@@ -159,8 +143,7 @@ def check_files(arguments: argparse.Namespace) -> None:
         check_output_path(arguments.results, "--results")
         if arguments.report is not None:
             load_extra("test.py --report")(arguments.report)
-        given = [text for text in arguments.overrides if not text.endswith("=null")]
-        if arguments.data is not None and "data.val" in map(key_of, given):
+        if arguments.data is not None and "data.val" in keys_set(arguments.overrides):
             raise UsageError("--data and data.val name different images.", "Leave out one of them.")
 
 

@@ -2,26 +2,25 @@
 
 import argparse
 import os
+import shlex
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_cls.commands import cli
-from imagenet_cls.commands.distributed import (
-    add_rank_options,
-    check_components,
-    ranks_to_start,
-    run_on_ranks,
-)
+from imagenet_cls.commands.distributed import add_rank_options, run_on_ranks
 from imagenet_cls.commands.own_data import load_config_or_data
 from imagenet_cls.config.keys import sections, value_types
-from imagenet_cls.config.load import LoadedConfig, load_config
+from imagenet_cls.config.load import DEMO, LoadedConfig
 from imagenet_cls.config.schema import Kwargs
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
-from imagenet_cls.errors import CheckpointError, DataError, UsageError
+from imagenet_cls.errors import CheckpointError, DataError, DownloadError, UsageError
 from imagenet_cls.files import is_url
 from imagenet_cls.lookup import did_you_mean
+from imagenet_cls.text import command_line
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import RankContext
@@ -30,17 +29,8 @@ if TYPE_CHECKING:
 def train_command(argv: Sequence[str]) -> int:
     """Train from a config, on one rank or many. Returns the exit code."""
     return run_on_ranks(
-        "train", train_command, train_parser(), argv, load_for_training, train_on_rank, check_start
+        "train", train_command, train_parser(), argv, load_for_training, train_on_rank, True
     )
-
-
-def check_start(arguments: argparse.Namespace, loaded: LoadedConfig, starts_ranks: bool) -> None:
-    """Raise a UserError for what is wrong before a rank has started. Of ranks that another launcher
-    has started, rank 0 reports in `run_training` what is missing.
-    """
-    check_files(arguments, loaded)
-    if starts_ranks:
-        check_components(loaded, ranks_to_start(arguments))
 
 
 def train_on_rank(
@@ -51,7 +41,20 @@ def train_on_rank(
     from imagenet_cls.engine.run_training import run_training
 
     check_on_all_ranks(loaded, context, training=True)
-    run_training(loaded, run_options(arguments, loaded), context)
+    if context.is_main:  # before a download, which may fail
+        for note in loaded.notes:
+            print(note, flush=True)
+    try:
+        run_training(replace(loaded, notes=[]), run_options(arguments, loaded), context)
+    except DownloadError as error:
+        added = "model.pretrained=false"
+        if loaded.data is not None:
+            added = f"model=resnet18 {added} size=128"
+        words = f"{command_line('train')} {shlex.join(arguments.arguments)} {added}"
+        remedy = f"{error.remedy}\nOr train from random weights: {words}"
+        with_command = DownloadError(error.problem, remedy)
+        with_command.printed_elsewhere = error.printed_elsewhere
+        raise with_command from error
 
 
 def train_parser() -> argparse.ArgumentParser:
@@ -73,10 +76,7 @@ def train_parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--resume",
-        type=only_auto,
-        nargs="?",
-        const="auto",
-        metavar="auto",
+        action="store_true",
         help="resume from the newest complete checkpoint of the run folder, or start from scratch "
         "if it has none; `--resume auto` is the same",
     )
@@ -109,7 +109,6 @@ def train_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", metavar="DEVICE", help="the same as device=DEVICE; 0 is the first GPU"
     )
-    parser.add_argument("--syncbn", action="store_true", help="the same as parallel.sync_bn=true")
     add_rank_options(parser)
     return parser
 
@@ -130,20 +129,18 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
             "--work-dir auto is a new folder, which --resume can't resume.",
             "Name the folder of the run.",
         )
+    # Rank 0 checks in `run_training`, and may create the run folder before another rank is here.
+    check = partial(check_files, arguments) if arguments.checks_files else lambda loaded: None
     overrides, sources = cli.split_overrides(arguments, ["one config or dataset"])
-    if arguments.syncbn:
-        overrides.append("parallel.sync_bn=true")
     if arguments.device is not None:
         overrides.append(f"device={arguments.device}")
-    if not sources:
-        if arguments.resume_from is not None:
-            raise UsageError(
-                f"The checkpoint {arguments.resume_from} is given without a config or dataset.",
-                "Give the config or dataset of its run, too.",
-            )
-        return load_config(None, overrides)
-    (source,) = sources
-    loaded = load_config_or_data(source, overrides)
+    if not sources and arguments.resume_from is not None:
+        raise UsageError(
+            f"The checkpoint {arguments.resume_from} is given without a config or dataset.",
+            "Give the config or dataset of its run, too.",
+        )
+    source = sources[0] if sources else str(DEMO)
+    loaded = load_config_or_data(source, overrides, check)
     data = loaded.config.data
     is_missing = data.name in ("folder", "list") and not Path(data.root).expanduser().exists()
     if is_missing and Path(source).is_dir():
@@ -152,14 +149,9 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
             "not exist.",
             f"For the folder, write ./{source}",
         )
+    if loaded.data is None:
+        check(loaded)
     return loaded
-
-
-def only_auto(text: str) -> str:
-    """An argparse type: the value of --resume."""
-    if text != "auto":
-        raise argparse.ArgumentTypeError(f"for a checkpoint, write --resume-from {text}")
-    return text
 
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
@@ -168,8 +160,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
     """
     from imagenet_cls.data.paths import check_paths
 
-    if loaded.data is None:
-        check_paths(loaded.config.data)
+    check_paths(loaded.config.data)
     if arguments.node_rank != 0:
         return
     options = run_options(arguments, loaded)
@@ -181,7 +172,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         if path is not None and not is_url(path) and not os.access(path, os.R_OK):
             raise CheckpointError(
                 f"{name}: {path} does not exist, or this user may not read it.",
-                "Correct the path.",
+                "Give the path of a file or folder that exists.",
             )
     # After a restart, `open_run_folder` checks the folder.
     if not (options.new_folder or options.restarted_by):
@@ -224,7 +215,7 @@ def run_options(arguments: argparse.Namespace, loaded: LoadedConfig) -> RunOptio
     return RunOptions(
         work_dir=Path(work_dir),
         new_folder=arguments.work_dir == "auto",
-        resume=arguments.resume is not None,
+        resume=arguments.resume,
         resume_from=resume_from,
         overwrite=arguments.overwrite,
         allow_change=tuple(arguments.allow_change),

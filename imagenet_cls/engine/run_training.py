@@ -94,7 +94,7 @@ def train_in_folder(
         pages = [name for name in ("plots", "report") if getattr(config.log, name)]
         reporter.write_pages([f"log.{name}" for name in pages])
         if context.is_main:  # other ranks may not see the run folder
-            reporter.message(final_message(progress, parts.plan, work_dir, run.meter))
+            reporter.message(final_message(progress, config, parts.plan, work_dir, run.meter))
 
 
 def build_and_restore(

@@ -11,6 +11,8 @@ import torch
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import Progress, best_metric, best_weights
 from imagenet_cls.config.metrics import MIN_CLASSES_FOR_TOP5, main_metric
+from imagenet_cls.config.rules import EVALUATED, code_names
+from imagenet_cls.config.schema import Config
 from imagenet_cls.data.classes import HOLD_OUT_ADVICE
 from imagenet_cls.data.image_set import EncodedImages, FileImages, ImageSet
 from imagenet_cls.data.index import describe_unread
@@ -65,6 +67,7 @@ def startup_table(
         "data workers": describe_workers(config.data, plan, context),
         "decoder": describe_decoder(parts.data.train),
         "device": f"{context.device} ({device_name}), {precision}",
+        "other GPUs": _unused_gpus(parts),
         "ranks": f"{context.world_size} (launcher: {context.rank_info.launcher})",
         "batch": _describe_batch(plan),
         "BatchNorm batch": _batch_norm_batch(parts),
@@ -88,6 +91,15 @@ def _describe_batch(plan: Plan) -> str:
     steps = count_of(plan.accumulation, "accumulation step")
     per_pass = " or ".join(map(str, part_sizes(plan.global_batch, plan.forward_passes)))
     return f"{plan.global_batch} = {devices} x {steps} x {per_pass} per device"
+
+
+def _unused_gpus(parts: TrainingParts) -> str:
+    """How to use all GPUs of this machine, if the training uses one that it has chosen itself."""
+    count = torch.cuda.device_count()
+    used = parts.plan.world_size * parts.plan.devices_per_rank
+    if used > 1 or count < 2 or parts.config.device != "auto":
+        return ""
+    return f"{count - 1} not used; --gpus all uses all {count}"
 
 
 def _describe_layer_decay(parts: TrainingParts) -> str:
@@ -169,8 +181,6 @@ def start_warnings(parts: TrainingParts) -> list[str]:
             f"the model has {parts.num_classes} outputs (model.num_classes), the data "
             f"{num_classes} classes"
         )
-    if num_classes == 1 and not parts.evaluation.task.is_multilabel:
-        warnings.append("the data has one class: there is nothing to tell apart")
     val_targets = parts.data.val.targets
     if val_targets is not None and config.eval.classes == "all":
         sizes = class_sizes(val_targets, len(parts.data.classes))
@@ -250,9 +260,11 @@ def epoch_lines(
     return "\n".join(["  ".join(columns), *lines])
 
 
-def final_message(progress: Progress, plan: Plan, work_dir: Path, meter: Meter) -> str:
+def final_message(
+    progress: Progress, config: Config, plan: Plan, work_dir: Path, meter: Meter
+) -> str:
     """Duration and speed, the best results, the checkpoint and the weights that predict.py uses,
-    and the next commands.
+    and the next commands, with the names of the config's own code.
     """
     lines = ["done", f"trained {meter.describe_total()}"]
     if progress.best:
@@ -279,12 +291,14 @@ def final_message(progress: Progress, plan: Plan, work_dir: Path, meter: Meter) 
         ]
         return "\n".join(lines)
     run = shlex.quote(str(work_dir))
+    code = code_names(config, EVALUATED)
+    trusting = "".join(f" --allow-import {shlex.quote(name)}" for name in code)
     report = shlex.quote(f"reports/{work_dir.name}")
     page = work_dir / "report.html"
     lines += [
         "next:",
         f"  {page}  # curves" if page.exists() else f"  {command_line('report')} {run}  # curves",
-        f"  {command_line('test')} {run} --report {report}  # mistakes by class",
-        f"  {command_line('predict')} {run} IMAGES",
+        f"  {command_line('test')} {run} --report {report}{trusting}  # mistakes by class",
+        f"  {command_line('predict')} {run} IMAGES{trusting}",
     ]
     return "\n".join(lines)

@@ -24,7 +24,6 @@ from imagenet_cls.commands.child import command_arguments
 from imagenet_cls.commands.own_data import (
     batch_size_for,
     load_config_or_data,
-    load_with_data,
 )
 from imagenet_cls.commands.print_config import print_config_command
 from imagenet_cls.commands.train import train_command
@@ -93,6 +92,13 @@ DERIVED: list[tuple[str, str, Any]] = [
     ("model.checkpoint=a.pth", "optimizer.layer_decay", 0.8),
     ("model.pretrained=false", "optimizer.layer_decay", None),
     ("model.pretrained=false optimizer.layer_decay=0.9", "optimizer.layer_decay", 0.9),
+    # other values from scratch, unless they are given
+    ("model.pretrained=false lr=0.1", "optimizer.lr", 0.1),
+    ("model.pretrained=false epochs=7", "train.epochs", 7),
+    ("", "train.epochs", 20),
+    # a key that is given unsets those that it excludes
+    ("data.val=null data.fold=[0,5]", "data.val_fraction", None),
+    ("model.checkpoint=a.pth", "model.pretrained", False),
 ]
 
 
@@ -100,35 +106,68 @@ DERIVED: list[tuple[str, str, Any]] = [
 def test_config_of_a_dataset_follows_from_it_and_from_the_overrides(
     photos: Path, words: str, key: str, value: Any
 ) -> None:
-    assert attrgetter(key)(load_with_data("photos", words.split()).config) == value
+    assert attrgetter(key)(load_config_or_data("photos", words.split()).config) == value
 
 
 @pytest.mark.parametrize(
-    ("words", "is_noted"),
+    ("words", "noted"),
     [
-        ("", False),
-        ("model.pretrained=false", True),
-        ("model.pretrained=false lr=0.001", False),
+        ("", ()),
+        ("model.pretrained=false", ("optimizer.lr=", "train.epochs=")),
+        ("model.pretrained=false lr=0.001", ("train.epochs=",)),
     ],
 )
-def test_training_from_scratch_with_the_rate_for_published_weights_is_noted(
-    photos: Path, words: str, is_noted: bool
+def test_line_names_the_values_that_a_training_from_scratch_has_by_default(
+    photos: Path, words: str, noted: tuple[str, ...]
 ) -> None:
-    notes = load_with_data("photos", words.split()).notes
-    assert any("lr=0.01" in note for note in notes) == is_noted
+    notes = "\n".join(load_config_or_data("photos", words.split()).notes)
+    found = [key for key in ("optimizer.lr=", "train.epochs=") if key in notes]
+    assert found == [*noted]
+
+
+@pytest.mark.parametrize("words", ["photos", "demo", "missing"])
+def test_short_keys_work_beside_a_config_too(photos: Path, words: str) -> None:
+    """Also those that are given beside the key of a section."""
+    words = f"{words} model=resnet18 model.pretrained=false epochs=3 size=32 lr=0.1"
+    if words.startswith("missing"):
+        assert "given twice" not in fails(2, train_command, *words.split())
+        return
+    source, *overrides = words.split()
+    config = load_config_or_data(source, overrides).config
+    assert (config.model.name, config.train.epochs) == ("resnet18", 3)
+    assert (config.augment.size_px, config.eval.crop_px, config.optimizer.lr) == (32, 32, 0.1)
+
+
+def test_few_images_of_a_class_are_noted_with_a_command_for_folds(photos: Path) -> None:
+    few = load_config_or_data("photos", ["epochs=3"]).notes
+    assert "sweep photos epochs=3 --folds 5" in "".join(few)
+    folds = load_config_or_data("photos", ["data.fold=[0,5]"]).notes
+    assert "--folds" not in "".join(folds)
+
+
+def test_run_in_the_folder_is_an_error_before_the_images_are_listed(photos: Path) -> None:
+    write_files(Path("work_dirs/photos"), {"metrics.jsonl": ""})
+    (photos / "a" / "0.jpg").rename(photos / "0.jpg")  # beside the class folders
+    assert "already holds a run" in fails(2, train_command, "photos")
+
+
+def test_download_error_names_the_command_from_scratch(photos: Path) -> None:
+    """`HF_HUB_OFFLINE` is set in tests."""
+    err = fails(5, train_command, "photos", "epochs=1")
+    assert "train photos epochs=1 model=resnet18 model.pretrained=false size=128" in err
 
 
 def test_folders_train_and_val_are_the_splits(photos: Path) -> None:
     write_photos(Path("sets/training"))
     write_photos(Path("sets/valid"))
-    data = load_with_data("sets", []).config.data
+    data = load_config_or_data("sets", []).config.data
     assert (data.train, data.val) == ("training", "valid")
 
 
 def test_test_part_without_labels_is_not_evaluated(photos: Path) -> None:
     write_photos(Path("sets/train"))
     write_files(Path("sets/test"), {"1.jpg": ""})
-    assert load_with_data("sets", []).config.data.val_fraction == 0.2
+    assert load_config_or_data("sets", []).config.data.val_fraction == 0.2
 
 
 @pytest.mark.parametrize(
@@ -146,7 +185,7 @@ def test_folders_of_an_archive_are_classes_or_splits(
         for folder in folders:
             for file in photos.rglob("*.jpg"):
                 archive.write(file, Path(folder) / file.relative_to(photos))
-    loaded = load_with_data("photos.zip", [])
+    loaded = load_config_or_data("photos.zip", [])
     data = loaded.config.data
     assert (loaded.name, data.train, data.val) == ("photos", train, val)
     assert "3 classes (a, b, c)" in loaded.notes[0]
@@ -159,7 +198,7 @@ def test_list_of_several_labels_in_a_row_needs_the_key(photos: Path) -> None:
     ]
     Path("photos.csv").write_text("\n".join(rows))
     with pytest.raises(DataError, match=r"data\.labels=multi"):
-        load_with_data("photos.csv", [])
+        load_config_or_data("photos.csv", [])
     assert ", 5 classes\n" in dry_run("photos.csv", "data.labels=multi")
 
 
@@ -175,7 +214,7 @@ def test_typos_of_short_and_other_keys_are_reported_at_once(
     photos: Path, words: str, meant: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        load_with_data("photos", words.split())
+        load_config_or_data("photos", words.split())
     for word, line, key in zip(words.split(), raised.value.lines, meant.split(), strict=True):
         assert word in line and f"did you mean '{key}'" in line
 
@@ -185,7 +224,7 @@ def test_too_few_images_to_hold_any_out_are_an_error(photos: Path, source: str) 
     Path("empty").mkdir()
     Path("two.csv").write_text("image,label\nphotos/a/0.jpg,a\nphotos/b/0.jpg,b\n")
     with pytest.raises(DataError, match=source):
-        load_with_data(source, [])
+        load_config_or_data(source, [])
 
 
 @pytest.mark.parametrize(
@@ -204,7 +243,7 @@ def test_wrong_place_of_a_dataset_names_the_right_one(photos: Path, word: str, n
 @pytest.mark.parametrize("name", ["photos #1", "[a] b", "x: y", "null"])
 def test_folder_may_have_any_name(photos: Path, name: str) -> None:
     photos.rename(name)
-    loaded = load_with_data(name, [])
+    loaded = load_config_or_data(name, [])
     assert (loaded.config.data.root, loaded.name) == (name, name)
 
 
@@ -228,7 +267,7 @@ def test_resume_without_the_keys_of_the_run_names_them_and_the_command_that_work
 def test_data_takes_the_place_of_a_config_in_other_commands(photos: Path) -> None:
     words = ["photos", "epochs=3"]
     Path("printed.yaml").write_text(succeeds(print_config_command, *words))
-    assert load_config("printed.yaml").config == load_with_data("photos", words[1:]).config
+    assert load_config("printed.yaml").config == load_config_or_data("photos", words[1:]).config
 
 
 def test_config_wins_over_a_folder_of_its_name(photos: Path) -> None:
@@ -241,10 +280,10 @@ def test_config_wins_over_a_folder_of_its_name(photos: Path) -> None:
     assert "3 classes (a, b, c)" in dry_run("./demo")
 
 
-def test_one_class_or_one_without_validation_images_is_a_warning(photos: Path) -> None:
+def test_one_class_is_an_error_and_one_without_validation_images_a_warning(photos: Path) -> None:
     write_photos(Path("one"), classes="a", images=20)
-    out = dry_run("one")
-    assert "warning: the data has one class" in out and "top-5" not in out
+    out = fails(3, train_command, "one", "epochs=1")  # before the download, which would fail
+    assert "same class" in out
     assert "no validation image" not in dry_run("photos")
     write_photos(photos, classes="d", images=1)
     assert "warning: no validation image" in dry_run("photos")

@@ -20,9 +20,9 @@ from PIL import Image
 
 import imagenet_cls
 from imagenet_cls import errors
-from imagenet_cls.commands.own_data import SHORT_KEYS
 from imagenet_cls.commands.test import evaluation_parser, load_for_testing
 from imagenet_cls.commands.train import load_for_training, train_parser
+from imagenet_cls.config.keys import SHORT_KEYS
 from imagenet_cls.config.load import load_config
 from imagenet_cls.entry_points import COMMANDS, load_command
 

@@ -69,6 +69,6 @@ def test_error_messages_name_the_same_keys() -> None:
     for theirs, ours in ROWS:
         for text in theirs:
             name = re.split(r"[ =(]", text)[0].lstrip("-").rpartition(".")[2]
-            suggested = None if name in OTHER_MEANING else instead_of_option(name, None)
+            suggested = None if name in OTHER_MEANING else instead_of_option(name)
             for key in KEY.findall(suggested or "")[:1]:
                 assert key in " ".join(ours), (text, suggested)

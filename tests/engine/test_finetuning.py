@@ -194,9 +194,9 @@ def test_every_command_of_your_data_md_runs(
         if tool == "train":
             assert "\nbest top-1 (raw weights" in out
         done.append(tool)
-    counts = {"train": 11, "test": 5, "predict": 1, "pack": 1, "verify_data": 1}
+    counts = {"train": 12, "test": 5, "predict": 1, "pack": 1, "verify_data": 1}
     assert Counter(done) == counts
-    assert len(list(Path("work_dirs").iterdir())) == 11
+    assert len(list(Path("work_dirs").iterdir())) == 12
 
 
 # ---- keys of the runs

@@ -15,6 +15,7 @@ from imagenet_cls.commands.configs import configs_command
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.commands.train import train_command, train_parser
 from imagenet_cls.entry_points import COMMANDS
+from imagenet_cls.extras.datasets.pack import pack_command
 from imagenet_cls.extras.weights.export import export_command
 from imagenet_cls.text import command_line
 
@@ -114,7 +115,7 @@ def test_ctrl_c_ignored_by_the_shell_stays_ignored() -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--lr=0.1 --amp --batch-size 64", "optimizer.lr=0.1 train.precision= batch_size=64"),
+        ("--lr=0.1 --amp --batch-size 64", "optimizer.lr= train.precision= batch_size="),
         ("--test-only", command_line("test")),
         ("--workdir x", "'--work-dir'"),
         ("a.yaml optimizer.lr 0.1", "optimizer.lr=value"),
@@ -146,7 +147,7 @@ def test_wrong_arguments_exit_with_2_and_name_the_right_ones(
 )
 def test_resume_takes_no_word_but_auto(words: str, others: list[str]) -> None:
     arguments = parse(train_parser(), words.split())
-    assert (arguments.resume, arguments.arguments) == ("auto", others)
+    assert (arguments.resume, arguments.arguments) == (True, others)
 
 
 @pytest.mark.parametrize("words", [["run"], ["a.yaml", "run"]])
@@ -237,8 +238,37 @@ def test_error_of_the_arguments_is_found_before_torch_is_imported(
     assert len(done.stderr.splitlines()) in (2, 3) and [*tmp_path.rglob("*")] == before
 
 
-def test_export_without_a_format_exits_with_2(tmp_path: Path) -> None:
-    fails(2, export_command, tmp_path)
+@pytest.mark.parametrize(
+    "words", ["", "--out model.bin", "--format onnx --out model.pt2", "--opset 18 --out model.pt2"]
+)
+def test_export_with_an_unknown_or_another_format_exits_with_2(words: str, tmp_path: Path) -> None:
+    fails(2, export_command, tmp_path, *words.split())
+
+
+@pytest.mark.parametrize("words", ["photos", "photos a b", "photos a --out b"])
+def test_pack_takes_one_output_folder(words: str) -> None:
+    assert "--out DIR" in fails(2, pack_command, *words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("demo gpus=2", "--gpus 2"),
+        ("demo work-dir=a", "--work-dir a"),
+        ("dropout=0.1", "drop_rate"),
+    ],
+)
+def test_option_or_other_name_as_a_key_is_an_error_that_names_the_right_one(
+    words: str, named: str
+) -> None:
+    assert named in fails(2, train_command, *words.split())
+
+
+def test_gpus_all_is_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert parse(train_parser(), ["--gpus", "all"]).gpus == 3
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert "no GPU" in fails(2, train_command, "--gpus", "all")
 
 
 def test_removed_working_directory_exits_with_5(

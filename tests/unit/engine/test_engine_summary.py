@@ -11,7 +11,7 @@ from helpers import arguments, single_rank, succeeds
 from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.progress import Progress
 from imagenet_cls.commands.train import train_command
-from imagenet_cls.config.schema import Config, EvalConfig
+from imagenet_cls.config.schema import Config, EvalConfig, ModelConfig
 from imagenet_cls.data.turbojpeg import find_turbojpeg
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.plan import Plan
@@ -87,7 +87,8 @@ def test_last_lines_name_the_best_results_and_what_is_missing(tmp_path: Path) ->
     plan = Plan(1, 8, 1, 8, steps_per_epoch=5, epochs=4, total_steps=20)
 
     def message(progress: Progress, plan: Plan) -> str:
-        return final_message(progress, plan, run, Meter(single_rank(), global_batch=8))
+        config = Config(model=ModelConfig("my_model:small"))
+        return final_message(progress, config, plan, run, Meter(single_rank(), global_batch=8))
 
     # without the result of the EMA, as of an older version
     progress = Progress(step=20, best=best, latest={"raw": EVALUATION})
@@ -95,7 +96,10 @@ def test_last_lines_name_the_best_results_and_what_is_missing(tmp_path: Path) ->
     assert "after step 10" in resumed and "epoch" not in resumed
     text = message(progress, plan)
     assert "90.00 % (86.5 to 92.7) in epoch 2\n" in text and "91.50 % in epoch 4\n" in text
-    assert "which is missing" in text and f"predict.py '{run}' IMAGES" in text
+    assert (
+        "which is missing" in text
+        and f"predict.py '{run}' IMAGES --allow-import my_model:small" in text
+    )
     checkpoint_path(run / "checkpoints", 20).mkdir(parents=True)
     assert "which is missing" not in message(progress, plan)
     assert "\nbest" not in message(Progress(), plan)
