@@ -30,7 +30,7 @@ A config is a YAML (or JSON) file of sections. A key that it does not set has th
 
 ## Layers
 
-A config is merged from these layers; later ones override earlier ones:
+Later layers override earlier ones:
 
 1. the defaults on this page,
 2. the files listed under `_base_`, depth first, in their order,
@@ -39,68 +39,61 @@ A config is merged from these layers; later ones override earlier ones:
 
 Mappings merge key by key; lists and single values are replaced. So `kwargs: {}` removes nothing. A mapping with
 `_delete_: true` replaces the one of the layers below it.
-`_base_: [_base_/models/resnet50.yaml, _base_/datasets/imagenet_224.yaml]` holds paths relative to the file. A file that
-is reached twice counts once, at its first place, also a file that includes itself. An empty file is an empty
-layer.
 
-Where there is no file of the name, a config on the command line, or in `_base_`, is one of this package:
-`configs/resnet/resnet50_rsb_a3.yaml`, or `resnet50_rsb_a3` for short.
+Paths in `_base_` are relative to the file. A file that is reached twice counts once, at its first place. A config, on
+the command line or in `_base_`, that is no file is one of this package: `configs/resnet/resnet50_rsb_a3.yaml`, or
+`resnet50_rsb_a3` for short.
 
 ## Command line
 
     python tools/train.py configs/resnet50.yaml seed=1 'augment.scale=[0.2, 1.0]' optimizer.kwargs.nesterov=true
 
-For a key that holds text, the text after `=` is taken as it is, also with ` #` or `: `, unless it begins with a
-quotation mark or a bracket. Other values are read as YAML, without comments. No text is `null`. If a key is given
-twice, the last value is used, and a line at the start says so. A section and one of its keys have no order, so setting
-both is an error.
+The value of a text key is what follows `=`, also with ` #` or `: `, unless it begins with a quotation mark or a
+bracket. Other values are read as YAML, without comments. An empty value is `null`. If a key is given twice, the last
+value is used, and a line at the start says so. Setting both a section and one of its keys is an error. There are also
+[short keys](your_data.md#short-keys).
 
 Some keys may not be set together: `data.val`, `data.val_fraction` and `data.fold`; `model.checkpoint` and
 `model.pretrained`; and others that name each other below. One that is set on the command line replaces those of the
-config. There are also [short keys](your_data.md#short-keys).
+config.
 
 ## Components
 
 `model`, `data`, `loss`, `optimizer` and `schedule` choose something by `name` and pass it `kwargs`. A layer that
 changes the name resets that section to the defaults of the new component, and then applies its own values. So momentum
-meant for `sgd` never reaches `adamw`. The learning rate has no default, so changing the optimizer without setting `lr`
-is an error. Setting the same name again resets nothing.
+meant for `sgd` never reaches `adamw`, and a new optimizer needs its `lr`. Setting the same name again resets nothing.
+A warning lists each value that a new name removed, and where it was set. `_delete_: true` in that section of the file
+turns the warning off.
 
-A warning at the start lists each value that a new name removed, and where it was set.
-If the reset is meant, write `_delete_: true` into that section of the file: then there is no warning.
-
-## Keys without effect
-
-Some keys have an effect only with others: `mix.prob` with mixing, `ema.warmup` with a moving average, `eval.crop_pct`
-if `eval.resize_px` is null. If such a key is set without effect, the run prints a warning at the start.
+A key that has an effect only with others (below: "Needs") and is set without them gives a warning.
 
 ## Values
 
-- `${section.key}` is replaced by the value of another key (a single value or a list, without references) after all
-  layers are merged. Resolvers such as `${oc.env:HOME}` are errors, so that no saved config contains a secret. A literal
-  `${` is not possible.
-- `1e-4` is a number, also in `kwargs`. `yes`, `no`, `on` and `off` are booleans, except for keys of type text, which
-  keep what is written. `010` and dates are text. Quoted numbers are text in `kwargs`.
+- `${section.key}` is replaced by the value of another key, after all layers are merged. The value may be a list, but
+  not hold references itself. Resolvers such as `${oc.env:HOME}` are errors, so that no saved config contains a secret.
+- `1e-4` is a number, also in `kwargs`. `yes`, `no`, `on` and `off` are booleans, except for text keys. `010` and dates
+  are text. Quoted numbers are text in `kwargs`.
 - `???` marks a value that a later layer has to set.
-- Aliases of anchors (`*name`), merge keys (`<<`), tags (`!!...`), duplicate keys in a mapping, and several documents in
-  a file are errors.
-
-## Removed keys
-
-Configs and checkpoints of earlier versions may hold keys that are gone. They are ignored in a checkpoint, and in a config
-if they have their former defaults. Any other value there is an error, which says what to do instead.
+- Aliases (`*name`), merge keys (`<<`), tags (`!!...`), duplicate keys, and several documents in a file are errors.
+- Removed keys of earlier versions are ignored in a checkpoint, and in a config if they have their former defaults.
 
 ## Errors
 
-All problems are reported at once, one line each, with exit code 2, before torch is imported. A file that is not valid
-YAML, or holds tags, duplicate keys or merge keys, is reported before its keys and values are checked, and a wrong key
-or value before values that do not fit together:
+All problems are reported at once, one line each, with exit code 2, before torch is imported: first files that are not
+valid, then wrong keys and values, then values that do not fit together. Names of models and optimizers, and their
+`kwargs`, are checked against the libraries after that, before data is read.
 
     configs/mine.yaml:12: optimizer.lr: 'many' is not a number
     command line 'optimzer.lr=1': optimzer: unknown key; did you mean 'optimizer'?
-
-Names of models and optimizers, and their `kwargs`, are checked against the libraries after that, before data is read.
 """
+
+# What people search for who don't know the name of the key.
+SYNONYMS = {
+    "data.balance": "class imbalance",
+    "parallel.mode": "multi gpu",
+    "schedule.warmup_epochs": "warm-up",
+    "train.micro_batch_size": "gradient accumulation",
+}
 
 
 def comments() -> dict[tuple[str, str], str]:
@@ -164,15 +157,16 @@ def _section_lines(section: str) -> list[str]:
     dataclass_type = keys.sections()[section]
     texts = comments()
     if section:
-        lines = [f"## `{section}`", "", inspect.getdoc(dataclass_type) or "", ""]
+        lines = [f"## `{section}`", "", inspect.getdoc(dataclass_type) or ""]
     else:
-        lines = ["## At the top level", ""]
+        lines = ["## At the top level"]
     for key in keys.value_types():
         parent, _, name = key.rpartition(".")
         if parent == section:
-            lines.append(f"- **`{key}`** ({_type_text(key)}; default {_default_text(key)}).")
-            for text in (texts[dataclass_type.__name__, name], _limits_text(key)):
-                lines += [f"  {text}"] if text else []
+            synonym = f" ({SYNONYMS[key]})" if key in SYNONYMS else ""
+            comment = texts[dataclass_type.__name__, name].replace("](docs/", "](")
+            line = f"{_type_text(key)}; default {_default_text(key)}. {comment} {_limits_text(key)}"
+            lines += ["", f"### `{key}`{synonym}", "", line.rstrip()]
     if section == "optimizer":
         for name, kwargs in schema.DEFAULT_KWARGS.items():
             lines += ["", f"Defaults of `{name}`: `kwargs: {reader.dump_inline(kwargs)}`"]

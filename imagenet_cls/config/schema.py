@@ -196,34 +196,32 @@ RESIZES_BY_SHARE = Condition("eval.resize_px null", lambda c: c.eval.resize_px i
 class ModelConfig:
     """The model."""
 
-    # A timm model (`resnet50`), `torchvision:resnet50`, or `my_module:my_factory`, found from the
-    # working directory. Or a model that timm saved: `hf-hub:USER/NAME` on the Hugging Face Hub,
-    # `local-dir:PATH` in a folder.
+    # A timm model (`resnet50`, with a tag for its weights `resnet50.a1_in1k`),
+    # `torchvision:resnet50`, a model that timm saved (`hf-hub:USER/NAME`, `local-dir:PATH`), or
+    # `my_module:my_factory`, found from the working directory.
     name: str = key("resnet50", code=("torchvision:",))
-    # Start from the library's published weights (downloads them once; a timm name may carry a tag:
-    # `resnet50.a1_in1k`).
+    # Start from the published weights of the library.
     pretrained: bool = key(False, recipe=False, per_machine=True)
-    # Outputs of the head. null: as many as the dataset has classes.
+    # Outputs of the head. null: the number of classes.
     num_classes: int | None = key(None, Range(1, 10**9))
-    # Weights to start from: a checkpoint folder (its better weights, raw or averaged), a run folder
-    # (its best weights), or a file of any library, or its URL (the average if it has one; see
-    # docs/usage.md). A head of another size is initialized, and position embeddings of another grid
-    # are resized. Of a file of MAE, DINO, MoCo, CLIP or similar pre-training the encoder is loaded.
-    # Any other mismatch is an error.
+    # Weights to start from: a run, a checkpoint, or a file or URL of any library
+    # ([Weights](docs/usage.md#weights)). A head of another size is initialized, and position
+    # embeddings of another grid are resized. Of a self-supervised pre-training the encoder is
+    # loaded. Any other mismatch is an error.
     checkpoint: str | None = key(
         None, recipe=False, per_machine=True, excludes=("model.pretrained",)
     )
     # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`.
-    # Their BatchNorm layers do not update the running statistics; dropout and drop-path stay on.
+    # Their BatchNorm layers keep the running statistics; dropout and drop-path stay on.
     freeze: list[str] = key([], excludes=("model.head_only",))
-    # Train the head only: all other parameters are frozen.
+    # Train the head only.
     head_only: bool = False
     # Freeze all BatchNorm layers: running statistics, weights and biases.
     freeze_bn: bool = False
-    # Separate BatchNorm layers for each split of the batch (augment.splits), as in AugMix;
-    # evaluation uses the first.
+    # Separate BatchNorm layers for each split (augment.splits), as in AugMix. Evaluation uses the
+    # first.
     split_bn: bool = key(False, excludes=("model.freeze_bn",))
-    # Further arguments of the model's constructor, such as `{drop_path_rate: 0.05}`.
+    # Further arguments of the model, such as `{drop_path_rate: 0.05}`.
     kwargs: Kwargs = key(
         {}, shares=("drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate")
     )
@@ -239,86 +237,79 @@ DATA_PREFIXES = tuple(
 class DataConfig:
     """The dataset."""
 
-    # `folder` (root/train/CLASS/*.JPEG, also in tar or zip archives, or WebDataset shards:
-    # docs/data.md), `list` (files of `path label` lines or CSV), `digits` (scikit-learn's, written
-    # under root once), `synthetic` (random, made on the device), `torchvision:CIFAR10`,
-    # `hf:USER/NAME` (of the Hugging Face Hub, or a folder), or `my_module:my_factory`.
+    # `folder` (root/train/CLASS/*.JPEG, [archives or shards](docs/data.md#archives)), `list` (`path
+    # label` lines or CSV), `digits` (scikit-learn's, written under root once), `synthetic` (random,
+    # made on the device), `torchvision:CIFAR10`, `hf:USER/NAME` ([The Hugging Face
+    # Hub](docs/data.md#the-hugging-face-hub)), or `my_module:my_factory`.
     name: str = key("folder", code=DATA_PREFIXES)
-    # The dataset's folder, or an archive with the folders `train` and `val`. May be relative to the
-    # working directory.
+    # The dataset's folder, or an archive with the folders `train` and `val`.
     root: str = key("data/imagenet", recipe=False, per_machine=True)
-    # Training part, below root: a folder of class folders or of archives, an archive, archives by a
-    # pattern (`train-{0000..1023}.tar`, `train-*.tar`), or for `list` an annotation file.
-    # torchvision's datasets and factories get it as an argument. The name of a split on the Hub.
+    # Training part, below root: a folder of class folders or archives, an archive, archives by a
+    # pattern (`train-{0000..1023}.tar`, `train-*.tar`), a list, or the name of a split. Classes of
+    # torchvision and factories get it as an argument.
     train: str = "train"
-    # Validation part, likewise. null: split from the training part by val_fraction or fold.
+    # Validation part, likewise. null: taken from the training part ([Validation images from the
+    # training part](docs/data.md#validation-images-from-the-training-part)).
     val: str | None = "val"
-    # Share of each class of the training part that is held out for validation if val is null, by a
-    # hash of the path.
+    # Share of each class that is held out if val is null, by a hash of the path.
     val_fraction: float | None = key(
         None, Range(0, 1, low_open=True, high_open=True), excludes=("data.val",)
     )
-    # Hold out fold i of k, [i, k] with i from 0, if val is null: images whose hash of the path,
-    # modulo k, is i.
+    # Hold out fold i of k, `[i, k]` with i from 0, if val is null.
     fold: list[int] | None = key(
         None, Range(0, 1000), count=2, excludes=("data.val", "data.val_fraction")
     )
-    # Folds by class: the images of each class are ordered by the hash of their path and cut into k
-    # equal blocks, so that each fold has its share of each class, to within one image.
+    # Folds with equal shares of each class, to within one image.
     stratify: bool = key(False, needs=FOLDS_OF_IMAGES)
-    # Images of a group are held out together. A regular expression that is searched in the path of
-    # each image below the training part: its group 1, or the whole match, names the image's group.
-    # null: each image is a group.
+    # Images of a group are held out together. A regular expression, searched in the path below the
+    # training part: its group 1, or the whole match, names the group. null: each image is a group.
     group: str | None = key(None, needs=HOLDS_OUT)
-    # The classes to use, in this order: a list of names, or a text file with one class a line.
-    # Images of other classes are left out. null: all.
+    # The classes to use, in this order: names, or a text file with one a line. Images of other
+    # classes are left out. null: all.
     classes: list[str] | str | None = None
-    # single: each image has one class. multi: it has any number of them, and each output is the
-    # logit of one class, present or absent (docs/multilabel.md).
+    # single: each image has one class. multi: any number of them ([Multi-label
+    # classification](docs/multilabel.md)).
     labels: Literal["single", "multi"] = "single"
     # Share of each class that is trained on, by a hash of the path: 0.1 of the images are also in
-    # 0.2 of them. With data.labels multi, share of all images.
+    # 0.2 of them. With data.labels multi, of all images.
     fraction: float = key(1.0, POSITIVE_SHARE)
-    # Worker processes that read and decode, for each rank. 0: in the training process. auto or
-    # null: chosen from the CPUs of this rank, at most 16 for each of its devices (docs/data.md).
-    # The samples don't depend on it.
+    # Processes of each rank that read and decode. 0: none, the training process does. auto or null:
+    # by the CPUs ([Data workers](docs/data.md#data-workers)). The samples don't depend on it.
     num_workers: int | Literal["auto"] | None = key(
         "auto", Range(0, 256), recipe=False, per_machine=True
     )
-    # How JPEG files are decoded. auto: only the region that a sample needs, if libjpeg-turbo 3 is
-    # found; the pixels are the same (docs/data.md). whole: the whole image, which also detects
-    # damage outside of the region.
+    # How JPEG files are decoded. auto: only the region that a sample needs, with the same pixels
+    # ([Decoding](docs/data.md#decoding)). whole: the whole image, which also detects damage outside
+    # of the region.
     decode: Literal["auto", "whole"] = key("auto", recipe=False, per_machine=True)
-    # The EXIF orientation of photos. ignore: as published recipes do. apply: rotate and mirror,
-    # also in predict.py.
+    # The EXIF orientation of photos. ignore: as published recipes do. apply: rotate and mirror
+    # ([EXIF orientation](docs/data.md#exif-orientation)).
     exif: Literal["ignore", "apply"] = key("ignore", needs=READS_FILES)
     # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names
     # the worker.
     timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
-    # The list of bad images that tools/verify_data.py wrote. They are left out: of each part at
-    # most 1 % or 10 images, whichever is more, and at most a tenth or 3. Any other image that can't
-    # be read ends the run. null: leave none out.
+    # A list of bad images that tools/verify_data.py wrote, which are left out ([Bad images in a
+    # run](docs/data.md#bad-images-in-a-run)): of each part at most 1 % or 10 images, whichever is
+    # more, and at most a tenth or 3.
     exclude: str | None = key(None, recipe=False, per_machine=True)
-    # Channels of an image: 3 (RGB; gray images get three equal ones) or 1 (gray, by the weights of
-    # Pillow's convert("L"); timm's models are built with in_chans 1). torchvision's models need 3.
+    # 3 (RGB) or 1 ([Gray images](docs/data.md#gray-images)). torchvision's models need 3.
     channels: int = key(3, Range(1, 3))
     # Mean of each channel, of pixel values in 0..1. null: as the model's pretrained weights expect,
-    # else ImageNet's; for one channel, the average of the three.
+    # else ImageNet's; for one channel, their average.
     mean: list[float] | None = key(None, SHARE)
     # Standard deviation of each channel, likewise.
     std: list[float] | None = key(None, RATIO)
     # Repeated augmentation: each drawn image appears this often in a row, and an epoch covers
     # accordingly fewer images.
     repeats: int = key(1, Range(1, 100), at_most="train.global_batch_size")
-    # With repeats: cut the samples of an epoch to a multiple of this (DeiT's and torchvision's
-    # samplers: 256).
+    # Cut the samples of an epoch to a multiple of this (DeiT's and torchvision's samplers: 256).
     repeats_multiple: int | None = key(None, COUNT, needs=REPEATS)
-    # How equally often the classes are drawn in training: a class of n images has a share
-    # proportional to n^(1 - balance). 0: each image once in an epoch. 1: each class equally often
-    # (docs/data.md).
+    # How equally often the classes are drawn in training ([Classes of different
+    # sizes](docs/data.md#classes-of-different-sizes)): a class of n images has a share proportional
+    # to n^(1 - balance). 0: each image once in an epoch. 1: each class equally often.
     balance: float = key(0.0, SHARE)
-    # Further arguments of a class or factory; of `synthetic` {train_images, val_images,
-    # num_classes, size_px}; of `hf:USER/NAME` {image, label, subset, revision}.
+    # Further arguments: of `synthetic` {train_images, val_images, num_classes, size_px}, of
+    # `hf:USER/NAME` {image, label, subset, revision}, or of the class or factory.
     kwargs: Kwargs = key({})
 
 
@@ -350,11 +341,9 @@ class ErasingConfig:
 
     # Probability for an image. 0: none.
     prob: float = key(0.0, SHARE)
-    # What fills it: zeros (`const`), one normal color (`rand`), or normal noise for each pixel
-    # (`pixel`).
+    # What fills it: zeros (`const`), one normal color (`rand`), or normal noise (`pixel`).
     mode: Literal["const", "rand", "pixel"] = key("const", needs=ERASES)
-    # Largest number of rectangles in one image; the number is drawn from 1 to this, and they share
-    # the area.
+    # Largest number of rectangles, drawn from 1 to this; they share the area.
     max_count: int = key(1, Range(1, 100), needs=ERASES)
     # Area, as shares of the image's: [smallest, largest].
     scale: list[float] = key([0.02, 1 / 3], POSITIVE_SHARE, count=2, ascending=True, needs=ERASES)
@@ -368,8 +357,8 @@ class ProgressiveConfig:
     the epoch.
     """
 
-    # Epochs of the points, ascending. The side is constant before the first and after the last.
-    # null: always size_px.
+    # Epochs of the points, ascending; constant before the first and after the last. null: always
+    # size_px.
     epochs: list[float] | None = key(None, NOT_NEGATIVE, ascending=True)
     # Side at each point, in pixels. The largest is augment.size_px.
     sizes_px: list[int] | None = key(None, PIXELS)
@@ -385,18 +374,16 @@ class AugmentConfig:
     size_px: Size = key(224, PIXELS, count=2)
     # Sides that grow during the run.
     progressive: ProgressiveConfig = section(ProgressiveConfig)
-    # What is cut out of an image. `random_resized`: a random crop, resized to size_px (the usual
-    # one for ImageNet).
-    # `pad_crop`: the whole image, resized to size_px, padded, then a random crop of size_px (the
-    # usual one for CIFAR).
-    # `resize`: the whole image, resized to size_px. The last two change the aspect ratio of images.
+    # `random_resized`: a random crop, resized to size_px (the usual one for ImageNet). `pad_crop`:
+    # the image, resized to size_px and padded, then a random crop of size_px (CIFAR). `resize`: the
+    # image, resized to size_px. The last two change the aspect ratio.
     crop: Literal["random_resized", "pad_crop", "resize"] = "random_resized"
     # Pixels added on each side, less than size_px.
     pad_px: int = key(4, Range(0, 10_000), needs=PADS)
-    # What they are filled with, as in torchvision: zeros (`constant`), the nearest pixel (`edge`),
-    # or the mirror image without (`reflect`) or with (`symmetric`) the pixels at the edge.
+    # What they are filled with: zeros (`constant`), the nearest pixel (`edge`), or the mirror image
+    # without (`reflect`) or with (`symmetric`) the pixels at the edge.
     pad_mode: Literal["constant", "edge", "reflect", "symmetric"] = key("constant", needs=PADS)
-    # Resampling of the crop or the image. random: bilinear or bicubic, drawn for each image.
+    # Resampling. random: bilinear or bicubic, drawn for each image.
     interpolation: Literal["nearest", "bilinear", "bicubic", "random"] = "bilinear"
     # Area of the random crop, as shares of the image's area: [smallest, largest].
     scale: list[float] = key(
@@ -408,14 +395,12 @@ class AugmentConfig:
     hflip_prob: float = key(0.5, SHARE)
     # Probability of a top-bottom flip.
     vflip_prob: float = key(0.0, SHARE)
-    # A policy of many operations, applied after crop and flips. timm's, as its string:
-    # `rand-m9-mstd0.5-inc1` (RandAugment), `original`, `originalr`, `v0`, `v0r` (AutoAugment),
-    # `augmix-m3-w3`, `3a` (3-Augment of DeiT III). torchvision's: `torchvision:rand_augment`,
-    # `torchvision:trivial_augment_wide`, `torchvision:auto_augment`, `torchvision:aug_mix`. Or
-    # `my_module:my_factory`. null: none.
+    # A policy after crop and flips. timm's, as its string: `rand-m9-mstd0.5-inc1` (RandAugment),
+    # `original`, `originalr`, `v0`, `v0r` (AutoAugment), `augmix-m3-w3`, `3a` (3-Augment of DeiT
+    # III). torchvision's: `torchvision:rand_augment`, `torchvision:trivial_augment_wide`,
+    # `torchvision:auto_augment`, `torchvision:aug_mix`. Or `my_module:my_factory`. null: none.
     policy: str | None = key(None, code=("torchvision:",))
-    # Further arguments of torchvision's policy or of a factory, such as `{num_ops: 2}`. Another
-    # policy resets them.
+    # Further arguments of torchvision's policy or of a factory, such as `{num_ops: 2}`.
     policy_kwargs: Kwargs = key({})
     # Random changes of brightness, contrast, saturation and hue.
     color_jitter: ColorJitterConfig = section(ColorJitterConfig)
@@ -423,8 +408,8 @@ class AugmentConfig:
     grayscale_prob: float = key(0.0, SHARE)
     # Random erasing.
     erasing: ErasingConfig = section(ErasingConfig)
-    # Splits: copies of each image in a batch, augmented differently, for the loss `jsd`. The first
-    # has only the crop and the flips.
+    # Copies of each image in a batch, augmented differently, for the loss `jsd`. The first has only
+    # crop and flips.
     splits: int = key(1, Range(1, 10))
 
 
@@ -434,8 +419,7 @@ class MixConfig:
     alphas are 0.
     """
 
-    # Parameter of the beta distribution that mixup's share is drawn from (Zhang et al. 2017). 0: no
-    # mixup.
+    # Parameter of the beta distribution of mixup's share (Zhang et al. 2017). 0: no mixup.
     mixup_alpha: float = key(0.0, ALPHA)
     # Likewise for cutmix (Yun et al. 2019). 0: no cutmix.
     cutmix_alpha: float = key(0.0, ALPHA)
@@ -457,26 +441,25 @@ class MixConfig:
 class LossConfig:
     """The loss function."""
 
-    # `cross_entropy`; `bce`, binary cross-entropy for each class; `focal`; `jsd`, cross-entropy
-    # with the Jensen-Shannon divergence between the splits of an image (augment.splits); or
-    # `my_module:my_factory`. With data.labels multi: `bce`, `asymmetric` (Ridnik et al. 2021) or a
-    # factory.
+    # `cross_entropy`; `bce`, binary cross-entropy for each class; `focal`; `jsd`, with the
+    # Jensen-Shannon divergence between splits (augment.splits); or `my_module:my_factory`. With
+    # data.labels multi: `bce`, `asymmetric` (Ridnik et al. 2021) or a factory.
     name: str = key("cross_entropy", code=())
-    # Share of the target's probability that is spread over all classes. With data.labels multi, the
-    # targets 0 and 1 become s/2 and 1 - s/2.
+    # Share s of the target's probability that is spread over all classes. With data.labels multi,
+    # targets become s/2 and 1 - s/2.
     label_smoothing: float = key(0.0, SHARE_BELOW_1)
-    # Weights of the classes in the loss. A number for each class, of which only the ratios matter;
-    # or from the number n of training images: `balanced`, proportional to 1/n; `effective`, to
-    # (1 - beta) / (1 - beta^n). With data.labels multi, weights of the positive terms, like
-    # pos_weight of torch's BCEWithLogitsLoss; `balanced`: negatives / positives.
+    # Weights of the classes ([Classes of different
+    # sizes](docs/data.md#classes-of-different-sizes)): a number for each, of which only the ratios
+    # matter; or by the number n of training images `balanced`, proportional to 1/n, or `effective`,
+    # to (1 - beta) / (1 - beta^n). With data.labels multi, of the positive terms; `balanced`:
+    # negatives / positives.
     class_weights: list[int | float] | Literal["balanced", "effective"] | None = key(
         None, NOT_NEGATIVE
     )
-    # For class_weights effective: beta (Cui et al. 2019).
+    # beta of `effective` (Cui et al. 2019).
     effective_beta: float = key(0.999, SHARE_BELOW_1, needs=EFFECTIVE_WEIGHTS)
-    # Arguments of the loss: bce {target_threshold (above it targets are 1), sum_classes}, focal
-    # {gamma}, jsd {alpha}; with data.labels multi, bce {sum_classes}, asymmetric {gamma_neg,
-    # gamma_pos, clip}.
+    # Arguments: bce {target_threshold (above it targets are 1), sum_classes}, focal {gamma}, jsd
+    # {alpha}; with data.labels multi, bce {sum_classes}, asymmetric {gamma_neg, gamma_pos, clip}.
     kwargs: Kwargs = key({})
 
 
@@ -507,12 +490,12 @@ class DistillConfig:
     """Knowledge distillation: part of the loss comes from a teacher's outputs."""
 
     # `soft`: divergence from the teacher's softened outputs (Hinton et al. 2015); `hard`:
-    # cross-entropy with its top class (Touvron et al. 2021). A model with a distillation token
-    # (timm's deit_*_distilled) applies the distillation loss to the output of that token.
+    # cross-entropy with its top class (Touvron et al. 2021). In a model with a distillation token
+    # (timm's deit_*_distilled), of the output of that token.
     kind: Literal["none", "soft", "hard"] = "none"
-    # The teacher's share of the loss, 0 to 1.
+    # The teacher's share of the loss.
     alpha: float = key(0.5, SHARE, needs=DISTILS)
-    # For `soft`: both outputs are divided by it before the softmax.
+    # Both outputs are divided by it before the softmax.
     temperature: float = key(1.0, Range(0.01, 1000), needs=DISTILS_SOFTLY)
     # The teacher.
     teacher: TeacherConfig = section(TeacherConfig)
@@ -522,15 +505,14 @@ class DistillConfig:
 class OptimizerConfig:
     """The optimizer."""
 
-    # `sgd` (momentum 0.9, no Nesterov unless kwargs say so), `adamw`, `rmsprop`: torch's. `lamb`
-    # (scales a larger gradient down to the norm 1, unless kwargs have `max_grad_norm: null`),
-    # `rmsproptf` (momentum 0.9): timm's. `timm:NAME` for any other of timm's,
-    # `timm:lookahead_NAME` with Lookahead, or `my_module:my_factory`.
+    # `sgd`, `adamw`, `rmsprop`: torch's. `lamb` (scales a larger gradient down to the norm 1,
+    # unless kwargs have `max_grad_norm: null`), `rmsproptf`: timm's. `timm:NAME` for any other of
+    # timm's, `timm:lookahead_NAME` with Lookahead, or `my_module:my_factory`.
     name: str = key("sgd", code=("timm:",))
-    # Peak learning rate. It has no default, and changing `name` resets it.
+    # Peak learning rate. Changing `name` resets it.
     lr: float = key(REQUIRED, NOT_NEGATIVE)
-    # The global batch size that lr is meant for: another train.global_batch_size scales lr. null:
-    # lr is used as written.
+    # The global batch size that lr is meant for: another one scales lr. null: lr is used as
+    # written.
     lr_base_batch: int | None = key(None, BATCH)
     # How lr scales: linearly with the batch size, or with its square root.
     lr_scaling: Literal["linear", "sqrt"] = key("linear", needs=LR_SCALES)
@@ -541,13 +523,13 @@ class OptimizerConfig:
     # Weight decay of all other biases. null: weight_decay.
     bias_weight_decay: float | None = key(None, NOT_NEGATIVE)
     # Weight decay of class and position tokens, relative position tables, and the model's
-    # `no_weight_decay` parameters. null: weight_decay.
+    # `no_weight_decay`. null: weight_decay.
     token_weight_decay: float | None = key(None, NOT_NEGATIVE)
     # Weight decay of layer scales and other parameters of at most one dimension. null:
     # weight_decay.
     scale_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Layer-wise decay: factor of each layer's learning rate relative to the next layer's (the head
-    # has 1). null: off.
+    # Layer-wise decay: factor of a layer's learning rate relative to the next layer's (the head has
+    # 1). null: off.
     layer_decay: float | None = key(None, POSITIVE_SHARE)
     # Factors of the learning rate by patterns of parameter names: `{"head.*": 10}`. The first match
     # counts.
@@ -566,10 +548,10 @@ class ScheduleConfig:
     name: str = key("cosine", code=())
     # Linear warm-up, in epochs (fractions allowed).
     warmup_epochs: float = key(0.0, NOT_NEGATIVE, at_most="train.epochs")
-    # Learning rate at the start of the warm-up, as a factor of the one at its end: the schedule's
+    # Learning rate at the start of the warm-up, as a factor of that at its end: the schedule's
     # first, or with warmup_prefix false the highest.
     warmup_start_factor: float = key(0.01, SHARE, needs=WARMS_UP_BY_FACTOR)
-    # Learning rate at the start of the warm-up, instead of the factor. null: by the factor.
+    # Learning rate at the start of the warm-up, in place of the factor.
     warmup_start_lr: float | None = key(None, NOT_NEGATIVE, needs=WARMS_UP)
     # true: the schedule starts after the warm-up (torchvision). false: the warm-up replaces its
     # beginning (timm).
@@ -578,11 +560,11 @@ class ScheduleConfig:
     cooldown_epochs: float = key(0.0, NOT_NEGATIVE)
     # Change the learning rate between epochs only, as in torchvision's and timm's scripts.
     by_epoch: bool = False
-    # Arguments of the schedule: cosine {min_lr}, step {every_epochs, gamma}, multistep
-    # {milestones_epochs, gamma}, polynomial {power, min_lr}, exponential {gamma (a factor an
-    # epoch)}, one_cycle {pct_start, anneal (cos or linear), div_factor, final_div_factor,
-    # min_momentum, max_momentum}, piecewise {epochs, factors}, plateau {patience (evaluations),
-    # gamma, min_lr, threshold}. Epochs count from where the schedule starts.
+    # Arguments: cosine {min_lr}, step {every_epochs, gamma}, multistep {milestones_epochs, gamma},
+    # polynomial {power, min_lr}, exponential {gamma (a factor an epoch)}, one_cycle {pct_start,
+    # anneal (cos or linear), div_factor, final_div_factor, min_momentum, max_momentum}, piecewise
+    # {epochs, factors}, plateau {patience (evaluations), gamma, min_lr, threshold}. Epochs count
+    # from where the schedule starts.
     kwargs: Kwargs = key({})
 
 
@@ -592,7 +574,7 @@ class EarlyStopConfig:
     step.
     """
 
-    # End after this many evaluations in a row without a better one. null: train to the last epoch.
+    # Evaluations in a row without a better one. null: train to the last epoch.
     patience_evals: int | None = key(None, COUNT)
     # What is compared: of the moving average if there is one, else of the raw weights.
     metric: MetricName = key("top1", needs=STOPS_EARLY)
@@ -606,52 +588,50 @@ class TrainConfig:
 
     # Passes over the training images, in floor(images / global_batch_size) steps each.
     epochs: int = key(90, Range(1, 10**6))
-    # End after this many optimizer steps; the schedule is not shortened. null: after the last
-    # epoch.
+    # End after this many optimizer steps; the schedule is not shortened.
     max_steps: int | None = key(None, COUNT, recipe=False)
     # An early end of the run.
     early_stop: EarlyStopConfig = section(EarlyStopConfig, recipe=False)
     # Images in one optimizer step, over all ranks and micro-batches.
     global_batch_size: int = key(256, BATCH)
-    # Largest number of images in one forward pass of a device; gradients are accumulated over the
-    # micro-batches. null: the device's whole share. There are as few micro-batches as possible:
-    # with 64 here, 96 images per device become two of 48. Sizes that differ by one image are
-    # weighted. With parallel.mode dp all have the same size.
+    # Most images in one forward pass of a device; gradients are accumulated over the micro-batches.
+    # null: the device's whole share. There are as few micro-batches as possible: with 64 here, 96
+    # images per device become two of 48.
     micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
-    # Precision of forward and backward. auto: fp32 on CPUs, bf16 on GPUs since Ampere, fp16 on
-    # Volta and Turing (fp32 with train.sam_rho), fp32 on older GPUs. fp16 uses a loss scale. With
-    # fp32, convolutions on GPUs since Ampere use TF32, which is torch's default.
+    # Precision of forward and backward: mixed precision with bf16 or fp16 (with a loss scale).
+    # auto: fp32 on CPUs, bf16 on GPUs since Ampere, fp16 on Volta and Turing (fp32 with
+    # train.sam_rho), fp32 on older GPUs. With fp32, convolutions on GPUs since Ampere use TF32.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    # torch.compile the model and the loss, in this mode. true: the mode `default`. Shapes are
-    # static, except with augment.progressive; the last batch of an evaluation is padded.
-    # reduce-overhead and max-autotune use CUDA graphs.
+    # torch.compile model and loss, in this mode ([Which
+    # `train.compile`](docs/scaling.md#which-traincompile)). true: `default`. Shapes are static,
+    # except with augment.progressive; the last batch of an evaluation is padded.
     compile: (
         bool | Literal["default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"]
     ) = key(False, recipe=False)
     # Your own function for the forward and backward passes of a step, `my_module:my_step`
-    # (docs/extending.md). null: the model and the loss.
+    # ([A training step](docs/extending.md#a-training-step)). null: the model and the loss.
     step: str | None = key(None, code=())
-    # Store weights and images in the channels-last memory format, the fastest for convolutions.
+    # The channels-last memory format, the fastest for convolutions.
     channels_last: bool = True
-    # Largest global norm of the gradient; larger ones are scaled down. null: no limit.
+    # Largest global norm of the gradient; a larger one is scaled down.
     clip_norm: float | None = key(None, POSITIVE)
-    # Largest absolute value of each element of the gradient. null: no limit.
+    # Largest absolute value of each element of the gradient.
     clip_value: float | None = key(None, POSITIVE, excludes=("train.clip_norm",))
     # Adaptive gradient clipping (Brock et al. 2021): largest norm of a unit's gradient, as a share
-    # of its weights'. The head is not clipped. null: no limit.
+    # of its weights'. The head is not clipped.
     clip_agc: float | None = key(None, POSITIVE, excludes=("train.clip_norm", "train.clip_value"))
     # Sharpness-aware minimization (Foret et al. 2020): radius of the neighborhood. null: off.
     sam_rho: float | None = key(None, POSITIVE)
-    # Use it only every this many steps, since it costs a second pass.
+    # Use it every this many steps, since it costs a second pass.
     sam_every_steps: int = key(1, COUNT, needs=USES_SAM)
     # Recompute activations in the backward pass: less memory, about a third slower.
     grad_checkpointing: bool = key(False, recipe=False)
-    # Use deterministic kernels on GPUs: slower, but every run gives the same bits. CPU kernels are
-    # deterministic for a given number of threads. An operator without a deterministic kernel, such
-    # as adaptive average pooling to several pixels (torchvision's VGG), is an error.
+    # Use deterministic kernels on GPUs: slower, but every run gives the same bits, as on CPUs. An
+    # operator without one, such as adaptive average pooling to several pixels (torchvision's VGG),
+    # is an error.
     deterministic: bool = key(False, recipe=False)
     # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or
-    # gradient. Such steps don't change the weights.
+    # gradient, which don't change the weights.
     max_nonfinite_steps: int = key(10, COUNT, recipe=False)
 
 
@@ -661,8 +641,7 @@ class EmaConfig:
 
     # Decay of the average at each update. null: no average, unless half_life_images is given.
     decay: float | None = key(None, SHARE_BELOW_1)
-    # Half-life of the average in training images, instead of decay: independent of batch size and
-    # every_steps.
+    # Half-life of the average in training images, instead of decay.
     half_life_images: float | None = key(None, POSITIVE, excludes=("ema.decay",))
     # Update every this many optimizer steps.
     every_steps: int = key(1, COUNT, needs=AVERAGES)
@@ -678,27 +657,28 @@ class EvalConfig:
 
     # How an image is resized before the center is cut out. `crop`: by its short side. `squash`:
     # both sides, which changes the aspect ratio. `pad`: by its long side, and the borders get the
-    # mean color. With squash and pad eval.crop_pct 1 keeps the whole image. timm's crop_mode calls
-    # them center, squash and border.
+    # mean color. timm's crop_mode calls them center, squash and border.
     mode: Literal["crop", "squash", "pad"] = "crop"
     # Size of the center crop in pixels: the side of a square, or `[height, width]`.
     crop_px: Size = key(224, PIXELS, count=2, at_most="eval.resize_px")
-    # Sides of the crop as a share of the resized sides; determines the resize if resize_px is null.
+    # Sides of the crop as a share of the resized sides. 1 keeps the whole image with squash and
+    # pad.
     crop_pct: float = key(0.875, Range(0.01, 1), needs=RESIZES_BY_SHARE)
     # Side after the resize, in pixels: the short one, with `squash` both, with `pad` the long one.
-    # null: floor(crop_px / crop_pct); of `[height, width]` each: the image then covers both, or
-    # with `pad` fits into both.
+    # null: floor(crop_px / crop_pct); of `[height, width]` each: the image covers both, or with
+    # `pad` fits into both.
     resize_px: int | None = key(None, PIXELS)
     # Resampling of the resize.
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
-    # With data.labels multi: the minimum probability of a predicted class.
+    # Minimum probability of a predicted class.
     threshold: float = key(0.5, SHARE, needs=MULTILABEL)
-    # Average the outputs for each image and its mirror image, also in predict.py.
+    # Average the outputs for each image and its mirror image.
     flip_tta: bool = False
-    # all: the validation part has the classes of the training part. present: it may have only some
-    # of them, as ImageNet-A and -R; the outputs of the other classes are ignored (docs/data.md).
+    # all: the validation part has the classes of the training part. present: it may have some of
+    # them, as ImageNet-A and -R ([Some of the classes](docs/data.md#some-of-the-classes)).
     classes: Literal["all", "present"] = "all"
-    # Further metrics, your own or of torchmetrics, each `my_module:my_factory` (docs/extending.md).
+    # Further metrics, your own or of torchmetrics, each `my_module:my_factory` ([A
+    # metric](docs/extending.md#a-metric)).
     metrics: list[str] = key([], form=FACTORIES, recipe=False, code=())
     # Images in one forward pass of a device.
     batch_size: int = key(256, BATCH, recipe=False)
@@ -710,20 +690,21 @@ class EvalConfig:
 class ParallelConfig:
     """Distributed training."""
 
-    # `none`: one device. `ddp`: one process for each device. `dp`: one process for several GPUs,
-    # which is slower but needs no launcher. `auto`: ddp if there is more than one rank, else none.
+    # `none`: one device. `ddp`: one process for each device. `dp`: one process for several GPUs
+    # ([Choose a mode](docs/parallel.md#choose-a-mode)). `auto`: ddp if there is more than one rank,
+    # else none.
     mode: Literal["auto", "none", "ddp", "dp"] = key("auto", recipe=False)
-    # Backend of torch.distributed. auto: nccl on GPUs, gloo on CPUs. mpi: needs a torch built with
+    # Backend of torch.distributed. auto: nccl on GPUs, gloo on CPUs. mpi needs a torch built with
     # MPI, and mpirun.
     backend: Literal["auto", "nccl", "gloo", "mpi"] = key("auto", recipe=False)
     # The GPUs to use, numbered in the order of CUDA_VISIBLE_DEVICES. In mode dp the first one holds
-    # the parameters; in mode ddp each rank uses the one at the index of its local rank, and one
-    # process alone the first. null: all visible GPUs, in order.
+    # the parameters; in mode ddp each rank uses the one at the index of its local rank. null: all.
     device_ids: list[int] | None = key(None, NOT_NEGATIVE, recipe=False)
-    # Synchronize BatchNorm over all ranks in training (SyncBatchNorm). No effect on one rank.
+    # Synchronize BatchNorm over all ranks ([BatchNorm and
+    # SyncBN](docs/parallel.md#batchnorm-and-syncbn)).
     sync_bn: bool = False
-    # For a model in which some steps leave parameters without a gradient, such as layers that are
-    # dropped at random: DDP then looks for them in each step. No effect on one rank.
+    # For a model in which a step may leave parameters without a gradient, such as layers that are
+    # dropped at random: DDP looks for them in each step.
     find_unused_parameters: bool = key(False, recipe=False)
     # Rendezvous of the ranks: `env://` (MASTER_ADDR and MASTER_PORT), `tcp://host:port` or
     # `file:///path`.
@@ -733,7 +714,7 @@ class ParallelConfig:
         600.0, Range(0, 7 * 86_400, low_open=True), recipe=False, per_machine=True
     )
     # Compare the bits of weights, moving average and optimizer state between ranks every this many
-    # optimizer steps and before each checkpoint; diverged ranks end the run. null: never.
+    # steps and before each checkpoint. Diverged ranks end the run. null: never.
     check_every_steps: int | None = key(1000, COUNT, recipe=False)
 
 
@@ -747,10 +728,9 @@ class CheckpointConfig:
     every_steps: int | None = key(None, COUNT)
     # Number of newest checkpoints to keep, besides the best ones. null: all.
     keep_last: int | None = key(2, COUNT)
-    # Which evaluation is the best: that with the highest top-1, top-5 or balanced accuracy, or with
-    # the lowest loss. Balanced accuracy is the mean recall of the classes. With data.labels multi:
-    # map (mean average precision), micro_f1, macro_f1 or loss. The best raw weights and the best
-    # moving average are kept.
+    # Which evaluation is the best: by the highest accuracy (balanced accuracy is the mean recall of
+    # the classes), with data.labels multi by map (mean average precision) or F1, or by the lowest
+    # loss. The best raw weights and the best moving average are kept.
     best: MetricName = "top1"
 
 
@@ -758,17 +738,16 @@ class CheckpointConfig:
 class LogConfig:
     """Logging."""
 
-    # Optimizer steps between two log lines; metrics.jsonl has every step.
+    # Optimizer steps between two log lines.
     every_steps: int = key(50, COUNT)
-    # What rank 0 writes: `jsonl` (metrics.jsonl; always), `tensorboard`, `wandb`, or
-    # `my_module:MyWriter`.
+    # What rank 0 writes: `jsonl` (always), `tensorboard`, `wandb`, or `my_module:MyWriter`
+    # ([TensorBoard and Weights & Biases](docs/trackers.md)).
     writers: list[str] = key(["jsonl", "tensorboard"], per_machine=True, code=())
     # false: no TensorBoard files, even if `writers` lists it.
     tensorboard: bool = key(True, per_machine=True)
-    # Draw the curves into plots/ at the end (rank 0 only).
+    # Draw the curves into plots/ at the end.
     plots: bool = key(True, per_machine=True)
-    # Write report.html at the end: a page with the curves, the accuracy of each class, the first
-    # images and the settings (rank 0 only).
+    # Write report.html at the end ([Run report](docs/reports.md#run-report)).
     report: bool = key(True, per_machine=True)
 
 
@@ -784,9 +763,8 @@ class ExpectConfig:
     ours_top1_pct: float | None = key(None, PERCENT)
     # Hardware and training time of the source.
     hardware: str | None = None
-    # Of a run with this repository: hardware, seed, date, duration. Of the settings: `deviates:`
-    # what can't be expressed, `left out:` what could be added, `uncertain:` what the source does
-    # not state for sure.
+    # Of a run with this repository: hardware, seed, date, duration. Of the settings: `deviates`,
+    # `left out`, `uncertain` ([Recipes](docs/recipes.md)).
     note: str | None = None
 
 
@@ -809,12 +787,12 @@ class Config:
     checkpoint: CheckpointConfig = section(CheckpointConfig, recipe=False)
     log: LogConfig = section(LogConfig, recipe=False)
     expect: ExpectConfig = section(ExpectConfig, recipe=False, per_machine=True)
-    # Modules to import at the start, for example to register models with timm.
+    # Modules to import at the start, such as one that registers models with timm.
     imports: list[str] = key([], form=MODULES, recipe=False, per_machine=True)
     # Seed of the run.
     seed: int = key(0, Range(0, 2.0**63, high_open=True))
     # `auto` (CUDA if there is a GPU, else the CPU), `cpu`, `cuda`, `cuda:1` for a certain GPU, or
-    # `mps` (untested).
+    # `mps`.
     device: str = key("auto", form=DEVICE, recipe=False, per_machine=True)
 
 

@@ -231,13 +231,6 @@ def test_short_keys_are_those_of_the_page() -> None:
     assert named == {**SHORT_KEYS, "model": ("model.name", "model.pretrained")}
 
 
-def test_architecture_page_names_every_package() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    packages = sorted(path.parent for path in (ROOT / "imagenet_cls").glob("*/__init__.py"))
-    assert packages
-    assert [path.name for path in packages if f"| `imagenet_cls/{path.name}/` |" not in text] == []
-
-
 def test_usage_page_names_every_exit_code() -> None:
     table = (
         (ROOT / "docs" / "usage.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
