@@ -183,43 +183,49 @@ def config_page() -> str:
     return CONFIG_INTRODUCTION + "\n" + "\n".join(lines).rstrip("\n") + "\n"
 
 
-# Folder of configs -> title, in the order of the page. A new folder needs a line here.
-FAMILIES = {
-    "resnet": "ResNet",
-    "resnext": "ResNeXt",
-    "mobilenet": "MobileNet",
-    "efficientnet": "EfficientNet",
-    "regnet": "RegNet",
-    "densenet": "DenseNet",
-    "ghostnet": "GhostNet",
-    "convnext": "ConvNeXt",
-    "deit": "DeiT",
-    "vit": "ViT",
-    "swin": "Swin",
-    "maxvit": "MaxViT",
-    "cifar": "CIFAR: ResNet, WRN",
-    "fashion_mnist": "Fashion-MNIST: ResNet",
-}
+# Folders of configs, in the order of the page. A new folder needs a line here.
+FAMILIES = [
+    "resnet",
+    "resnext",
+    "mobilenet",
+    "efficientnet",
+    "regnet",
+    "densenet",
+    "ghostnet",
+    "convnext",
+    "deit",
+    "vit",
+    "swin",
+    "maxvit",
+    "cifar",
+    "fashion_mnist",
+]
 
 RECIPES_INTRODUCTION = """\
 # Recipes
 
 <!-- Written by `python docs/generate.py` from the configs. Don't edit this file. -->
 
-Each config below has the settings of a published recipe, and starts with its paper, its source and its command:
+Each config below has the settings of a published recipe. It names the source, and the hardware and hours that the
+source states; `python tools/configs.py` prints the sources, too. To train on eight GPUs:
 
     bash scripts/dist_train.sh configs/resnet/resnet50_tv_v2.yaml 8
 
 "Claimed" is the source's top-1 accuracy on ImageNet-1k's validation set, in percent, with one center crop (in FFCV's
 recipes, with its mirror image); for CIFAR and Fashion-MNIST, on their test images. The claims for Fashion-MNIST are for
-300 epochs; its configs train 20 epochs. The last column has the source, and hardware and hours if it states them.
-{ours}
+300 epochs; its configs train 20 epochs. {ours}
 
-The batch is that of an optimizer step. If the source states how many images each GPU had, `train.micro_batch_size` has
-that number in most configs, so that BatchNorm normalizes groups of the same size. The groups stay the same if one GPU
-accumulates several micro-batches.
+"px" is the side of images in training and in evaluation. The batch is that of an optimizer step. If the source states
+how many images each GPU had, `train.micro_batch_size` has that number in most configs, so that BatchNorm normalizes
+groups of the same size.
 
-The parts of a recipe were compared with independent implementations:
+"""
+
+OURS = '"Ours" is the accuracy of a run with this repository. Other recipes were not trained here.'
+NONE_TRAINED = "None of these recipes was trained here."
+
+NOTES_INTRODUCTION = """
+## Comparison with other implementations
 
 | part | compared with |
 |---|---|
@@ -233,24 +239,16 @@ The parts of a recipe were compared with independent implementations:
 | whole optimizer steps | plain torch |
 | size, accuracy, evaluation of torchvision's recipes | the metadata of its published weights |
 
-Two published recipes have no config: MosaicML's baseline of ResNet-50 (90 epochs), which claims no accuracy, and timm's
-RegNetY-3.2GF with RandAugment (`regnety_032.ra_in1k`, 81.95 %), whose settings are not in timm's repository.
-"""
-
-OURS = '"Ours" is the accuracy of a run with this repository. Other recipes were not trained here.'
-NONE_TRAINED = "None of these recipes was trained here."
-
-NOTES_INTRODUCTION = """\
-## Deviations, omissions and uncertainties
+## Notes
 
 `deviates`: settings of the source that no key expresses, and what happens instead. `left out`: what the source's script
 does in addition, and the keys that add it. `uncertain`: what the source does not state for sure, or what was not
 checked. The other recipes are believed to have every setting of their source.
 
-Four points hold for all recipes. Random numbers differ from the source's. An epoch ends with the last whole batch;
-torchvision's script also uses the remainder. `train.precision` is `auto`, whatever the source used. torchvision's
-moving average copies the weights during the warm-up of the learning rate; here the initial weights decay in the
-average.
+For all recipes: random numbers differ from the source's; an epoch ends with the last whole batch (torchvision's script
+also uses the remainder); `train.precision` is `auto`; and torchvision's moving average copies the weights during the
+warm-up of the learning rate, where here the initial weights decay in the average.
+
 """
 
 
@@ -275,13 +273,6 @@ class Recipe:
         return f"{claimed}; ours {ours}" if ours else claimed
 
     @property
-    def origin(self) -> str:
-        """The source, and the hardware and hours that it states."""
-        expect = self.config.expect
-        hardware = (expect.hardware or "not stated").removesuffix(", hours not stated")
-        return str(expect.source) if hardware == "not stated" else f"{expect.source}; {hardware}"
-
-    @property
     def row(self) -> str:
         """Its row of the table."""
         config = self.config
@@ -291,9 +282,8 @@ class Recipe:
             f"`{config.model.name}`",
             str(config.train.epochs),
             f"{config.train.global_batch_size:,}",
-            f"{'-'.join(map(str, sizes or [config.augment.size_px]))} → {config.eval.crop_px}",
+            f"{'-'.join(map(str, sizes or [config.augment.size_px]))}, {config.eval.crop_px}",
             self.accuracy,
-            self.origin,
         ]
         return f"| {' | '.join(cells)} |"
 
@@ -307,22 +297,16 @@ def recipes() -> list[Recipe]:
             config = load_config(path).config
             if config.expect.source is not None:
                 found.append(Recipe(relative, config))
-    order = list(FAMILIES)
     return sorted(
-        found, key=lambda recipe: (order.index(recipe.family), _natural(recipe.path.stem))
+        found, key=lambda recipe: (FAMILIES.index(recipe.family), _natural(recipe.path.stem))
     )
 
 
 def recipes_page() -> str:
     """docs/recipes.md."""
     found = recipes()
-    lines = []
-    for family, title in FAMILIES.items():
-        rows = [recipe.row for recipe in found if recipe.family == family]
-        header = (
-            "| config | model | epochs | batch | px, training → evaluation | claimed | source |"
-        )
-        lines += [f"## {title}", "", header, f"|{'---|' * 7}", *rows, ""]
+    header = "| config | model | epochs | batch | px | claimed |"
+    lines = [header, f"|{'---|' * 6}", *(recipe.row for recipe in found)]
     names: dict[str, list[str]] = {}  # recipes with the same note share it
     for recipe in found:
         if recipe.config.expect.note:
@@ -330,7 +314,7 @@ def recipes_page() -> str:
     notes = [f"- {', '.join(owners)}: {note}." for note, owners in names.items()]
     trained = any(recipe.config.expect.ours_top1_pct is not None for recipe in found)
     introduction = RECIPES_INTRODUCTION.format(ours=OURS if trained else NONE_TRAINED)
-    return "\n".join([introduction, *lines, NOTES_INTRODUCTION, *notes, ""])
+    return introduction + "\n".join([*lines, NOTES_INTRODUCTION + "\n".join(notes), ""])
 
 
 def _percent(number: float | None) -> str:

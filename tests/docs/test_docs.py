@@ -58,7 +58,6 @@ FOREIGN_OPTIONS |= {
     "--quality",
     "--knn",
     "--linear-probe",
-    "--max",
     "--quick",
     "--axis",
     "--group-by",
