@@ -296,20 +296,15 @@ def about(result: Mapping[str, Any]) -> list[str]:
         f"{processors}, {machine['cores']} cores, {machine['memory_gib']} GiB",
     ]
     if machine["load"][0] > machine["cores"] / 2:
-        lines.append(
-            "other programs used the machine, so ratios by CPU time are more reliable, and effects "
-            "of the number of workers are not"
-        )
+        lines.append("other programs ran, so ratios by CPU time are more reliable")
     if images:
         size = (
             f"{images['width']}x{images['height']} pixels and {images['kilobytes']:g} KB on average"
         )
         lines.append(f"{images['images']} images ({images['source']}), {size}")
-    for name, packages in result["versions"].items():
-        listing = ", ".join(f"{package} {version}" for package, version in packages.items())
-        lines.append(
-            f"environment of {name}: {'' if name == 'ours' else 'the same, except '}{listing}"
-        )
+    versions = result["versions"]["ours"]
+    shown = ("python", "torch", "torchvision", "timm", "pillow")
+    lines.append(", ".join(f"{package} {versions[package]}" for package in shown))
     return [
         textwrap.fill(f"- {line}", 120, subsequent_indent="  ", break_on_hyphens=False)
         for line in lines
@@ -347,7 +342,9 @@ BEGIN, END = (
 
 # What the page leaves out: comparisons with an earlier commit of the package, and speeds whose
 # ratios it has.
-_NOT_ON_PAGE = re.compile("baseline|per image|, policy|, evaluation|^ours, 1 worker")
+_NOT_ON_PAGE = re.compile(
+    r"baseline|per image|, policy|, evaluation|^ours, 1 worker|alone$|: train\(\)$|: plain loop$"
+)
 
 
 def page_with_results(page: str, results: Sequence[Mapping[str, Any]]) -> str:
