@@ -123,7 +123,7 @@ def _type_text(key: str) -> str:
         return TYPE_TEXTS[key]
     hint = keys.value_types()[key]
     bare, optional = keys.split_optional(hint)
-    texts = ["null"] if optional else []
+    texts = ["null"] if optional and keys.default_of(key) is not None else []
     if keys.choices(bare):
         return ", or ".join([keys.describe_type(bare), *texts])
     if bare == schema.Kwargs:
@@ -219,37 +219,22 @@ recipes, with its mirror image); for CIFAR and Fashion-MNIST, on their test imag
 how many images each GPU had, `train.micro_batch_size` has that number in most configs, so that BatchNorm normalizes
 groups of the same size.
 
+The last column says what `expect.note` in the config is about. `deviates`: settings of the source that no key
+expresses, and what happens instead. `left out`: what the source's script does in addition, and the keys that add it.
+`uncertain`: what the source does not state for sure, or what was not checked. The other recipes are believed to have
+every setting of their source.
+
+For all recipes: random numbers differ from the source's; an epoch ends with the last whole batch (torchvision's script
+also uses the remainder); `train.precision` is `auto`; and torchvision's moving average copies the weights during the
+warm-up of the learning rate, where here the initial weights decay in the average. Learning rates, weight decay of
+parameters, losses, mixing, augmentation, averages and whole steps were compared with timm, torchvision and plain torch
+(`tests/parity/`).
+
 """
 
 OURS = '"Ours" is the accuracy of a run with this repository. Other recipes were not trained here.'
 NONE_TRAINED = "None of these recipes was trained here."
-
-NOTES_INTRODUCTION = """
-## Comparison with other implementations
-
-| part | compared with |
-|---|---|
-| learning rate of every step | timm's and torch's schedulers, the formulas of FFCV, NVIDIA, pycls and others |
-| parameters with weight decay | timm's and torchvision's parameter groups |
-| losses | those of timm, torch and torchvision, the formulas |
-| mixup and cutmix | timm's, for the same random draws |
-| policies, erasing, repeated augmentation | timm's pipeline and the order of its samplers |
-| moving averages of the weights | timm's and torchvision's |
-| other resolutions | timm's and torchvision's loading, the formulas |
-| whole optimizer steps | plain torch |
-| size, accuracy, evaluation of torchvision's recipes | the metadata of its published weights |
-
-## Notes
-
-`deviates`: settings of the source that no key expresses, and what happens instead. `left out`: what the source's script
-does in addition, and the keys that add it. `uncertain`: what the source does not state for sure, or what was not
-checked. The other recipes are believed to have every setting of their source.
-
-For all recipes: random numbers differ from the source's; an epoch ends with the last whole batch (torchvision's script
-also uses the remainder); `train.precision` is `auto`; and torchvision's moving average copies the weights during the
-warm-up of the learning rate, where here the initial weights decay in the average.
-
-"""
+NOTES = ("deviates", "left out", "uncertain")
 
 
 @dataclass(frozen=True)
@@ -284,6 +269,7 @@ class Recipe:
             f"{config.train.global_batch_size:,}",
             f"{'-'.join(map(str, sizes or [config.augment.size_px]))}, {config.eval.crop_px}",
             self.accuracy,
+            ", ".join(kind for kind in NOTES if f"{kind}: " in (config.expect.note or "")),
         ]
         return f"| {' | '.join(cells)} |"
 
@@ -305,16 +291,11 @@ def recipes() -> list[Recipe]:
 def recipes_page() -> str:
     """docs/recipes.md."""
     found = recipes()
-    header = "| config | model | epochs | batch | px | claimed |"
-    lines = [header, f"|{'---|' * 6}", *(recipe.row for recipe in found)]
-    names: dict[str, list[str]] = {}  # recipes with the same note share it
-    for recipe in found:
-        if recipe.config.expect.note:
-            names.setdefault(recipe.config.expect.note, []).append(f"`{recipe.path.stem}`")
-    notes = [f"- {', '.join(owners)}: {note}." for note, owners in names.items()]
+    header = "| config | model | epochs | batch | px | claimed | notes |"
+    lines = [header, f"|{'---|' * 7}", *(recipe.row for recipe in found)]
     trained = any(recipe.config.expect.ours_top1_pct is not None for recipe in found)
     introduction = RECIPES_INTRODUCTION.format(ours=OURS if trained else NONE_TRAINED)
-    return introduction + "\n".join([*lines, NOTES_INTRODUCTION + "\n".join(notes), ""])
+    return introduction + "\n".join([*lines, ""])
 
 
 def _percent(number: float | None) -> str:

@@ -47,9 +47,9 @@ FOREIGN_OPTIONS = {
     "--time",
 }
 # of tests/configs/golden.py, of pip, of pytest
-FOREIGN_OPTIONS |= {"--write", "--no-deps", "--no-build-isolation", "--ignore"}
+FOREIGN_OPTIONS |= {"--write", "--no-deps", "--ignore"}
 # SLURM
-FOREIGN_OPTIONS |= {"--partition", "--gres", "--job-name", "--wrap"}
+FOREIGN_OPTIONS |= {"--gres", "--job-name", "--wrap"}
 FOREIGN_OPTIONS |= {f"--{name}" for name in ("ntasks-per-node", "gpus-per-node", "cpus-per-task")}
 # of earlier versions
 FOREIGN_OPTIONS |= {
@@ -63,7 +63,6 @@ FOREIGN_OPTIONS |= {
     "--group-by",
     "--watch",
 }
-FOREIGN_OPTIONS |= {"--repo-type", "--local-dir"}  # of the Hugging Face Hub's client
 FOREIGN_OPTIONS |= {"--strict", "--use-ema"}  # of mkdocs, of timm's validate.py
 # SLURM, docker
 FOREIGN_OPTIONS |= {"--kill-on-bad-exit", "--requeue", "--open-mode", "--cpus", "--cpuset-cpus"}
