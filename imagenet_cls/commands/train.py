@@ -109,6 +109,7 @@ def train_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", metavar="DEVICE", help="the same as device=DEVICE; 0 is the first GPU"
     )
+    parser.add_argument("--syncbn", action="store_true", help="the same as parallel.sync_bn=true")
     add_rank_options(parser)
     return parser
 
@@ -134,6 +135,8 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
     overrides, sources = cli.split_overrides(arguments, ["one config or dataset"])
     if arguments.device is not None:
         overrides.append(f"device={arguments.device}")
+    if arguments.syncbn:
+        overrides.append("parallel.sync_bn=true")
     if not sources and arguments.resume_from is not None:
         raise UsageError(
             f"The checkpoint {arguments.resume_from} is given without a config or dataset.",

@@ -65,7 +65,6 @@ _OTHER_NAMES = {
     "data.num_workers": "j workers",
     "eval.every_epochs=1000000": "no_validate no_val",
     "parallel.device_ids=[0]": "gpu_id gpu_ids",
-    "parallel.sync_bn": "syncbn",
     "log.every_steps": "p print_freq log_interval",
     "log.writers=[jsonl,tensorboard,wandb]": "wandb log_wandb use_wandb",
     "train.early_stop.patience_evals": "early_stopping early_stop patience",

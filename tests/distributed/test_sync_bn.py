@@ -152,7 +152,7 @@ def test_sync_bn_from_the_command_line_is_over_all_ranks(
 ) -> None:
     """The same losses as on one rank: test_world_sizes.py."""
     words = arguments(digits, tmp_path, "noisy", train__global_batch_size=24, train__max_steps=1)
-    assert "24 images over all ranks" in rank_server.train([*words, "parallel.sync_bn=true"], 2)
+    assert "24 images over all ranks" in rank_server.train([*words, "--syncbn"], 2)
 
 
 # ---- for tests/gpu
