@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -131,7 +131,9 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
             "Name the folder of the run.",
         )
     # Rank 0 checks in `run_training`, and may create the run folder before another rank is here.
-    check = partial(check_files, arguments) if arguments.checks_files else lambda loaded: None
+    check: Callable[[LoadedConfig], None] = lambda loaded: None  # noqa: E731
+    if arguments.checks_files:
+        check = partial(check_files, arguments)
     overrides, sources = cli.split_overrides(arguments, ["one config or dataset"])
     if arguments.device is not None:
         overrides.append(f"device={arguments.device}")

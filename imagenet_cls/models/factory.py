@@ -227,7 +227,8 @@ def _hub_id(name: str) -> str | None:
     """The repository of a model on the Hugging Face Hub, if it is there."""
     if name.startswith(HUB):
         return name.removeprefix(HUB).partition("@")[0]
-    return getattr(timm.models.get_pretrained_cfg(name), "hf_hub_id", None)
+    hub_id: str | None = getattr(timm.models.get_pretrained_cfg(name), "hf_hub_id", None)
+    return hub_id
 
 
 def _check_hub(config: ModelConfig) -> None:
