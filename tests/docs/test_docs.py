@@ -59,9 +59,6 @@ FOREIGN_OPTIONS |= {
     "--knn",
     "--linear-probe",
     "--quick",
-    "--axis",
-    "--group-by",
-    "--watch",
 }
 FOREIGN_OPTIONS |= {"--strict", "--use-ema"}  # of mkdocs, of timm's validate.py
 # SLURM, docker

@@ -63,6 +63,19 @@ def test_curves_of_a_run_are_its_records(tmp_path: Path, monkeypatch: pytest.Mon
     assert Image.open(tmp_path / "curves.png").width > 1000
 
 
+def test_axes_of_a_run_whose_batch_changed() -> None:
+    """Two epochs of ten steps, then a half of five steps of twice the batch."""
+    records = train_records(20)
+    later = {"epoch": 2, "images_per_sec": 64.0}
+    records += [records[-1] | later | {"step": step} for step in (21, 22)]
+    records.append({"kind": "eval", "step": 20, "weights": "raw", "seconds": 60.0})
+    places = {axis: curves_of(records, axis, 5, 64) for axis in ("epoch", "images", "minutes")}
+    at = {axis: np.interp([10, 22], run.steps, run.places) for axis, run in places.items()}
+    assert at["epoch"].tolist() == [1.0, pytest.approx(2.4)]
+    assert at["images"].tolist() == [320, pytest.approx(768)]
+    assert at["minutes"][1] == pytest.approx((768 / 64 + 60) / 60)
+
+
 def test_band_of_a_group_is_mean_and_deviation() -> None:
     def run(number: int) -> Curves:
         results = [

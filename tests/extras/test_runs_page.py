@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
@@ -27,6 +28,7 @@ from helpers import (
 from PIL import Image
 
 from imagenet_cls.config.metrics import BY_NAME
+from imagenet_cls.extras.pages import report
 from imagenet_cls.extras.pages.report import report_command
 from imagenet_cls.extras.pages.runs_page import read_run, run_statistics
 from imagenet_cls.files import take_lock
@@ -196,6 +198,26 @@ def test_page_of_a_run_with_its_classes_and_first_images(copy: Path, tmp_path: P
     assert "0.06 (0.03 for a batch of 64)" in cells(page)
     (copy / "classes.json").write_text("[3]")
     assert "classes.json" in fails(4, report_command, copy)
+
+
+def test_curves_are_grouped_by_a_key(run: Path, copy: Path, tmp_path: Path) -> None:
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace("lr: 0.03", "lr: 0.07", 1))
+    out = tmp_path / "page.html"
+    succeeds(report_command, run, copy, "--out", out, "--group-by", "optimizer.lr")
+    assert all(f"optimizer.lr={value}" in out.read_text() for value in (0.03, 0.07))
+    fails(2, report_command, run, copy, "--out", out, "--group-by", "seed")
+
+
+def test_watched_page_reloads_until_the_run_ends(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[str] = []
+    monkeypatch.setattr(report, "is_locked", lambda run: not pages)
+    monkeypatch.setattr(time, "sleep", lambda _: pages.append((copy / "report.html").read_text()))
+    succeeds(report_command, copy, "--watch")
+    pages.append((copy / "report.html").read_text())
+    assert ['http-equiv="refresh"' in page for page in pages] == [True, False]
 
 
 def test_new_run_has_a_page(run: Path, tmp_path: Path) -> None:

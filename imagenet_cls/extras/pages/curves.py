@@ -15,6 +15,7 @@ from imagenet_cls.report.jsonl import Record
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+AXES = ("epoch", "step", "images", "minutes")
 _MOST_POINTS = 200  # of a curve; each is a mean
 _ALL_POINTS = 12_000  # of a figure
 _WINDOW = 15  # points of a curve over which it is smoothed
@@ -26,11 +27,13 @@ Points = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Curves:
-    """The records of a run, and its axis, epochs. steps, places: where steps are on it, for
-    interpolation.
+    """The records of a run, and its axis.
+
+    axis: of `AXES`. steps, places: where steps are on the axis, for interpolation.
     """
 
     records: Sequence[Record]
+    axis: str
     steps: np.ndarray
     places: np.ndarray
 
@@ -51,18 +54,40 @@ class Curves:
         return np.interp(last_steps, self.steps, self.places), np.array(means)
 
 
-def curves_of(records: Sequence[Record], steps_per_epoch: int | None = None) -> Curves:
-    """The curves of a run. steps_per_epoch: None if the records are all that is known."""
+def curves_of(
+    records: Sequence[Record],
+    axis: str = "epoch",
+    steps_per_epoch: int | None = None,
+    batch: int | None = None,
+) -> Curves:
+    """The curves of a run. steps_per_epoch: None if the records are all that is known. batch: the
+    global batch size, for the axes `images` and `minutes`; without it there is nothing to draw.
+
+    Images are counted by epochs, since the batch may change where a run is resumed. Minutes are of
+    training steps and evaluations, from the speed of each logging interval.
+    """
     train = [record for record in records if record["kind"] == "train"]
-    if not train:
-        return Curves(records, np.array([0]), np.array([np.nan]))
+    if not train or axis == "step":
+        steps = np.array([0, max((record["step"] for record in records), default=1)])
+        return Curves(records, axis, steps, steps if axis == "step" else steps * np.nan)
     last_steps = {record["epoch"]: record["step"] for record in train}
     steps = np.array([train[0]["step"] - 1, *last_steps.values()])
     places = np.array([train[0]["epoch"], *(epoch + 1.0 for epoch in last_steps)])
     length = steps_per_epoch or steps[1] - steps[0]
     # the last epoch may be unfinished
     places[-1] = min(places[-1], places[-2] + (steps[-1] - steps[-2]) / length)
-    return Curves(records, steps, places)
+    if axis == "epoch":
+        return Curves(records, axis, steps, places)
+    places = (places - places[0]) * length * (batch or np.nan)
+    if axis == "images":
+        return Curves(records, axis, steps, places)
+    intervals = [record for record in train if record.get("images_per_sec")]
+    ends = np.array([steps[0], *(record["step"] for record in intervals)])
+    speeds = np.array([record["images_per_sec"] for record in intervals])
+    seconds = np.diff(np.interp(ends, steps, places)) / speeds
+    of_evaluations = {r["step"]: r["seconds"] for r in records if r["kind"] == "eval"}
+    spent = [sum(s for step, s in of_evaluations.items() if step <= end) for end in ends]
+    return Curves(records, axis, ends, (np.append(0, seconds.cumsum()) + spent) / 60)
 
 
 def main_metrics(records: Iterable[Record]) -> list[Metric]:
@@ -115,7 +140,7 @@ def _draw_run(run: Curves, key: str, unit: str, axes: "Axes") -> None:
     for place in np.interp(sorted(set(resumed)), run.steps, run.places) if resumed else []:
         axes.axvline(place, color=GREY, linestyle=":", label=label)
         label = "_"  # one entry in the legend
-    axes.set_xlabel("epoch")
+    axes.set_xlabel(run.axis)
     axes.set_ylabel(unit)
     if key not in _NOISY:
         axes.set_ylim(bottom=0)
@@ -202,7 +227,7 @@ def _draw_runs(
     if len(shown) and key != "lr":  # else the first steps of the curves decide the scale
         margin = 0.05 * np.ptp(shown) or 1
         axes.set_ylim(shown.min() - margin, shown.max() + margin)
-    axes.set_xlabel("epoch")
+    axes.set_xlabel(runs[0].axis)
     axes.set_ylabel(unit)
 
 

@@ -12,14 +12,12 @@ from statistics import fmean, median
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-
 from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
 from imagenet_cls.config.compare import differing_values
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.metrics import BY_FIELD
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import CheckpointError, UserError, explain_content_errors
+from imagenet_cls.errors import CheckpointError, UsageError, UserError, explain_content_errors
 from imagenet_cls.extras.pages.curves import (
     FEW,
     Curves,
@@ -36,7 +34,7 @@ from imagenet_cls.extras.sweep.plan import REPEATS
 from imagenet_cls.files import is_locked
 from imagenet_cls.optim.schedule import scaled_lr
 from imagenet_cls.report.jsonl import Record, read_metrics, user_metrics
-from imagenet_cls.text import command_line, first_line
+from imagenet_cls.text import command_line, first_line, join_names
 
 _MAX_COLUMNS = 6  # differing keys that are columns of the table of runs
 _COLORED_GROUPS = 5  # of many runs
@@ -72,8 +70,13 @@ class RunRecords:
     def records(self, kind: str) -> list[Record]:
         return [record for record in self.metrics if record["kind"] == kind]
 
-    def curves(self) -> Curves:
-        return curves_of(self.metrics, self.state.get("steps_per_epoch"))
+    @property
+    def batch(self) -> int | None:
+        """The global batch size."""
+        return self.config.train.global_batch_size if self.config else None
+
+    def curves(self, axis: str) -> Curves:
+        return curves_of(self.metrics, axis, self.state.get("steps_per_epoch"), self.batch)
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,7 @@ def run_statistics(run: RunRecords) -> dict[str, Any]:
     """The statistics of a run by name, None where unknown.
 
     best: the highest top-1, or mAP (`metric`); last: the last evaluation of the same weights.
-    hours: of training steps, from the speed of each logging interval, and of evaluations.
-    images_per_sec: the median of the intervals; data_wait_pct: their mean.
+    hours: see `curves_of`. images_per_sec: the median of the intervals; data_wait_pct: their mean.
     """
     train = run.records("train")
     results = run.records("eval")
@@ -164,15 +166,8 @@ def run_statistics(run: RunRecords) -> dict[str, Any]:
     if intervals:
         images_per_sec = median(record["images_per_sec"] for record in intervals)
         data_wait_pct = fmean(record["data_wait_pct"] for record in intervals)
-        if run.config:
-            ends = [train[0]["step"] - 1, *(record["step"] for record in intervals)]
-            batch = run.config.train.global_batch_size
-            seconds = [
-                batch * steps / record["images_per_sec"]
-                for steps, record in zip(np.diff(ends), intervals, strict=True)
-            ]
-            of_evaluations = {record["step"]: record["seconds"] for record in results}
-            hours = (sum(seconds) + sum(of_evaluations.values())) / 3600
+        if run.batch:
+            hours = float(run.curves("minutes").places[-1]) / 60
     return {
         "step": train[-1]["step"] if train else 0,
         "metric": metric,
@@ -191,11 +186,17 @@ def run_statistics(run: RunRecords) -> dict[str, Any]:
 def runs_page(
     runs: Sequence[RunRecords],
     folder: Path,
+    axis: str = "epoch",
+    group_by: str | None = None,
     sweep: Sweep | None = None,
+    refresh_sec: int | None = None,
 ) -> bytes:
-    """The page of the runs, best first. Raises CheckpointError for records with missing values.
+    """The page of the runs, best first. Raises CheckpointError for records with missing values, and
+    UsageError for a key in which the runs do not differ.
 
-    folder: of the page, from which the links to checkpoints lead. sweep: what the runs are of.
+    folder: of the page, from which the links to checkpoints lead. axis: of `curves.AXES`. group_by:
+    the key by whose values curves are colored. sweep: what the runs are of. refresh_sec: after how
+    many seconds a browser loads the page again.
     """
     rows = []
     for run in runs:
@@ -206,8 +207,8 @@ def runs_page(
     runs = [run for run, _ in rows]
     statistics = [row for _, row in rows]
     differences = config_differences(runs)
-    groups = group_runs(runs, statistics, differences)
-    curves = [run.curves() for run in runs]
+    groups = group_runs(runs, statistics, differences, group_by)
+    curves = [run.curves(axis) for run in runs]
     weights = [row["best_record"].get("weights", "raw") for row in statistics]
     charts = run_charts(curves[0])
     if len(runs) > 1:
@@ -251,6 +252,7 @@ def runs_page(
         versions=versions.values(),
         test_command=command_line("test"),
         address=lambda path: quote(os.fsencode(os.path.relpath(path, folder))),
+        refresh_sec=refresh_sec,
     )
 
 
@@ -269,13 +271,19 @@ def group_runs(
     runs: Sequence[RunRecords],
     statistics: Sequence[Mapping[str, Any]],
     differences: Mapping[str, Sequence[str | None]],
+    group_by: str | None,
 ) -> list[Group]:
     """The groups of curves, best first: of few runs each is one; of more those of one setting, and
     the best ones have colors.
     """
-    if len(runs) <= FEW:
+    if group_by and group_by not in differences:
+        raise UsageError(
+            f"--group-by {group_by}: the configs do not differ in it.",
+            f"They differ in: {join_names(list(differences)) or 'nothing'}.",
+        )
+    if len(runs) <= FEW and not group_by:
         return [Group(run.name, [i], COLORS[i]) for i, run in enumerate(runs)]
-    keys = [key for key in differences if key not in REPEATS]
+    keys = [group_by] if group_by else [key for key in differences if key not in REPEATS]
     members: dict[str, list[int]] = {}
     for number, run in enumerate(runs):
         setting = ", ".join(f"{key}={differences[key][number]}" for key in keys if run.config)
