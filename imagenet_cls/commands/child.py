@@ -100,7 +100,7 @@ def command_arguments(overrides: Mapping[str, Any], **options: Any) -> list[str]
     """
     words = []
     for key, value in overrides.items():
-        plain = json.loads(json.dumps(value, default=_plain_value))
+        plain = json.loads(json.dumps(value, default=partial(_plain_value, key)))
         words.append(f"{key}={dump_inline(plain)}")
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
@@ -112,14 +112,14 @@ def command_arguments(overrides: Mapping[str, Any], **options: Any) -> list[str]
     return words
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(key: str, value: Any) -> Any:
     """Numbers, texts and lists for a value of numpy, a tensor or a path."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise UsageError(
-        f"{value!r} can't be passed to another process.",
+        f"{key}: {value!r} can't be passed to another process.",
         "Put it into a module in the working directory, and give 'my_module:Name'.",
     )
 
