@@ -1,6 +1,5 @@
 """Chromium for tests of pages, by its DevTools protocol over two pipes. It has no network."""
 
-import base64
 import json
 import os
 import shutil
@@ -106,11 +105,6 @@ class Browser:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def prefer(self, scheme: str = "light") -> None:
-        """Set the preferred color scheme."""
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.send("Emulation.setEmulatedMedia", features=[feature])
-
     def open(self, page: Path, width: int = 1400) -> None:
         """Open a page, and wait until it is loaded."""
         self.messages.clear()
@@ -131,16 +125,6 @@ class Browser:
     def settle(self) -> None:
         """Wait for the next frames, in which figures follow the size of the window."""
         self.evaluate("new Promise((done) => setTimeout(() => requestAnimationFrame(done), 250))")
-
-    def screenshot(self, file: Path) -> None:
-        """Write the whole page as a PNG file."""
-        clip = self.send("Page.getLayoutMetrics")["cssContentSize"] | {"scale": 1}
-        data = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
-        file.write_bytes(base64.b64decode(data))
-
-    def pdf(self) -> bytes:
-        """The page as it is printed."""
-        return base64.b64decode(self.send("Page.printToPDF")["data"])
 
     def layout_problems(self) -> list[str]:
         """Elements that are wider than the window or over another one."""

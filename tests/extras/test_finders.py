@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import REPOSITORY, arguments, fails, losses, succeeds, train_here
+from helpers import arguments, fails, losses, succeeds, train_here
 from PIL import Image
 
 from imagenet_cls.extras.before_training import lr_range
@@ -73,27 +73,3 @@ def test_range_test_ends_once_the_loss_diverges(digits: Path, tmp_path: Path) ->
     assert "no suggestion" in out and not list(tmp_path.iterdir())
     out = succeeds(find_lr_command, *line, "--from", 1e-3, "--steps", 60)
     assert re.search("ended at lr .* where the (smoothed )?loss is", out)
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        (["optimizer.rl=1"], "optimizer.rl"),  # stage 1
-        (["optimizer.name=sdg"], "optimizer.name"),  # stage 2
-        (["--from", 1, "--to", 1], "--from"),
-        (["--steps", 3], "--steps"),
-    ],
-)
-def test_bad_command_line_exits_2(digits: Path, more: list[object], expected: str) -> None:
-    assert expected in fails(2, find_lr_command, *words(digits), *more)
-
-
-def test_one_of_several_ranks_exits_2(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2" if "SIZE" in name else "0")
-    assert "WORLD_SIZE" in fails(2, find_lr_command, *words(digits))
-
-
-def test_multilabel(tmp_path: Path) -> None:
-    recipe = [REPOSITORY / "configs/quick/resnet_multilabel.yaml", "data.num_workers=0"]
-    succeeds(find_lr_command, *recipe, "--steps", 20, "--out", tmp_path / "lr.png")

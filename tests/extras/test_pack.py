@@ -170,11 +170,6 @@ def test_reencode_encodes_every_jpeg(
     fails(2, pack_command, config, out)  # other options
 
 
-def test_bad_quality_of_reencode_is_a_usage_error(image_folder: Path, out: Path) -> None:
-    fails(2, pack_command, image_folder, out, "--reencode", 101)
-    assert not out.exists()
-
-
 def test_damaged_jpeg_to_be_encoded_is_an_error(
     folder: Path, config: Path, image_folder: Path, out: Path
 ) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from archive_writers import write_devkit, write_imagenet, write_tar
+from archive_writers import write_imagenet, write_tar
 
 from imagenet_cls.commands import cli
 from imagenet_cls.extras.datasets.prepare_imagenet import VAL_TAR, prepare_command
@@ -90,24 +90,8 @@ def test_prepare_while_another_process_writes_is_an_error(tmp_path: Path) -> Non
         assert partial.exists()
     assert prepare(source, tmp_path / "out") == 0
     assert_complete(tmp_path / "out")
-
-
-def test_prepare_links_images(tmp_path: Path) -> None:
-    source = write_kaggle(tmp_path / "in")
     image = source / CLS_LOC / "val" / "ILSVRC2012_val_00000001.JPEG"
-    assert prepare(source, tmp_path / "out") == 0
-    assert image.samefile(tmp_path / "out" / "val" / WNIDS[2] / image.name)
-
-
-def test_prepare_flat_folder_with_the_devkit_keeps_the_training_images(tmp_path: Path) -> None:
-    kaggle = write_kaggle(tmp_path / "in") / CLS_LOC
-    write_devkit(tmp_path / "devkit.tar.gz", WNIDS, VAL_LABELS)
-    arguments = kaggle / "val", tmp_path / "out", "--labels", tmp_path / "devkit.tar.gz"
-    assert prepare(*arguments) == 0
-    assert sorted(path.name for path in (tmp_path / "out" / "val").iterdir()) == WNIDS
-    (kaggle / "train").rename(tmp_path / "out" / "train")
-    assert prepare(*arguments) == 0
-    assert_complete(tmp_path / "out")
+    assert image.samefile(tmp_path / "out" / "val" / WNIDS[2] / image.name)  # a link
 
 
 def test_prepare_malformed_solution_file_exits_with_3(tmp_path: Path) -> None:

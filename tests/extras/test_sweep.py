@@ -147,25 +147,6 @@ def test_sweep_that_is_stopped_and_started_again_gives_the_same_table(
 
 
 @pytest.mark.nightly
-def test_sweep_grows_and_a_changed_config_is_the_error_of_the_run(
-    digits: Path, undisturbed: Path
-) -> None:
-    more = SLOW | {"seed": 0, "optimizer__lr": "0.01,0.02", "train__max_steps": 2}
-    done = run([*TOOL, *words(digits, undisturbed, **more), "--parallel", "2"])
-    assert done.returncode == 0 and done.stdout.count(": started") == 2
-    rows = table(undisturbed)
-    assert {row["optimizer.lr"]: row["runs"] for row in rows} == {"": "3", "0.01": "1", "0.02": "1"}
-    changed = more | {"optimizer__lr": 0.02, "loss__label_smoothing": 0.3}
-    assert run([*TOOL, *words(digits, undisturbed, **changed)]).returncode == 7
-    log = (undisturbed / "optimizer.lr=0.02,seed=0.log").read_text()
-    assert "--allow-change loss.label_smoothing" in log
-    assert table(undisturbed) == rows  # the results are those of the earlier arguments
-    metric = more | {"optimizer__lr": 0.03, "checkpoint__best": "loss"}
-    done = run([*TOOL, *words(digits, undisturbed, **metric)])
-    assert done.returncode == 2 and "checkpoint.best" in done.stderr
-
-
-@pytest.mark.nightly
 def test_search_of_the_example_continues(digits: Path, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     config, *overrides = arguments(digits, tmp_path / "run", train__max_steps=2)[:-2]

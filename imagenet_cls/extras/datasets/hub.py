@@ -243,6 +243,7 @@ def _targets(
             "such as cat;dog. To make one of numbers: Dataset.class_encode_column, save_to_disk.",
         )
     values = column.to_pylist()
+    rows: list[tuple[Any, ...]]
     if not is_multilabel:
         rows = [() if value is None else (value,) for value in values]
     elif has_lists:

@@ -39,8 +39,8 @@ def prepare_command(argv: Sequence[str]) -> None:
         "prepare-imagenet",
         "Unpack ImageNet-1k into OUT/{train,val}/CLASS/*.JPEG. SOURCE is a folder with the "
         "ILSVRC2012 archives (img_train.tar, img_val.tar, devkit_t12.tar.gz), or with Kaggle's "
-        "unpacked ILSVRC/Data/CLS-LOC and LOC_val_solution.csv, or a flat folder of validation "
-        "images. The same command continues an interrupted one.",
+        "unpacked ILSVRC/Data/CLS-LOC and LOC_val_solution.csv, or with a folder val that has the "
+        "validation images. The same command continues an interrupted one.",
     )
     parser.add_argument("source", type=cli.path, metavar="SOURCE")
     parser.add_argument("words", nargs="*", metavar="OUT")
@@ -64,11 +64,9 @@ def prepare(source: Path, out: Path, labels: Path | None) -> None:
     """
     train = _first(source / TRAIN_TAR, source / KAGGLE_FOLDER / "train", source / "train")
     val = _first(source / VAL_TAR, source / KAGGLE_FOLDER / "val", source / "val")
-    if train is None and val is None and source.is_dir() and _images(source):
-        val = source
     if train is None and val is None:
         raise DataError(
-            f"{source}: holds neither {TRAIN_TAR} and {VAL_TAR} nor {KAGGLE_FOLDER} nor images.",
+            f"{source}: holds neither {TRAIN_TAR} and {VAL_TAR} nor {KAGGLE_FOLDER}.",
             "Give the folder that does; unpack Kaggle's zip first.",
         )
     wnids: dict[str, str] = {}

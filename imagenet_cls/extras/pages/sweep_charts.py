@@ -31,7 +31,8 @@ def sweep_charts(title: str, settings: Settings) -> list[Chart]:
         for name, of_key in values.items()
     ]
     if len(values) == 2:
-        charts.append(Chart(f"Mean {title}", partial(_draw_map, settings, *values.items())))
+        first, second = values.items()
+        charts.append(Chart(f"Mean {title}", partial(_draw_map, settings, first, second)))
     return charts
 
 
