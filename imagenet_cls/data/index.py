@@ -194,7 +194,7 @@ def list_tree(base: bytes, folder: bytes) -> dict[bytes, FolderContent]:
         except OSError as error:
             raise DataError(
                 f"{os.fsdecode(full_path)}: {error.strerror}.",
-                "Correct the path, or check its permissions.",
+                "Give a path that exists, or check its permissions.",
             ) from None
         here = status.st_dev, status.st_ino
         if here in parents:

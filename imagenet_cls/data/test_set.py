@@ -45,7 +45,10 @@ def locate_test_set(path: Path, config: DataConfig, list_root: str | None = None
         root = path.parent
         part = path.name
     else:
-        raise DataError(f"{path}: neither a folder nor a file.", "Correct the path after --data.")
+        raise DataError(
+            f"{path}: neither a folder nor a file.",
+            "Give the path of a folder or file after --data.",
+        )
     config = replace(config, name=name, root=str(root), val=part, kwargs={}, exclude=None)
     return replace(config, val_fraction=None, fold=None, group=None)
 

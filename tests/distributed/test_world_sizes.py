@@ -223,16 +223,15 @@ def statistics_are_averaged(context: RankContext) -> None:
 def one_rank_of_a_machine_lists(context: RankContext) -> None:
     """The others get what it sends, or list, too. Machines have two ranks."""
     for is_sent in (True, False):
-        called = []
+        called: list[int] = []
 
         def call(called: list[int] = called) -> int:
             called.append(context.rank)
             return context.rank
 
         with patch("socket.gethostname", lambda: f"machine {context.rank // 2}"):
-            result = run_once_per_machine(
-                context, call, "key", lambda rank, is_sent=is_sent: rank + 10 if is_sent else None
-            )
+            sent = (lambda rank: rank + 10) if is_sent else (lambda rank: None)
+            result = run_once_per_machine(context, call, "key", sent)
         is_first = context.rank % 2 == 0
         assert bool(called) == (is_first or not is_sent)
         assert result == (context.rank if called else context.rank - 1 + 10)
