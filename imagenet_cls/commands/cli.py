@@ -297,7 +297,7 @@ def output_folder(option: Path | None, words: Sequence[str]) -> Path:
     """The folder that a command writes: the value of --out, or the only word that is no override.
     Raises UsageError.
     """
-    given = [word for word in words if not is_override(word)]
+    given = [word for word in words if word and not is_override(word)]
     if option is not None:
         given.append(str(option))
     if len(given) != 1:

@@ -322,5 +322,5 @@ def check_level(root: Path, classes: Sequence[str], names: np.ndarray) -> None:
     if len(parts) == len(classes) or max(shared.values(), default=1) > 1:
         raise DataError(
             f"{root}: its folders ({join_names(classes)}) are parts of a dataset.",
-            f"{_LAYOUT_REMEDY}\nIf they are classes, rename them.",
+            f"{_LAYOUT_REMEDY} If they are classes, rename them.",
         )

@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ START_METHOD = "fork" if sys.platform == "linux" else None
 SHARED_MEMORY = Path("/dev/shm")
 
 PREFETCH_BATCHES = 2  # that each worker prepares ahead
+_MAX_TEMP_DIR_BYTES = 107 - len("/listener-12345678")  # of an AF_UNIX socket's path
 _JOIN_SEC = 2.0
 _USE_FEWER = "use fewer data.num_workers"
 # Iterators of DataLoaders whose workers were killed. torch's clean-up, which runs when an iterator
@@ -348,8 +350,7 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
                 awaited = _describe_worker(workers, number % len(workers))
                 raise ResourceError(
                     f"{awaited} returned no batch for {timeout_sec:g} s (data.timeout_sec).",
-                    "Most often a disk or network hangs, or the path of TMPDIR is longer than 90 "
-                    "characters: correct it, and continue with --resume.",
+                    "Most often a disk or network hangs: check it, and continue with --resume.",
                 ) from None
             if error is not None:
                 _check_alive(workers)
@@ -381,6 +382,13 @@ def _iterate_batches(loader: DataLoader[Any], timeout_sec: float) -> Generator[A
 
 def _start_workers(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[BaseProcess]]:
     """An iterator over the loader's batches, and its worker processes in order of their numbers."""
+    # This makes the folder of the workers' sockets, which this process removes. A worker that makes
+    # its own leaves it behind when it is killed.
+    if len(os.fsencode(get_temp_dir())) > _MAX_TEMP_DIR_BYTES:
+        raise ResourceError(
+            f"{get_temp_dir()}: this path is too long for the sockets of data workers.",
+            "Set TMPDIR to a shorter path.",
+        )
     others = set(multiprocessing.active_children())
     handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL  # None: not set by Python
     iterator = iter(loader)

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Core and extras, and tests.
-LIMITS = {"imagenet_cls": 163_610, "tests": 225_800}
+LIMITS = {"imagenet_cls": 163_720, "tests": 225_850}
 NOT_COUNTED = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -60,7 +60,7 @@ ANY_PATH: list[tuple[Callable, str]] = [
     (report_command, "PATH"),
     (publish_command, "RUN PATH TRUST"),
     (prepare_command, "PATH new"),
-    (prepare_command, "IMAGES new --labels PATH"),
+    (prepare_command, "SOURCE new --labels PATH"),
 ]
 # Commands with a path that can't be used: exit code, command, arguments.
 UNUSABLE: list[tuple[int, Callable, str]] = [

@@ -303,7 +303,9 @@ def test_python_api_trains_evaluates_and_predicts(
         allow_change=["train.epochs"],
     )
     out = capsys.readouterr().out
-    assert "run.mistakes()" in out and "imagenet-cls" not in out and "\r" not in out
+    next_lines = out.partition("next:")[2]
+    assert "run.mistakes()" in next_lines and "imagenet-cls" not in next_lines
+    assert "\r" not in out
     assert run.folder == photos.parent.resolve() / "runs/a"
     results = [record for record in run.metrics if record["kind"] == "eval"]
     assert {record["epoch"] for record in results} == {0, 1}

@@ -143,19 +143,13 @@ def save_on_its_side(image: Image.Image, path: Path) -> None:
 
 
 def test_rotated_files_with_exif_apply_equal_upright_ones(
-    photos: Path,
-    photographs: list[Image.Image],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    photos: Path, photographs: list[Image.Image], tmp_path: Path
 ) -> None:
     rotated = write_folder(photographs, tmp_path / "rotated", save_on_its_side)
     expected = train_on(photos, tmp_path / "run")
-    assert "EXIF" not in capsys.readouterr().out
     assert train_on(rotated, tmp_path / "ignored") != expected
-    assert "16 of 16 training images that were examined have an EXIF" in capsys.readouterr().out
     run = tmp_path / "applied"
     assert train_on(rotated, run, **{"data.exif": "apply", "data.num_workers": 2}) == expected
-    assert "EXIF" not in capsys.readouterr().out
     assert saved_bytes(run) == saved_bytes(tmp_path / "run")
     predictor = imagenet_cls.Predictor(run, allow_import=["helpers:plain"])
     files = [folder / "val" / "b" / "1.png" for folder in (rotated, photos)]

@@ -149,7 +149,7 @@ def test_folder_comes_before_a_model_of_its_name(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "resnet18").symlink_to(folder / "hub")
     code, _, err = call(predict_command, "resnet18", folder / "image.png")
-    assert code == 0 and "resnet18 is read from this path" in err
+    assert code == 0 and "local-dir:resnet18" in err
 
 
 def test_file_of_a_hub_folder_is_the_one_that_is_named(folder: Path, tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_keys_that_take_code() -> None:
         "distill.teacher.name",
         "optimizer.name",
         "schedule.name",
+        "train.step",
         "eval.metrics",
         "log.writers",
     ]
