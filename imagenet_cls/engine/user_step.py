@@ -11,6 +11,7 @@ from imagenet_cls.engine.parts import ForwardBackward, TrainingParts
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.lookup import NameNotFoundError, find_factory
 from imagenet_cls.parallel.wrap import check_gradients_reduced
+from imagenet_cls.seeding import hash_key, seed_generators
 
 
 def step_problems(name: str | None) -> list[Problem]:
@@ -37,16 +38,23 @@ def build_user_step(name: str) -> ForwardBackward:
     def forward_backward(
         parts: TrainingParts, batches: Iterator[TrainBatch], epoch: int, step: int
     ) -> Tensor:
-        micro_batches = islice(batches, parts.plan.accumulation)
+        count = parts.plan.accumulation
+        micro_batches = islice(batches, count)
+        # A step that draws random numbers draws the same ones after a resume.
+        key = hash_key("step", parts.config.seed, step, parts.context.rank)
+        seed_generators(key, *parts.devices.all)
         try:
             result = user_step(parts, micro_batches, epoch, step)
+        except StopIteration as error:
+            text = f"took more than the {count} micro-batches of a step"
+            raise ConfigError([f"train.step: {name} {text}; use plan.accumulation"]) from error
         except RuntimeError as error:
             if "double backward" not in str(error):
                 raise
             text = "differentiates a gradient, which compiled models do not support; set it to "
             raise ConfigError([f"train.compile: {name} {text}false"]) from error
         if next(micro_batches, None) is not None:
-            text = f"took fewer than the {parts.plan.accumulation} micro-batches of a step"
+            text = f"took fewer than the {count} micro-batches of a step"
             raise ConfigError([f"train.step: {name} {text}; use plan.accumulation"])
         check_gradients_reduced(parts.wrapped)
         device = parts.context.device

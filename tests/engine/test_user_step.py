@@ -28,6 +28,19 @@ def one_micro_batch(parts: Any, batches: Iterator[Any], epoch: int, step: int) -
     return loss_and_metric
 
 
+def noisy(parts: Any, batches: Iterator[Any], epoch: int, step: int) -> torch.Tensor:
+    images, targets = parts.preprocess(next(batches), epoch, step, 0)
+    loss, loss_and_metric = parts.wrapped(images + torch.randn_like(images), targets)
+    loss.backward()
+    return loss_and_metric
+
+
+def one_too_many(parts: Any, batches: Iterator[Any], epoch: int, step: int) -> torch.Tensor:
+    result = forward_backward(parts, batches, epoch, step)
+    next(batches)
+    return result
+
+
 def twice_differentiated(parts: Any, batches: Iterator[Any], epoch: int, step: int) -> torch.Tensor:
     images, targets = parts.preprocess(next(batches), epoch, step, 0)
     images.requires_grad_()
@@ -56,7 +69,8 @@ def test_built_in_step_by_its_name_gives_the_same_bits(digits: Path, tmp_path: P
 
 
 def test_run_with_own_step_resumes_to_the_same_bits(digits: Path, tmp_path: Path) -> None:
-    assert_resumes(digits, tmp_path, 3, train__step=SAME, train__max_steps=6, ema__decay=0.9)
+    own = "test_user_step:noisy"
+    assert_resumes(digits, tmp_path, 3, train__step=own, train__max_steps=6, ema__decay=0.9)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +78,7 @@ def test_run_with_own_step_resumes_to_the_same_bits(digits: Path, tmp_path: Path
     [
         ("without_result", "train.step", {}),
         ("one_micro_batch", "train.step", {}),
+        ("one_too_many", "train.step", {}),
         ("three_arguments", "train.step", {}),
         ("missing", "train.step", {}),
         ("twice_differentiated", "train.compile", {"train__compile": "true"}),
