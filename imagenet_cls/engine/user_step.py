@@ -51,8 +51,8 @@ def build_user_step(name: str) -> ForwardBackward:
         except RuntimeError as error:
             if "double backward" not in str(error):
                 raise
-            text = "differentiates a gradient, which compiled models do not support; set it to "
-            raise ConfigError([f"train.compile: {name} {text}false"]) from error
+            text = "differentiates a gradient, which a compiled model does not support; use false"
+            raise ConfigError([f"train.compile: {name} {text}"]) from error
         if next(micro_batches, None) is not None:
             text = f"took fewer than the {count} micro-batches of a step"
             raise ConfigError([f"train.step: {name} {text}; use plan.accumulation"])
