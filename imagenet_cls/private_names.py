@@ -7,8 +7,6 @@ used.
 
 import atexit
 from collections.abc import Sequence
-from traceback import walk_stack
-from types import FrameType
 from typing import Any
 
 import torch
@@ -116,16 +114,6 @@ def generate_readme(card: dict[str, Any], model_name: str) -> str:
     from timm.models._hub import generate_readme
 
     return generate_readme(card, model_name)
-
-
-def is_restarting_ranks(frame: FrameType | None) -> bool:
-    """Whether torch's elastic agent is waiting in this frame for its ranks to end, to start them
-    again: a machine has joined, or a rank failed.
-
-    The agent's public state does not tell a restart from a stop.
-    """
-    callers = {caller.f_code.co_name for caller, _ in walk_stack(frame)}
-    return {"_restart_workers", "_stop_workers"} <= callers
 
 
 def run_exit_functions() -> None:

@@ -24,5 +24,4 @@ fi
 MASTER_PORT="${MASTER_PORT:-${PORT:-}}"  # PORT: as mmdetection calls it
 exec "$PYTHON" "$root/tools/test.py" "${weights[@]}" --launcher pytorch --gpus "$gpus" \
     ${NNODES:+--nodes "$NNODES"} ${NODE_RANK:+--node-rank "$NODE_RANK"} \
-    ${MASTER_ADDR:+--master-addr "$MASTER_ADDR"} ${MASTER_PORT:+--master-port "$MASTER_PORT"} \
-    ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"} "$@"
+    ${MASTER_ADDR:+--master-addr "$MASTER_ADDR"} ${MASTER_PORT:+--master-port "$MASTER_PORT"} "$@"

@@ -2,8 +2,7 @@
 # Trains on several GPUs, or on CPU ranks without a GPU; on several machines if started on each of them.
 #   bash scripts/dist_train.sh CONFIG GPUS [arguments of tools/train.py]
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 bash scripts/dist_train.sh CONFIG GPUS
-#   NNODES=1:4 MAX_RESTARTS=3 MASTER_ADDR=host0 bash scripts/dist_train.sh CONFIG GPUS --resume     (elastic)
-# In pods of Kubeflow (PyTorchJob, TrainJob), the operator's variables replace these where they are not set.
+# For restarts, elastic jobs and pods of Kubernetes, start tools/train.py with torchrun (docs/launchers.md).
 # GPUS: processes on this machine. PYTHON: the interpreter (default: the repository's .venv, then python3).
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -20,5 +19,4 @@ fi
 MASTER_PORT="${MASTER_PORT:-${PORT:-}}"  # PORT: as mmdetection calls it
 exec "$PYTHON" "$root/tools/train.py" "$config" --launcher pytorch --gpus "$gpus" \
     ${NNODES:+--nodes "$NNODES"} ${NODE_RANK:+--node-rank "$NODE_RANK"} \
-    ${MASTER_ADDR:+--master-addr "$MASTER_ADDR"} ${MASTER_PORT:+--master-port "$MASTER_PORT"} \
-    ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"} "$@"
+    ${MASTER_ADDR:+--master-addr "$MASTER_ADDR"} ${MASTER_PORT:+--master-port "$MASTER_PORT"} "$@"

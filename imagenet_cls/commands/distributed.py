@@ -13,17 +13,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from imagenet_cls.commands.child import child_command
-from imagenet_cls.commands.cli import number, open_streams, parse
+from imagenet_cls.commands.cli import number, open_streams, parse, positive
 from imagenet_cls.config.load import LoadedConfig, name_origins
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import ResourceError, Stopped, UsageError, UserError, explain_path_error
 from imagenet_cls.parallel.cpus import cgroup_cpus, threads_of_rank
-from imagenet_cls.parallel.environment import (
-    LAUNCHERS,
-    RankInfo,
-    find_rank_info,
-    options_from_kubernetes,
-)
+from imagenet_cls.parallel.environment import LAUNCHERS, RankInfo, find_rank_info
 from imagenet_cls.parallel.exit import (
     RESTART_ADVICE,
     hard_exit,
@@ -128,7 +123,7 @@ def run_on_ranks(
     if rank_info is None:  # this process starts the ranks
         loaded = load(arguments)
         if training is not None:
-            check_components(loaded, ranks_to_start(arguments), training)
+            check_components(loaded, arguments.gpus * arguments.nodes, training)
         return start_ranks(name, command, arguments, loaded, argv)
     with RankProcess(rank_info, arguments.traceback) as process:
         loaded = load(arguments)
@@ -150,10 +145,7 @@ def parse_rank_arguments(
     if rank_info is not None:
         check_number_of_ranks(arguments, rank_info)
         return arguments, rank_info
-    if arguments.launcher == "pytorch":
-        parser.set_defaults(**options_from_kubernetes(os.environ))
-        arguments = parse(parser, argv)
-    several = arguments.gpus > 1 or arguments.nodes != "1"
+    several = arguments.gpus > 1 or arguments.nodes > 1
     if arguments.launcher == "auto" and several:
         arguments.launcher = "spawn"
     if arguments.launcher in ("spawn", "pytorch"):
@@ -169,21 +161,14 @@ def parse_rank_arguments(
 
 def check_number_of_ranks(arguments: argparse.Namespace, rank_info: RankInfo) -> None:
     """Raise UsageError if --gpus and --nodes ask for other ranks than a launcher has started."""
-    ranks = ranks_to_start(arguments)
-    if not rank_info.launched and ranks not in (None, 1, rank_info.world_size):
+    ranks = arguments.gpus * arguments.nodes
+    if not rank_info.launched and ranks not in (1, rank_info.world_size):
         raise UsageError(
             f"--gpus {arguments.gpus} --nodes {arguments.nodes}: {ranks} ranks, but the launcher "
             f"({rank_info.launcher}) has started {rank_info.world_size}.",
             "Let the launcher start as many, or start one process for each machine with "
             "--launcher spawn.",
         )
-
-
-def ranks_to_start(arguments: argparse.Namespace) -> int | None:
-    """The number of ranks on all machines; None for an elastic job, whose number is not known."""
-    if not arguments.nodes.isdigit():
-        return None
-    return arguments.gpus * int(arguments.nodes)
 
 
 def start_ranks(
@@ -209,7 +194,6 @@ def start_ranks(
         arguments.node_rank,
         arguments.master_addr,
         arguments.master_port,
-        arguments.max_restarts,
         parallel.init_method,
         parallel.timeout_sec,
     )
@@ -349,10 +333,10 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--nodes",
-        type=node_count,
-        default="1",
+        type=positive,
+        default=1,
         metavar="N",
-        help="machines; 1:4 for one to four (elastic)",
+        help="number of machines",
     )
     add(
         "--node-rank",
@@ -368,7 +352,6 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="free port of the first machine",
     )
-    add("--max-restarts", type=number(0), default=0, metavar="N", help="restarts after a failure")
     # torch.distributed.launch passes the local rank as an option, in either spelling, and in the
     # environment.
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
@@ -389,13 +372,3 @@ def gpu_count(text: str) -> float:
             "Leave it out to train on the CPU, or give the number of ranks.",
         )
     return count
-
-
-def node_count(text: str) -> str:
-    """An argparse type: torchrun's number of machines, `N` or `MIN:MAX`."""
-    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
-    if match is None or int(match[1]) > int(match[2] or match[1]):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a number of machines nor a range such as 1:4"
-        )
-    return text

@@ -8,7 +8,6 @@ from typing import Any
 from imagenet_cls.commands.child import command_arguments, run_command
 from imagenet_cls.commands.train import load_run
 from imagenet_cls.commands.trained_run import TrainedRun
-from imagenet_cls.errors import UsageError
 from imagenet_cls.lookup import suggest_keywords
 from imagenet_cls.report.jsonl import Record, read_metrics
 
@@ -50,8 +49,6 @@ def train(
     short = {"model": model, "epochs": epochs, "size": size, "lr": lr, "device": device}
     values = {key: value for key, value in short.items() if value is not None}
     arguments = command_arguments({**(overrides or {}), **values})
-    if str(work_dir) == "auto":
-        raise UsageError("work_dir: 'auto' is for the command line.", "Name a folder.")
     argv = [] if source is None else [str(source)]
     argv += arguments
     argv += command_arguments(

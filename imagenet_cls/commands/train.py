@@ -71,8 +71,7 @@ def train_parser() -> argparse.ArgumentParser:
         "--work-dir",
         type=cli.not_empty,
         metavar="DIR",
-        help="where the run writes (default: work_dirs/<config name>); auto: a new folder below "
-        "it, named after the time",
+        help="where the run writes (default: work_dirs/<config name>)",
     )
     run.add_argument(
         "--resume",
@@ -125,11 +124,6 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
     """Load and check the config, without importing torch. Of a dataset in its place the files are
     listed, and the config follows from them.
     """
-    if arguments.resume and arguments.work_dir == "auto":
-        raise UsageError(
-            "--work-dir auto is a new folder, which --resume can't resume.",
-            "Name the folder of the run.",
-        )
     # Rank 0 checks in `run_training`, and may create the run folder before another rank is here.
     check: Callable[[LoadedConfig], None] = lambda loaded: None  # noqa: E731
     if arguments.checks_files:
@@ -180,7 +174,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
                 "Give the path of a file or folder that exists.",
             )
     # After a restart, `open_run_folder` checks the folder.
-    if not (options.new_folder or options.restarted_by):
+    if not options.restarted_by:
         RunFolder(options.work_dir).check_usable(loaded.config, options)
 
 
@@ -211,15 +205,12 @@ def run_options(arguments: argparse.Namespace, loaded: LoadedConfig) -> RunOptio
         launchers["TORCHELASTIC_RESTART_COUNT"] = f"ranks of {process_identity(os.getppid())}"
     if "SLURM_JOB_ID" in os.environ:
         launchers["SLURM_RESTART_COUNT"] = f"SLURM's job {os.environ['SLURM_JOB_ID']}"
-    work_dir = arguments.work_dir
-    if work_dir in (None, "auto"):
-        work_dir = f"work_dirs/{loaded.name}"
+    work_dir = f"work_dirs/{loaded.name}" if arguments.work_dir is None else arguments.work_dir
     resume_from = None
     if arguments.resume_from is not None:
         resume_from = Path(arguments.resume_from)
     return RunOptions(
         work_dir=Path(work_dir),
-        new_folder=arguments.work_dir == "auto",
         resume=arguments.resume,
         resume_from=resume_from,
         overwrite=arguments.overwrite,

@@ -79,7 +79,6 @@ class RunOptions:
     resume: bool = False  # continue from the newest checkpoint in `work_dir`
     resume_from: Path | None = None  # the checkpoint to continue from
     overwrite: bool = False  # remove the old run
-    new_folder: bool = False  # write into a new folder in `work_dir`, named by the time
     # Dotted keys of the config that may differ from the checkpoint's.
     allow_change: Sequence[str] = ()
     dry_run: bool = False  # write nothing

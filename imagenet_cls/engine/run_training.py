@@ -1,8 +1,7 @@
 """A training run in its folder: start or resume, train, finish. Also a dry run."""
 
 import os
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -114,7 +113,7 @@ def build_and_restore(
 def open_run_folder(
     config: Config, options: RunOptions, context: RankContext
 ) -> tuple[RunFolder, RunOptions]:
-    """Choose and lock the run folder, on rank 0; for a dry run, only check it. Returns the folder,
+    """Lock the run folder, on rank 0; for a dry run, only check it. Returns the folder,
     and the options of the run in it.
 
     A command that torchrun or SLURM restarted resumes the run that it started before, as with
@@ -122,25 +121,11 @@ def open_run_folder(
     report are considered.
     """
     restarted_by = gather_to_main(list(options.restarted_by), context)
-    work_dir = options.work_dir
-    if options.new_folder:
-        work_dir /= run_on_main(context, partial(choose_folder_name, work_dir, restarted_by))
-    folder = RunFolder(work_dir)
-    options = replace(options, work_dir=work_dir)
+    folder = RunFolder(options.work_dir)
     if run_on_main(context, partial(folder.was_started_by, restarted_by)):
         options = replace(options, resume=True, overwrite=False)
     run_on_main(context, partial(folder.open, config, options))
     return folder, options
-
-
-def choose_folder_name(parent: Path, restarted_by: Collection[str]) -> str:
-    """The name of the newest run folder in `parent` that one of these launchers started; without
-    any, the current time.
-    """
-    earlier = [
-        path.name for path in parent.glob("*/") if RunFolder(path).was_started_by(restarted_by)
-    ]
-    return max(earlier, default=time.strftime("%Y%m%d_%H%M%S"))
 
 
 @contextmanager

@@ -120,8 +120,7 @@ def _read(env: Mapping[str, str], names: Variables, launcher: str) -> RankInfo:
                 f"{name} is {text or 'empty'}; it must be a whole number.",
                 f"For one process unset {names.rank}, or use --launcher none. Of several, each "
                 "needs RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.\n"
-                "In a pod of Kubernetes, use scripts/dist_train.sh, or --launcher pytorch --gpus "
-                "N.",
+                "In a pod of Kubernetes, start it with torchrun: see docs/launchers.md.",
             )
         return int(text)
 
@@ -145,35 +144,6 @@ def _read(env: Mapping[str, str], names: Variables, launcher: str) -> RankInfo:
     return RankInfo(
         rank, local_rank, world_size, local_world_size, launcher, LAUNCHED_VARIABLE in env
     )
-
-
-def options_from_kubernetes(env: Mapping[str, str]) -> dict[str, str]:
-    """Options of `--launcher pytorch` (nodes, node_rank, ...) from the environment of a Kubernetes
-    pod.
-
-    Kubeflow's training operator sets RANK, the number of the pod, and WORLD_SIZE: the number of
-    pods up to version 1.6, since 1.7 multiplied by `nprocPerNode`. Since 1.7 it also sets variables
-    that torchrun reads (PET_...); Kubeflow Trainer 2 sets only those. An elastic job has
-    PET_RDZV_ENDPOINT and a range in PET_NNODES; its pods need no number.
-    """
-    if "LOCAL_RANK" in env:  # of a rank
-        return {}
-    pods = (
-        {"nodes": env["WORLD_SIZE"], "node_rank": env["RANK"]}
-        if {"WORLD_SIZE", "RANK"} <= env.keys()
-        else {}
-    )
-    host, _, port = env.get("PET_RDZV_ENDPOINT", "").rpartition(":")
-    found = {
-        "nodes": env.get("PET_NNODES") or pods.get("nodes"),
-        "node_rank": env.get("PET_NODE_RANK") or pods.get("node_rank"),
-        "master_addr": host or env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR"),
-        "master_port": port or env.get("PET_MASTER_PORT") or env.get("MASTER_PORT"),
-        "max_restarts": env.get("PET_MAX_RESTARTS"),
-    }
-    if ":" in (found["nodes"] or ""):
-        del found["node_rank"]
-    return {name: value for name, value in found.items() if value}
 
 
 def tasks_here(tasks_per_node: str, node: int) -> int:

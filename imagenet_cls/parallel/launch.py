@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
@@ -31,7 +31,6 @@ from imagenet_cls.parallel.exit import hard_exit, print_error, print_rank_failur
 from imagenet_cls.parallel.network import address_towards
 from imagenet_cls.parallel.process_group import Rendezvous, check_rendezvous_file, find_rendezvous
 from imagenet_cls.parallel.signals import handle_stop_signals
-from imagenet_cls.private_names import is_restarting_ranks
 from imagenet_cls.text import first_line
 
 DEFAULT_PORT = 29500  # for the rendezvous of several machines: torch's default
@@ -42,51 +41,38 @@ RunRank = Callable[[Sequence[str]], int]
 
 def configure_agent(
     gpus: int,
-    nodes: str,
+    nodes: int,
     node_rank: int,
     master_addr: str | None,
     master_port: int | None,
-    max_restarts: int,
     init_method: str,
     timeout_sec: float,
 ) -> LaunchConfig:
-    """The configuration of the elastic agent that starts this machine's ranks.
+    """The configuration of the agent that starts this machine's ranks. It restarts none.
 
-    nodes: the number of machines; `1:4` for an elastic job. A c10d rendezvous, in which any machine
-    may get rank 0, is used if ranks may be restarted, and on a single machine without a given port;
-    otherwise the static one. Raises UsageError for options that contradict each other or a wrong
-    `PET_RDZV_CONF`, ResourceError for a rendezvous file of an earlier run.
+    nodes: the number of machines. The c10d rendezvous is used on a single machine without a given
+    port, otherwise the static one. Raises UsageError for options that contradict each other,
+    ResourceError for a rendezvous file of an earlier run.
     """
-    first, _, last = nodes.partition(":")
-    min_nodes = int(first)
-    max_nodes = int(last or first)
-    may_restart = last != "" or max_restarts > 0
-    if node_rank >= max_nodes:
+    if node_rank >= nodes:
         raise UsageError(
             f"--node-rank {node_rank} with --nodes {nodes}: machines count from 0.",
             "Give each machine its own NODE_RANK (--node-rank), and all of them the same NNODES "
             "(--nodes).",
         )
-    if may_restart and init_method.startswith("file:"):
-        raise UsageError(
-            "parallel.init_method is a file, which keeps entries of ranks that have exited; ranks "
-            "that may be restarted can't use it.",
-            "Leave it out, and set MASTER_ADDR (--master-addr) if there are several machines.",
-        )
     rendezvous = choose_rendezvous(nodes, master_addr, master_port, init_method)
-    is_static = not may_restart and rendezvous.port != 0
+    is_static = rendezvous.port != 0
+    options: dict[str, Any] = {}
     if is_static:
-        options: dict[str, Any] = {"rank": node_rank, "timeout": math.ceil(timeout_sec)}
-    else:
-        options = elastic_options(os.environ)
+        options = {"rank": node_rank, "timeout": math.ceil(timeout_sec)}
     # torch 2.11 has no such field: its agent waits 30 seconds.
     has_timeout = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
     stop_timeout: dict[str, Any] = {"shutdown_timeout": _STOP_TIMEOUT_SEC} if has_timeout else {}
     return LaunchConfig(
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
+        min_nodes=nodes,
+        max_nodes=nodes,
         nproc_per_node=gpus,
-        max_restarts=max_restarts,
+        max_restarts=0,
         logs_specs=DefaultLogsSpecs(os.devnull),
         run_id="imagenet-cls",
         rdzv_backend="static" if is_static else "c10d",
@@ -99,21 +85,8 @@ def configure_agent(
     )
 
 
-def elastic_options(env: Mapping[str, str]) -> dict[str, Any]:
-    """The options of torch's c10d rendezvous in `PET_RDZV_CONF`, by name. Raises UsageError."""
-    options = {}
-    for item in filter(None, env.get("PET_RDZV_CONF", "").split(",")):
-        name, _, value = map(str.strip, item.partition("="))
-        is_positive = value.isdecimal() and int(value) > 0
-        if not name or not value or (name.endswith("_timeout") and not is_positive):
-            remedy = "Set it as in last_call_timeout=10,join_timeout=600 (seconds), or unset it."
-            raise UsageError(f"PET_RDZV_CONF: {item!r} is not valid.", remedy)
-        options[name] = value
-    return options
-
-
 def choose_rendezvous(
-    nodes: str, master_addr: str | None, master_port: int | None, init_method: str
+    nodes: int, master_addr: str | None, master_port: int | None, init_method: str
 ) -> Rendezvous:
     """The rendezvous of the agents of all machines. Port 0: one machine, whose agent takes a free
     port.
@@ -126,7 +99,7 @@ def choose_rendezvous(
     )
     host = configured.host or master_addr
     port = configured.port or master_port
-    if nodes == "1":
+    if nodes == 1:
         if configured.file is not None:
             check_rendezvous_file(configured.file, 0.0)
         return Rendezvous(host or "127.0.0.1", port) if port else Rendezvous("127.0.0.1", 0)
@@ -157,12 +130,8 @@ def launch_ranks(
     threads = cpu_threads(config.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # the number changes last bits
     os.environ[LAUNCHED_VARIABLE] = str(os.getpid())
-    if config.max_restarts > 0 or (config.rdzv_backend == "c10d" and config.max_nodes > 1):
-        # Each round of ranks gets a new port: torch 2.15 else keeps the store with addresses of
-        # ranks that have exited.
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     _install_signal_handlers()
-    if config.rdzv_backend == "static" and config.max_nodes > 1:  # torch waits silently
+    if config.max_nodes > 1:  # torch waits silently
         node = f"node {config.rdzv_configs['rank']} of {config.max_nodes}"
         print(f"{node}: rendezvous at {config.rdzv_endpoint}", flush=True)
     entrypoint: Any
@@ -184,10 +153,10 @@ def launch_ranks(
             message = failure.message if Path(failure.error_file).is_file() else ""
             return print_rank_failure(rank, failure.exitcode, message)
         except SignalException as stop:
-            # A rank may have failed to save. Older files are of ranks that were restarted since.
-            files = sorted(Path(folder).rglob("*.json"), key=lambda file: file.stat().st_mtime_ns)
-            if files:
-                error = json.loads(files[-1].read_text())
+            # A rank may have failed to save.
+            file = next(Path(folder).rglob("*.json"), None)
+            if file is not None:
+                error = json.loads(file.read_text())
                 print_error(error["message"], error["exit_code"])
                 return int(error["exit_code"])
             return 128 + int(stop.sigval)
@@ -212,8 +181,6 @@ def _install_signal_handlers() -> None:
     seen = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and is_restarting_ranks(frame):
-            return  # the ranks pass on the agent's own signal
         seen.append(number)
         if len(seen) == 1:
             raise SignalException(f"signal {number}", signal.Signals(number))

@@ -33,6 +33,7 @@ from helpers import (
 STEPS = 4
 Command = tuple[list[str], dict[str, str]]
 Done = list[subprocess.CompletedProcess[str]]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TORCH_LAUNCH = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"]
 
 
@@ -123,22 +124,20 @@ def test_ranks_started_by_hand_agree_with_one_rank(
 # ---- several nodes
 
 
-# The environment of `dist_train.sh` on machine N of two, whose first has a port P.
+# The environment of `dist_train.sh` or torchrun on machine N of two, whose first has a port P.
 MACHINES = {
     "script": {"NNODES": "2", "NODE_RANK": "N", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "P"},
-    # in pods with one GPU each, by the version of Kubeflow that sets the variables
-    "pod of 1.6": {
-        "PYTHONUNBUFFERED": "0",
+    # torchrun in pods with one GPU each: the variables of Kubeflow's training operator
+    "torchrun": {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "P",
         "WORLD_SIZE": "2",
         "RANK": "N",
-    },
-    "elastic pod": {
-        "PET_NNODES": "2:2",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": "P",
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "N",
         "PET_NPROC_PER_NODE": "1",
-        "PET_RDZV_ENDPOINT": "127.0.0.1:P",
-        "PET_RDZV_BACKEND": "c10d",
     },
 }
 
@@ -162,11 +161,11 @@ def test_two_machines_agree_with_one_rank(
             name: re.sub(r"\bP$", port, re.sub("^N$", node, value))
             for name, value in MACHINES[launcher].items()
         }
-        commands.append((["bash", DIST_TRAIN, config, "1", *rest], env))
-    done = run_together(commands)
-    if launcher == "elastic pod" and not (folders[0] / "checkpoints").exists():
-        folders.reverse()  # either pod may get rank 0
-    assert_agrees(one_rank, folders, done)
+        command = ["bash", DIST_TRAIN, config, "1"]
+        if launcher == "torchrun":
+            command = [*TORCHRUN, TRAIN, config]
+        commands.append(([*command, *rest], env))
+    assert_agrees(one_rank, folders, run_together(commands))
 
 
 SSH = """#!/bin/sh
@@ -218,8 +217,8 @@ def test_node_without_the_other_exits_5(digits: Path, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Path) -> None:
-    """It joins a running job and is lost later, which is one of MAX_RESTARTS. With SyncBN the
-    losses are those of one rank all the time.
+    """torchrun restarts the ranks when it joins, and when it is lost. With SyncBN the losses are
+    those of one rank all the time.
     """
     common: dict[str, Any] = {
         "optimizer__lr": 0.003,
@@ -234,13 +233,13 @@ def test_elastic_job_with_a_third_machine_for_a_while(digits: Path, tmp_path: Pa
     # imports of the third may take long
     paused = f"{{dropout: 0.0, pause_sec: 2.0, pause_until: {tmp_path}/hurry}}"
     config, *rest = arguments(digits, folder, "noisy", **common, model__kwargs=paused)
-    settings = {"NNODES": "2:3", "MAX_RESTARTS": "1", "PET_RDZV_CONF": "last_call_timeout=5"}
-    env = environment(**settings, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    elastic = ["--nnodes=2:3", "--max-restarts=1", "--rdzv-conf=last_call_timeout=5"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", OMP_NUM_THREADS="1")
 
     def start_agent() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            ["bash", DIST_TRAIN, config, "1", *rest, "--resume"], env=env, cwd=REPOSITORY
-        )
+        command = [*TORCHRUN, *elastic, *meeting, TRAIN, config, *rest, "--resume"]
+        return subprocess.Popen(command, env=env, cwd=REPOSITORY)
 
     def starts(ranks: int) -> int:
         log = folder / "logs" / "rank1.log"

@@ -77,22 +77,18 @@ def test_restart_of_the_same_job_resumes(
     assert state_digest(tmp_path) == state_digest(runs / "whole")
 
 
-def test_new_folder_is_named_once_and_found_after_a_restart(
+def test_requeued_slurm_job_resumes(
     digits: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a requeued SLURM job torchrun is another process, and counts from 0."""
-    monkeypatch.chdir(tmp_path)
+    """torchrun is then another process, and counts from 0."""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    words = argv(digits, Path("auto"))
+    words = argv(digits, tmp_path)
     train_here([*words, "train.max_steps=7"])
-    (folder,) = (tmp_path / "work_dirs" / "demo").iterdir()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     monkeypatch.setattr(os, "getppid", lambda: 2000)
     train_here(words)
-    assert [*(tmp_path / "work_dirs" / "demo").iterdir()] == [folder]
-    assert state_digest(folder) == state_digest(runs / "whole")
-    fails(2, train_command, *words, "--resume")
+    assert state_digest(tmp_path) == state_digest(runs / "whole")
 
 
 # ---- links and other disks

@@ -162,7 +162,6 @@ def test_stop_signal_saves_without_a_restart(
     number: signal.Signals,
     asked: str,
 ) -> None:
-    monkeypatch.setenv("MAX_RESTARTS", "1")
     folder = tmp_path / "run"
     with started(launcher, digits, folder) as (process, pids):
         if asked == "the process group":
@@ -313,9 +312,7 @@ def test_ignored_signals_change_nothing_and_sigterm_saves(digits: Path, tmp_path
 def test_ranks_restarted_by_torchrun_resume_with_the_same_bits(
     few_images: ByRanks, undisturbed: ByRanks, tmp_path: Path
 ) -> None:
-    """By torchrun itself, whose store outlives the ranks. By our script, on several machines:
-    test_launchers.py.
-    """
+    """torchrun's store outlives the ranks. On several machines: test_launchers.py."""
     folder = tmp_path / "run"
     module = [sys.executable, "-m", "torch.distributed.run"]
     torchrun = [*module, "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

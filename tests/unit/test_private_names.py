@@ -5,14 +5,12 @@ the package needs.
 import atexit
 import inspect
 import os
-import sys
 from typing import Any
 
 import pytest
 import timm.optim
 import torch
 from torch import nn
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.utils.checkpoint import checkpoint
 from torchvision import datasets
 
@@ -102,30 +100,6 @@ def test_reducer_tells_whether_it_has_finished() -> None:
 def test_generate_readme_contains_the_details() -> None:
     text = private_names.generate_readme({"details": {"Classes": 10}}, "my_model")
     assert "my_model" in text and "Classes" in text
-
-
-class _Agent:
-    """Has the two methods of torch's agent that `is_restarting_ranks` looks for."""
-
-    def _restart_workers(self) -> bool:
-        return self._stop_workers()
-
-    def _stop_workers(self) -> bool:
-        return private_names.is_restarting_ranks(sys._getframe())
-
-
-def test_is_restarting_ranks_only_where_the_agent_stops_ranks_to_restart_them() -> None:
-    assert _Agent()._restart_workers() and not _Agent()._stop_workers()
-
-
-def test_elastic_agent_stops_ranks_in_order_to_restart_them() -> None:
-    restart: Any = inspect.unwrap(LocalElasticAgent._restart_workers)
-    stop: Any = inspect.unwrap(LocalElasticAgent._stop_workers)
-    assert (restart.__code__.co_name, stop.__code__.co_name) == (
-        "_restart_workers",
-        "_stop_workers",
-    )
-    assert "_stop_workers" in restart.__code__.co_names
 
 
 @pytest.mark.parametrize("kind", [datasets.Food101, datasets.Flowers102, datasets.FGVCAircraft])

@@ -27,10 +27,9 @@ from imagenet_cls.parallel.launch import configure_agent
         "--gpus 0",
         "--gpus two",
         "--gpus 9223372036854775808",
-        "--nodes 4:1",
+        "--nodes 0",
         "--node-rank -1",
         "--master-port 65536",
-        "--max-restarts -1",
     ],
 )
 def test_invalid_number_is_a_usage_error_that_names_it(words: str) -> None:
@@ -39,15 +38,14 @@ def test_invalid_number_is_a_usage_error_that_names_it(words: str) -> None:
 
 
 def test_numbers_at_their_limits_are_accepted() -> None:
-    words = ["--nproc_per_node=1", "--node-rank=0", "--master-port=65535", "--max-restarts=0"]
+    words = ["--nproc_per_node=1", "--node-rank=0", "--master-port=65535"]
     found = train_parser().parse_args(words)
-    values = (found.gpus, found.node_rank, found.master_port, found.max_restarts)
-    assert values == (1, 0, 65535, 0)
+    assert (found.gpus, found.node_rank, found.master_port) == (1, 0, 65535)
 
 
 @pytest.mark.parametrize(
     ("launcher", "nodes", "node_rank"),
-    [("spawn", "1", "1"), ("pytorch", "2", "2"), ("pytorch", "1:4", "4")],
+    [("spawn", "1", "1"), ("pytorch", "2", "2")],
 )
 def test_node_rank_beyond_the_machines_exits_2(launcher: str, nodes: str, node_rank: str) -> None:
     """Otherwise all machines would wait for the one that is missing."""
@@ -70,29 +68,12 @@ def test_several_ranks_that_nothing_starts_exit_2(words: str, named: str, tmp_pa
     assert named in fails(2, train_command, *argv)
 
 
-def endpoint(nodes: str = "1", max_restarts: int = 0, init_method: str = "env://") -> str:
-    config = configure_agent(1, nodes, 0, "host0", None, max_restarts, init_method, 30.0)
-    return config.rdzv_endpoint
-
-
 def test_rendezvous_file_that_ranks_can_not_use_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "rendezvous"
     file.write_bytes(b"addresses")
     with pytest.raises(ResourceError):
-        endpoint(init_method=f"file://{file}")
-    endpoint("2", init_method=f"file://{file}")  # another machine's
-    with pytest.raises(UsageError):
-        endpoint(max_restarts=1, init_method=f"file://{tmp_path / 'new'}")
-
-
-def test_elastic_job_uses_the_seconds_in_pet_rdzv_conf(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=7, join_timeout=90,is_host=true")
-    options = configure_agent(1, "1:2", 0, "host0", None, 0, "env://", 30.0).rdzv_configs
-    assert options | {"last_call_timeout": "7", "join_timeout": "90", "is_host": "true"} == options
-    for wrong in ("join_timeout=soon", "join_timeout=0", "join_timeout"):
-        monkeypatch.setenv("PET_RDZV_CONF", wrong)
-        with pytest.raises(UsageError, match="PET_RDZV_CONF"):
-            endpoint("1:2")
+        configure_agent(1, 1, 0, "host0", None, f"file://{file}", 30.0)
+    configure_agent(1, 2, 0, "host0", None, f"file://{file}", 30.0)  # another machine's
 
 
 # Prints at the exit, and if the interpreter is finalized.

@@ -24,7 +24,6 @@ from imagenet_cls.parallel.environment import (
     complete_master_address,
     find_rank_info,
     first_host,
-    options_from_kubernetes,
 )
 from imagenet_cls.parallel.network import address_towards, choose_interface
 
@@ -125,54 +124,6 @@ def test_options_that_ask_for_other_ranks_than_the_launcher_are_an_error(
         pytest.raises(UsageError) if is_error else contextlib.nullcontext(),
     ):
         assert parse_rank_arguments(train_parser(), ["demo", *words])[1] is not None
-
-
-# Of what Kubeflow sets in the second of two pods with eight GPUs each.
-MASTER = {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
-PET_MASTER = {"PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456"}
-PYTORCHJOB_1_6 = {**MASTER, "WORLD_SIZE": "2", "RANK": "1"}
-PYTORCHJOB_1_7 = {
-    **MASTER,
-    **PET_MASTER,
-    "WORLD_SIZE": "16",
-    "RANK": "1",
-    "PET_NODE_RANK": "1",
-    "PET_NNODES": "2",
-}
-TRAINJOB = {"PET_NNODES": "2", "PET_NODE_RANK": "1", **PET_MASTER}
-ELASTIC = {
-    "PET_RDZV_ENDPOINT": "job-worker-0:23456",
-    "PET_NNODES": "1:4",
-    "PET_MAX_RESTARTS": "3",
-}
-SECOND_OF_TWO = {
-    "nodes": "2",
-    "node_rank": "1",
-    "master_addr": "job-master-0",
-    "master_port": "23456",
-}
-OF_ELASTIC = {
-    "nodes": "1:4",
-    "master_addr": "job-worker-0",
-    "master_port": "23456",
-    "max_restarts": "3",
-}
-
-
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({}, {}),
-        (PYTORCHJOB_1_6, SECOND_OF_TWO),
-        (PYTORCHJOB_1_7, SECOND_OF_TWO),
-        (TRAINJOB, SECOND_OF_TWO),
-        (ELASTIC, OF_ELASTIC),
-        ({**MASTER, "WORLD_SIZE": "5", "RANK": "4", **ELASTIC}, OF_ELASTIC),  # with a Master
-        ({**TORCHRUN, **PYTORCHJOB_1_7, "LOCAL_RANK": "1"}, {}),  # a rank in a pod
-    ],
-)
-def test_machine_options_of_a_pod(env: dict[str, str], expected: dict[str, str]) -> None:
-    assert options_from_kubernetes(env) == expected
 
 
 def completed(env: dict[str, str]) -> dict[str, str]:
