@@ -53,9 +53,7 @@ bracket. Other values are read as YAML, without comments. An empty value is `nul
 value is used, and a line at the start says so. Setting both a section and one of its keys is an error. There are also
 [short keys](your_data.md#short-keys).
 
-Some keys may not be set together: `data.val`, `data.val_fraction` and `data.fold`; `model.checkpoint` and
-`model.pretrained`; and others that name each other below. One that is set on the command line replaces those of the
-config.
+Some keys may not be set together (below: "Not with"). One that is set on the command line replaces those of the config.
 
 ## Components
 
@@ -65,7 +63,7 @@ meant for `sgd` never reaches `adamw`, and a new optimizer needs its `lr`. Setti
 A warning lists each value that a new name removed, and where it was set. `_delete_: true` in that section of the file
 turns the warning off.
 
-A key that has an effect only with others (below: "Needs") and is set without them gives a warning.
+A key that is set without those that it needs (below: "Needs") has no effect and gives a warning.
 
 ## Values
 
