@@ -204,29 +204,22 @@ RECIPES_INTRODUCTION = """\
 
 <!-- Written by `python docs/generate.py` from the configs. Don't edit this file. -->
 
-Each config below has the settings of a published recipe. It names the source, and the hardware and hours that the
-source states; `python tools/configs.py` prints the sources, too. To train on eight GPUs:
+Each config below has the settings of a published recipe, and names its source. To train on eight GPUs:
 
     bash scripts/dist_train.sh configs/resnet/resnet50_tv_v2.yaml 8
 
-"Claimed" is the source's top-1 accuracy on ImageNet-1k's validation set, in percent, with one center crop (in FFCV's
-recipes, with its mirror image); for CIFAR and Fashion-MNIST, on their test images. The claims for Fashion-MNIST are for
-300 epochs; its configs train 20 epochs. {ours}
+"Claimed" is the source's top-1 accuracy on ImageNet-1k's validation set, in percent, with one center crop (FFCV: also
+with its mirror image); for CIFAR and Fashion-MNIST, on their test images. The claims for Fashion-MNIST are for 300
+epochs; its configs train 20 epochs. {ours}
 
-"px" is the side of images in training and in evaluation. The batch is that of an optimizer step. If the source states
-how many images each GPU had, `train.micro_batch_size` has that number in most configs, so that BatchNorm normalizes
-groups of the same size.
+"px" is the side of images in training and in evaluation. `train.micro_batch_size` is in most configs what each GPU of
+the source had. `expect.note` in the config has the notes. `deviates`: settings of the source that no key expresses.
+`left out`: what the source's script does in addition, and the keys that add it. `uncertain`: what the source does not
+state, or what was not checked.
 
-The last column says what `expect.note` in the config is about. `deviates`: settings of the source that no key
-expresses, and what happens instead. `left out`: what the source's script does in addition, and the keys that add it.
-`uncertain`: what the source does not state for sure, or what was not checked. The other recipes are believed to have
-every setting of their source.
-
-For all recipes: random numbers differ from the source's; an epoch ends with the last whole batch (torchvision's script
-also uses the remainder); `train.precision` is `auto`; and torchvision's moving average copies the weights during the
-warm-up of the learning rate, where here the initial weights decay in the average. Learning rates, weight decay of
-parameters, losses, mixing, augmentation, averages and whole steps were compared with timm, torchvision and plain torch
-(`tests/parity/`).
+For all recipes: random numbers differ from the source's; an epoch ends with the last whole batch; `train.precision` is
+`auto`; and torchvision's moving average copies the weights during the warm-up, where here the initial weights decay in
+the average. The parts of a step were compared with timm, torchvision and plain torch (`tests/parity/`).
 
 """
 
