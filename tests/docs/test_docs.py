@@ -48,6 +48,7 @@ FOREIGN_OPTIONS = {
 }
 # of tests/configs/golden.py, of pip, of pytest
 FOREIGN_OPTIONS |= {"--write", "--no-deps", "--ignore"}
+FOREIGN_OPTIONS |= {"--max-restarts", "--rdzv-backend", "--rdzv-endpoint"}  # torchrun
 # SLURM
 FOREIGN_OPTIONS |= {"--gres", "--job-name", "--wrap"}
 FOREIGN_OPTIONS |= {f"--{name}" for name in ("ntasks-per-node", "gpus-per-node", "cpus-per-task")}

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import yaml
+from torch.distributed import run
 
 from imagenet_cls.commands.train import load_for_training, train_parser
 
@@ -18,15 +19,12 @@ def test_manifest_starts_a_valid_training_in_each_pod() -> None:
     for pod in pods.values():
         (container,) = pod["template"]["spec"]["containers"]
         assert container["name"] == "pytorch", "the operator sets variables only there"
-        bash, script, config, gpus, *words = container["command"]
-        in_image = Path(script).relative_to("/opt/imagenet-cls")
-        assert (
-            bash == "bash"
-            and (ROOT / in_image).is_file()
-            and "/opt/imagenet-cls" in (ROOT / "Dockerfile").read_text()
-        )
-        assert int(gpus) == container["resources"]["limits"]["nvidia.com/gpu"]
-        assert all(isinstance(word, str) for word in container["command"])
-        load_for_training(train_parser().parse_intermixed_args([config, *words]))
+        torchrun, *words = container["command"]
+        started = run.parse_args(words)
+        in_image = Path(started.training_script).relative_to("/opt/imagenet-cls")
+        assert torchrun == "torchrun" and in_image == Path("tools/train.py")
+        assert "/opt/imagenet-cls" in (ROOT / "Dockerfile").read_text()
+        assert int(started.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+        load_for_training(train_parser().parse_intermixed_args(started.training_script_args))
         mounts, volumes = container["volumeMounts"], pod["template"]["spec"]["volumes"]
         assert [mount["name"] for mount in mounts] == [volume["name"] for volume in volumes]
