@@ -360,6 +360,7 @@ def page_with_results(page: str, results: Sequence[Mapping[str, Any]]) -> str:
         tables = {
             title: [row for row in rows if not _NOT_ON_PAGE.search(row["row"])]
             for title, rows in result["tables"].items()
+            if title != "Each implementation"  # the ratios are on the page
         }
         sections.append(page_section({**result, "tables": tables, "baseline": None}, shared))
     common = ["All results:\n", *shared, ""] if shared else []
