@@ -91,10 +91,6 @@ def write_output(path: Path, content: bytes | str, option: str = "--out") -> Non
         write_file(path, content)
 
 
-def is_url(text: str | Path) -> bool:
-    return str(text).startswith(("http://", "https://"))
-
-
 def check_regular(file: Path | int) -> None:
     """Raise OSError unless a path, or an open descriptor, is a regular file. A device or FIFO may
     have no end.

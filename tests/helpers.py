@@ -497,7 +497,8 @@ def read_weights(path: Path, averaged: bool = True) -> Any:
     """The EMA weights in a file, or with averaged=False the raw ones, or else its only ones, and
     their description.
     """
-    from imagenet_cls.models.weight_files import read_weight_file
+    from imagenet_cls.engine.stored_weights import open_weights
 
-    weights = read_weight_file(path)
-    return weights.get("ema" if averaged else "raw") or next(iter(weights.values()))
+    weights = open_weights(path)
+    found = weights.by_kind.get("ema" if averaged else "raw")
+    return found or next(iter(weights.by_kind.values())), weights.origin

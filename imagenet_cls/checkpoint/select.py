@@ -83,12 +83,6 @@ def _link_target(path: Path) -> Path:
     return path.parent / path.readlink() if path.is_symlink() else path
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint, or a run folder with checkpoints."""
-    # pathlib raises without permission
-    return os.path.isfile(path / "state.json") or bool(list_run(path))  # noqa: PTH113
-
-
 def _is_complete(path: Path) -> bool:
     return os.path.isfile(path / "manifest.json")  # noqa: PTH113 (pathlib raises without permission)
 

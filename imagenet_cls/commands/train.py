@@ -18,7 +18,6 @@ from imagenet_cls.config.load import DEMO, LoadedConfig
 from imagenet_cls.config.schema import Kwargs
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError, DataError, DownloadError, UsageError
-from imagenet_cls.files import is_url
 from imagenet_cls.lookup import did_you_mean
 from imagenet_cls.text import command_line
 
@@ -168,7 +167,7 @@ def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
         needed["model.checkpoint"] = loaded.config.model.checkpoint
         needed["--resume-from"] = arguments.resume_from
     for name, path in needed.items():
-        if path is not None and not is_url(path) and not os.access(path, os.R_OK):
+        if path is not None and not os.access(path, os.R_OK):
             raise CheckpointError(
                 f"{name}: {path} does not exist, or this user may not read it.",
                 "Give the path of a file or folder that exists.",

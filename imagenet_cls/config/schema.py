@@ -204,7 +204,7 @@ class ModelConfig:
     pretrained: bool = key(False, recipe=False, per_machine=True)
     # Outputs of the head. null: the number of classes.
     num_classes: int | None = key(None, Range(1, 10**9))
-    # Weights to start from: a run, a checkpoint, or a file or URL of any library
+    # Weights to start from: a run, a checkpoint, or a file of any library
     # ([Weights](docs/usage.md#weights)). A head of another size is initialized, and position
     # embeddings of another grid are resized. Of a self-supervised pre-training the encoder is
     # loaded. Any other mismatch is an error.

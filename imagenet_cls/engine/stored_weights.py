@@ -1,42 +1,44 @@
-"""`open_weights`: the weights of any source, and what is known about their training."""
+"""`open_weights`: the weights of any source, and what is known about their training.
+
+A file is safetensors, or what `torch.save` wrote for timm (`state_dict`), torchvision's reference
+scripts (`model`), pytorch/examples (`state_dict`), or a bare state dict; with a moving average as
+in timm's files (`state_dict_ema`) or torchvision's and DeiT's (`model_ema`). The format is
+recognized by content and not by suffix. No code in a source is run.
+"""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from imagenet_cls.checkpoint.folders import read_state
 from imagenet_cls.checkpoint.format import METADATA, invalid_content_errors, stored_mean_std
-from imagenet_cls.checkpoint.select import is_checkpoint, load_best
+from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.data.classes import imagenet_ids
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.files import is_url
-from imagenet_cls.lookup import is_user_factory
+from imagenet_cls.lookup import is_model_source, is_user_factory
 from imagenet_cls.models.factory import (
     FOLDER,
     build_model,
     label_names,
     model_mean_std,
     model_problems,
-    ordered_names,
     published_weights,
 )
 from imagenet_cls.models.teacher import MeanStd
-from imagenet_cls.models.weight_files import download_weights, is_safetensors, read_weight_file
+from imagenet_cls.text import join_names
 
 _KINDS = {"model.safetensors": "raw", "ema.safetensors": "ema"}  # files in a checkpoint
-# Files of weights in a folder as the Hugging Face Hub has them, beside config.json.
-_HUB_FILES = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
-)
+# Where the libraries put the trained weights inside a checkpoint, and their average.
+_TRAINED_KEYS = ("state_dict", "model", "model_state_dict", "module")
+_AVERAGE_KEYS = ("state_dict_ema", "model_ema")
 
 
 @dataclass(frozen=True)
@@ -68,54 +70,40 @@ class Weights:
 def open_weights(source: str | Path, kind: str | None = None) -> Weights:
     """Read weights. No code of the source is run.
 
-    source: a file of any library or the URL of one; a checkpoint, or a run folder, whose best
-    checkpoint is read; a folder as the Hugging Face Hub has it, with config.json; or the name of a
-    model with published weights (`resnet50.a1_in1k`, `torchvision:resnet50`, `hf-hub:USER/NAME`,
-    `local-dir:PATH`). A file or folder comes before a model of the same name. kind: `raw` or `ema`.
-    None: the kind that evaluated best in the run; otherwise the EMA if there is one. Raises
-    CheckpointError or ResourceError.
+    source: a file of any library; a checkpoint, or a run folder, whose best checkpoint is read; a
+    folder as the Hugging Face Hub has it, with config.json; or the name of a model with published
+    weights (`resnet50.a1_in1k`, `torchvision:resnet50`, `hf-hub:USER/NAME`, `local-dir:PATH`). A
+    file or folder comes before a model of the same name. kind: `raw` or `ema`, to read only these.
+    None: all, to use the kind that evaluated best in the run, otherwise the EMA if there is one.
+    Raises CheckpointError or ResourceError.
     """
-    path = download_weights(str(source)) if is_url(source) else Path(source)
-    if path.is_dir():
-        is_ours = is_checkpoint(path)
-        file = next((path / name for name in _HUB_FILES if (path / name).is_file()), None)
-        if is_ours or file is None:
-            return _open_checkpoint(path, kind)
-        path = file
-    elif _is_in_checkpoint(path):
-        own = _KINDS[path.name]
-        check_kind([own], kind or own, path)
-        return _open_checkpoint(path.parent, own)
-    elif not path.exists() and not is_user_factory(str(source)):  # whose check would import it
-        config = ModelConfig(str(source), pretrained=True)
-        if problems := model_problems(config):
-            raise CheckpointError(
-                f"{source}: no file or folder of this name. As a model: {problems[0].message}",
-                "Give the path of a file or folder that exists, or the name of a model.",
-            )
-        check_kind(["raw"], kind or "raw", source)
-        return _open_published(config)
-    found = read_weight_file(path)
-    kind = kind or ("ema" if "ema" in found else "raw")
-    check_kind(found, kind, path)
-    by_kind = {name: state for name, (state, _) in found.items()}
-    model = None
-    if path.name in _HUB_FILES and "architecture" in _hub_config(path):
-        model = f"{FOLDER}{path.parent}"
-    return Weights(by_kind, kind, found[kind][1], classes=stated_classes(path), model=model)
+    path = Path(source)
+    if path.name in _KINDS and (path.parent / "state.json").is_file():
+        weights = open_weights(path.parent, _KINDS[path.name])
+    elif path.is_file():
+        weights = _open_file(path)
+    elif path.is_dir() and not (path / "config.json").is_file():
+        weights = _open_checkpoint(path)
+    else:
+        weights = _open_published(f"{FOLDER}{path}" if path.is_dir() else str(source))
+    if kind is None:
+        return weights
+    if kind not in weights.by_kind:
+        raise CheckpointError(
+            f"{weights.origin}: no {kind} weights.", f"It has: {', '.join(weights.by_kind)}."
+        )
+    return replace(weights, by_kind={kind: weights.by_kind[kind]}, kind=kind)
 
 
-def _open_checkpoint(path: Path, kind: str | None) -> Weights:
+def _open_checkpoint(path: Path) -> Weights:
     snapshot, best, damage = load_best(path)
     with invalid_content_errors(snapshot.path):
         by_kind = {"raw": snapshot.model}
         if snapshot.ema is not None:
             by_kind["ema"] = snapshot.ema
-        kind = kind or best or ("ema" if "ema" in by_kind else "raw")
-        check_kind(by_kind, kind, path)
         return Weights(
             by_kind,
-            kind,
+            best or ("ema" if "ema" in by_kind else "raw"),
             f"{snapshot.path}, step {snapshot.state['step']}",
             stored_mean_std(snapshot.state),
             [*map(str, snapshot.state["classes"])],
@@ -125,50 +113,129 @@ def _open_checkpoint(path: Path, kind: str | None) -> Weights:
         )
 
 
-def _open_published(config: ModelConfig) -> Weights:
+def _open_published(name: str) -> Weights:
+    config = ModelConfig(name, pretrained=True)
+    # the check of a user's factory would import it
+    problems = [] if is_user_factory(name) else model_problems(config)
+    if problems or is_user_factory(name):
+        reasons = [f" As a model: {problem.message}." for problem in problems]
+        raise CheckpointError(
+            f"{name}: no file or folder of this name.{''.join(reasons)}",
+            "Give the path of a file or folder that exists, or the name of a model. Download the "
+            "file of a URL first.",
+        )
     model = build_model(config)
     description, count = published_weights(config, model)
+    classes = label_names(model)
+    if not is_model_source(name):
+        classes = imagenet_ids(count)
     return Weights(
         {"raw": model.state_dict()},
         "raw",
         f"published weights ({description})",
         model_mean_std(model),
-        label_names(model) or imagenet_ids(count),
-        model=config.name,
+        classes,
+        model=name,
     )
 
 
-def stated_classes(path: Path) -> list[str] | None:
-    """The classes that a checkpoint, a file in it, a folder of the Hub or a safetensors file of
-    this project states; None for other files and URLs. Raises CheckpointError.
+def _open_file(path: Path) -> Weights:
+    """The weights of a file; a file of this project states its classes."""
+    with (
+        invalid_content_errors(
+            path,
+            "can't be loaded as weights",
+            "Copy or download a broken file again. If another one needs code to load and you "
+            f"trust it, save its state dict by torch: save(load({str(path)!r}, "
+            f"weights_only={False})['state_dict'], 'weights.pth').",
+        ),
+        path.open("rb") as file,
+    ):
+        # safetensors begin with eight bytes of length and a JSON object
+        if file.read(9)[8:] != b"{":
+            return _find_state_dicts(_read_pickle(file), path)
+        with safe_open(path, "pt") as content:
+            # their order is random
+            tensors = {name: content.get_tensor(name) for name in sorted(content.keys())}
+            stated = json.loads((content.metadata() or {}).get(METADATA, "{}"))
+        classes = [*map(str, stated["classes"])] if stated else None
+        return Weights({"raw": tensors}, "raw", str(path), classes=classes)
+
+
+class _Unread(list):
+    """Stands for an object beside the weights. Nothing is built or kept.
+
+    It is a list since torch's restricted loader appends to lists only.
     """
-    with invalid_content_errors(path):
-        state: Mapping[str, Any] | None = None
-        if is_checkpoint(path) or _is_in_checkpoint(path):
-            state = read_state(path)
-        elif path.is_file() and is_safetensors(path):
-            with safe_open(path, "pt") as file:
-                state = json.loads((file.metadata() or {}).get(METADATA, "null"))
-        if state is not None:
-            return [*map(str, state["classes"])]
-        is_of_hub = path.is_dir() or path.name in _HUB_FILES
-        return ordered_names(_hub_config(path).get("label_names")) if is_of_hub else None
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # it may be a key
+
+    def __init__(self, *arguments: Any, **options: Any): ...
+
+    def append(self, item: Any) -> None: ...
+
+    def extend(self, items: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
 
 
-def _is_in_checkpoint(path: Path) -> bool:
-    return path.name in _KINDS and (path.parent / "state.json").is_file()
+class _UnreadDict:
+    """Stands for a defaultdict: that loader sets items of dicts only."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        return OrderedDict()
 
 
-def _hub_config(path: Path) -> dict[str, Any]:
-    """The config.json of a folder as the Hugging Face Hub has it, or beside a file in it; empty
-    without one.
+def _read_pickle(file: BinaryIO) -> Any:
+    """What `torch.save` wrote: tensors, plain containers and values. All other classes and
+    functions that it names, such as numpy's, are replaced: none of them is called or imported.
     """
-    file = (path if path.is_dir() else path.parent) / "config.json"
-    with invalid_content_errors(file):
-        return dict(json.loads(file.read_bytes())) if file.is_file() else {}
+    names: list[str] = []
+    file.seek(0)
+    with suppress(ValueError):  # not a zip file: of torch before 1.6
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    file.seek(0)
+    stand_ins: list[Any] = [
+        (_UnreadDict if name == "collections.defaultdict" else _Unread, name) for name in names
+    ]
+    try:
+        with torch.serialization.safe_globals(stand_ins):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # In its place torch.load raises a page of advice, also to load without restriction.
+        raise error.__context__ or error from None
 
 
-def check_kind(weights: Collection[str], kind: str, origin: Path | str) -> None:
-    """Raise CheckpointError unless `kind` is one of `weights`."""
-    if kind not in weights:
-        raise CheckpointError(f"{origin}: no {kind} weights.", f"It has: {', '.join(weights)}.")
+def _find_state_dicts(content: Any, path: Path) -> Weights:
+    """The state dicts of a checkpoint: bare, under keys of a library, or the only one."""
+    nested = content if isinstance(content, Mapping) else {}
+    states = {str(key): state for key, value in nested.items() if (state := _tensors_in(value))}
+    keys = {
+        "raw": [key for key in states if key in _TRAINED_KEYS],
+        "ema": [key for key in states if key in _AVERAGE_KEYS],
+    }
+    by_kind = {kind: states[found[0]] for kind, found in keys.items() if found}
+    if not by_kind and len(states) < 2:
+        by_kind = {"raw": next(iter(states.values()), _tensors_in(nested))}
+    if not any(by_kind.values()) or max(map(len, keys.values())) > 1:
+        found_names = join_names([*(states or map(str, nested))])
+        raise CheckpointError(
+            f"{str(path)!r} holds no weights that are known: {found_names}.",
+            f"Save a state dict by torch: save(load({str(path)!r})[KEY], 'weights.pth').",
+        )
+    kind = "ema" if "ema" in by_kind else "raw"
+    return Weights(by_kind, kind, str(path))
+
+
+def _tensors_in(content: Any) -> dict[str, Tensor]:
+    """The tensors of a state dict by name, without AveragedModel's counter, which is no weight. A
+    dict of integers alone, such as states of generators, has none.
+    """
+    if not isinstance(content, Mapping):
+        return {}
+    tensors = {
+        str(name): value
+        for name, value in content.items()
+        if isinstance(value, Tensor) and name != "n_averaged"
+    }
+    return tensors if any(map(torch.is_floating_point, tensors.values())) else {}

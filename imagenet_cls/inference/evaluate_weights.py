@@ -5,6 +5,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.data.test_set import describe_images, open_test_set
 from imagenet_cls.engine.build import rank_devices
 from imagenet_cls.engine.evaluate import Evaluation
-from imagenet_cls.engine.stored_weights import stated_classes
+from imagenet_cls.engine.stored_weights import Weights
 from imagenet_cls.engine.user_metrics import build_metrics
 from imagenet_cls.errors import CheckpointError, DataError
 from imagenet_cls.inference.load_weights import (
@@ -36,6 +37,7 @@ from imagenet_cls.inference.load_weights import (
     WeightsSource,
     evaluation_differences,
     load_on_all_ranks,
+    open_source,
     prepare_models,
 )
 from imagenet_cls.parallel.collectives import (
@@ -99,7 +101,7 @@ def evaluate_weights(
         *data_messages,
         *prepare_models(trained, config, context),
     ]
-    kind = trained.select()
+    kind = trained.kind
     kinds = list(trained.models)
     record |= trained.num_classes <= _MAX_CLASSES_IN_TABLE
     evaluation = Evaluation(
@@ -157,21 +159,24 @@ def load_weights_and_images(
     classes.
     """
     may_lack = may_lack_classes(config)
-    path = weights.path or config.model.checkpoint
-    stated = run_on_main(context, lambda: stated_classes(Path(path)) if path else None)
+
+    @cache
+    def opened() -> Weights | None:
+        return open_source(config, weights)
+
+    stated = run_on_main(context, lambda: (found := opened()) and found.classes)
     if stated is not None:
         # the images are matched by these
-        trained = load_on_all_ranks(config, weights, stated, context)
+        trained = load_on_all_ranks(config, weights, opened, stated, context)
         images = open_images(config, test_set, trained.classes)
     else:
         images = open_images(config, test_set, None)
         has_training = test_set is None and has_training_part(config.data)
         classes = classes_of_outputs(config, images.classes, has_training)
-        trained = load_on_all_ranks(config, weights, classes, context)
+        trained = load_on_all_ranks(config, weights, opened, classes, context)
         if trained.classes is None:
             data = test_set or config.data
-            name = str(path or config.model.name)
-            run_on_main(context, lambda: check_order(data, classes, name))
+            run_on_main(context, lambda: check_order(data, classes, trained.origin))
         images = images.with_classes(classes, "the images", allow_missing=True)
     known = trained.classes or images.classes
     others = sorted({*known} ^ {*images.classes})

@@ -4,8 +4,7 @@ From a checkpoint, the best one of a run folder, a file of weights, or published
 reads them, and the others receive them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from operator import attrgetter
@@ -19,13 +18,12 @@ from imagenet_cls.checkpoint.format import (
     invalid_content_errors,
 )
 from imagenet_cls.checkpoint.progress import read_progress
-from imagenet_cls.checkpoint.select import is_checkpoint
 from imagenet_cls.config.keys import keys_without_recipe, value_types
 from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.rules import check_trusted, check_value
 from imagenet_cls.config.schema import Config, ModelConfig, format_size
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_ids, imagenet_order
-from imagenet_cls.engine.stored_weights import Weights, check_kind, open_weights
+from imagenet_cls.engine.stored_weights import Weights, open_weights
 from imagenet_cls.engine.training_model import choose_mean_std, memory_format
 from imagenet_cls.errors import (
     CheckpointError,
@@ -50,8 +48,6 @@ from imagenet_cls.models.weights import (
     load_weights,
     prefix_errors,
     set_tensors,
-    state_dict_mismatch,
-    without_split_bn,
 )
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main
 from imagenet_cls.parallel.process_group import RankContext
@@ -98,15 +94,16 @@ class WeightsSource:
 class TrainedModels:
     """Loaded models, on the CPU in evaluation mode, and how they were trained.
 
-    models: by the name of their weights, `raw` or `ema`. classes: None if unknown. origin: where
-    the weights are from, for messages. path: the checkpoint, or the file of an `OnnxPredictor`.
-    warnings: about damaged checkpoints that were skipped, and a run without an evaluation. best:
-    the weights that evaluated best in their run, if known. state: `state.json` of a checkpoint.
-    best_thresholds: by weights, `best_threshold` of the evaluation of this step, if there was one
-    and images have several labels.
+    models: by the name of their weights, `raw` or `ema`. kind: which of them to use. classes: None
+    if unknown. origin: where the weights are from, for messages. path: the checkpoint, or the file
+    of an `OnnxPredictor`. warnings: about damaged checkpoints that were skipped, and a run without
+    an evaluation. state: `state.json` of a checkpoint. best_thresholds: by weights,
+    `best_threshold` of the evaluation of this step, if there was one and images have several
+    labels.
     """
 
     models: dict[str, nn.Module]
+    kind: str
     config: Config
     num_classes: int
     classes: tuple[str, ...] | None
@@ -115,65 +112,56 @@ class TrainedModels:
     origin: str
     path: Path | None = None
     warnings: Sequence[str] = ()
-    best: str | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     best_thresholds: Mapping[str, float] = field(default_factory=dict)
 
-    def select(self, kind: str | None = None) -> str:
-        """The name of the weights to use: `kind`, else those that evaluated best in their run, else
-        the EMA if there is one. Raises CheckpointError for weights that are not there.
-        """
-        kind = kind or self.best or ("ema" if "ema" in self.models else "raw")
-        check_kind(self.models, kind, self.origin)
-        return kind
+
+def open_source(config: Config, source: WeightsSource) -> Weights | None:
+    """The weights to load; None for the published ones of the config's model."""
+    if source.path is not None:
+        return open_weights(source.path, source.kind)
+    if config.model.checkpoint is not None:
+        with prefix_errors("model.checkpoint"):
+            return open_weights(config.model.checkpoint, source.kind)
+    if source.kind == "ema":
+        raise CheckpointError("The published weights have no EMA.", "Leave out --weights.")
+    return None
 
 
 def load_on_all_ranks(
     config: Config,
     source: WeightsSource,
+    opened: Callable[[], Weights | None],
     classes: Sequence[str],
     context: RankContext,
 ) -> TrainedModels:
-    """Read the weights on rank 0 and broadcast them: the other ranks need no file and no network. A
+    """Load the weights on rank 0 and broadcast them: the other ranks need no file and no network. A
     collective.
 
-    classes: the names of the data's classes, for weights that do not name their own.
+    opened: returns the result of `open_source`; called on rank 0. classes: the names of the data's
+    classes, for weights that do not name their own.
     """
 
     @cache  # rank 0 uses the models that it has read for the others
-    def read() -> TrainedModels:
-        return read_models(config, source, classes)
+    def load() -> TrainedModels:
+        weights = opened()
+        if weights is None or weights.state is None or source.path is None:
+            return models_of_config(config, weights, classes)
+        trusted = {config.model.name, *config.imports, *source.allow_import}
+        return models_of_checkpoint(weights, trusted)
 
     def describe() -> tuple[list[str], TrainedModels]:
-        return list(read().models), replace(read(), models={})
+        return list(load().models), replace(load(), models={})
 
     names, described = run_on_main(context, describe)
     if context.is_main:
-        trained = read()
+        trained = load()
     else:
         build = partial(build_untrained_model, described.config, described.num_classes)
         trained = replace(described, models={name: build() for name in names})
     for model in trained.models.values():
         set_tensors(model, broadcast_tensors(model.state_dict(), context))
     return trained
-
-
-def read_models(config: Config, source: WeightsSource, classes: Sequence[str]) -> TrainedModels:
-    """`load_on_all_ranks` on one rank."""
-    path = source.path or config.model.checkpoint
-    if source.path is not None and source.path.is_dir() and is_checkpoint(source.path):
-        trusted = {config.model.name, *config.imports, *source.allow_import}
-        trained = models_of_checkpoint(open_weights(source.path), trusted)
-    elif path is None:
-        trained = models_of_config(config, None, classes)
-    else:
-        with nullcontext() if source.path is not None else prefix_errors("model.checkpoint"):
-            weights = open_weights(path, source.kind)
-            trained = models_of_config(config, weights, classes)
-    if source.kind is None:
-        return trained
-    kind = trained.select(source.kind)
-    return replace(trained, models={kind: trained.models[kind]}, best=kind)
 
 
 def load_alone(
@@ -190,21 +178,20 @@ def load_alone(
     both for such a file, CheckpointError, ConfigError and ResourceError.
     """
     weights = open_weights(source, kind)
-    if name is not None and (config or weights.state or weights.model):
+    stated = weights.model
+    if weights.state is not None or config is not None:
+        stated = "that of the checkpoint or the config"
+    if (name is None) == (stated is None):
         raise UsageError(
-            f"{source}: {name!r} is named, but the weights or the config state their model.",
-            "Leave out --model.",
+            f"{source}: the model is {stated or 'not stated'}.",
+            "Leave out --model."
+            if stated
+            else f"Name it: --model resnet50; or its config: {command_line('predict')} CONFIG "
+            f"{source} IMAGES. In Python: Predictor({str(source)!r}, model='resnet50').",
         )
-    if name is None and config is None:
-        if weights.state is not None:
-            return models_of_checkpoint(weights, trusted)
-        name = weights.model
-        if name is None:
-            raise UsageError(
-                f"{source}: a file of weights does not state its model.",
-                f"Name it: --model resnet50; or its config: {command_line('predict')} CONFIG "
-                f"{source} IMAGES. In Python: Predictor({str(source)!r}, model='resnet50').",
-            )
+    if config is None and weights.state is not None:
+        return models_of_checkpoint(weights, trusted)
+    name = name or weights.model
     section = config.model if config is not None else ModelConfig(str(name))
     if problems := model_problems(section):
         raise ConfigError([f"{problem.key}: {problem.message}" for problem in problems])
@@ -256,7 +243,7 @@ def models_of_checkpoint(weights: Weights, trusted: Collection[str]) -> TrainedM
     models = {}
     for name, stored in weights.by_kind.items():
         try:
-            model = build_untrained_model(config, num_classes)
+            models[name] = build_untrained_model(config, num_classes)
         except Exception as error:
             if isinstance(error, ResourceError) or out_of_memory_line(error) is not None:
                 raise
@@ -266,18 +253,11 @@ def models_of_checkpoint(weights: Weights, trusted: Collection[str]) -> TrainedM
                 "Start from the folder that has its module, with the library versions named in its "
                 "state.json.",
             ) from error
-        expected = model.state_dict()
-        tensors = without_split_bn(stored, expected)
-        if mismatch := state_dict_mismatch(expected, tensors):
-            raise CheckpointError(
-                f"{path}: does not fit {config.model.name} as the installed library "
-                f"builds it: {mismatch}.",
-                "Install the versions named in its state.json.",
-            )
-        set_tensors(model, tensors)
-        models[name] = model
+        with prefix_errors(str(path)):
+            load_weights(models[name], stored, num_classes, head_may_differ=False)
     return TrainedModels(
         models,
+        weights.kind,
         config,
         num_classes,
         tuple(weights.classes or ()),
@@ -286,7 +266,6 @@ def models_of_checkpoint(weights: Weights, trusted: Collection[str]) -> TrainedM
         origin=weights.origin,
         path=path,
         warnings=weights.warnings,
-        best=weights.kind,
         state=state,
         best_thresholds=best_thresholds,
     )
@@ -339,16 +318,18 @@ def models_of_config(
             known = tuple(names)
         elif had == IMAGENET_CLASSES:
             origin += permute_outputs(model, imagenet_order(classes))
-        return TrainedModels({"raw": model}, config, count, known, mean, std, origin)
+        return TrainedModels({"raw": model}, "raw", config, count, known, mean, std, origin)
     # A new, random head is fine for training, but its predictions are chance.
     sentence = load_weights(model, weights.tensors, count, head_may_differ=False)
-    origin = f"{weights.origin}: {sentence}"
+    origin = f"{weights.origin} ({weights.kind}): {sentence}"
     if weights.classes is not None:
         known = tuple(weights.classes)
     else:
         origin += f"; its outputs are taken for the classes in this order: {join_names(classes)}"
     models = {weights.kind: model}
-    return TrainedModels(models, config, count, known, mean, std, origin, warnings=weights.warnings)
+    return TrainedModels(
+        models, weights.kind, config, count, known, mean, std, origin, warnings=weights.warnings
+    )
 
 
 def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:

@@ -101,14 +101,12 @@ class Predictor:
                 torch.ones(1, device=torch_device)
         loaded = None if config is None else load_config(Path(config)).config
         trained = load_alone(os.fspath(checkpoint), weights, allow_import, model, loaded)
-        kind = trained.select(weights)
-        network = trained.models[kind].to(torch_device)
-        self._set_up(trained, kind, network, torch_device, threshold)
+        network = trained.models[trained.kind].to(torch_device)
+        self._set_up(trained, network, torch_device, threshold)
 
     def _set_up(
         self,
         trained: TrainedModels,
-        weights: str,
         model: nn.Module,
         device: torch.device,
         threshold: float | None,
@@ -116,7 +114,7 @@ class Predictor:
         assert trained.path is not None
         self.path = trained.path
         self.state = trained.state
-        self.weights = weights
+        self.weights = trained.kind
         self.model = model
         self.config = trained.config
         self.warnings = trained.warnings
@@ -129,7 +127,7 @@ class Predictor:
             raise UsageError(f"threshold {threshold:g} is out of range.", f"Give {SHARE}.")
         self.task = task_of(self.config)
         if threshold is None and self.task.is_multilabel:
-            threshold = trained.best_thresholds.get(weights)
+            threshold = trained.best_thresholds.get(trained.kind)
         if threshold is not None:
             self.task = self.task.with_threshold(threshold)
         self.threshold = self.task.threshold
@@ -392,9 +390,9 @@ class OnnxPredictor(Predictor):
             classes = tuple(map(str, values["classes"]))
             mean, std = stored_mean_std({"preprocessing": values})
             trained = TrainedModels(
-                {}, config, len(classes), classes, mean, std, origin=str(file), path=file
+                {}, values["weights"], config, len(classes), classes, mean, std, str(file), file
             )
-            self._set_up(trained, values["weights"], model, torch.device("cpu"), threshold)
+            self._set_up(trained, model, torch.device("cpu"), threshold)
             self.graph_preprocess = values["preprocess"]
 
     def _compute(self, model: nn.Module, crops: list[Tensor]) -> Tensor:

@@ -1,19 +1,12 @@
 """The initial weights of a run: needed once, and never removed by the run."""
 
-import hashlib
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import ClassVar
 
 import pytest
 import timm
-import torch
-from helpers import arguments, fails, state_digest, succeeds, train_here
+from helpers import arguments, state_digest, succeeds, train_here
 from timm.data import IMAGENET_DEFAULT_MEAN
 
 from imagenet_cls.commands.train import train_command
@@ -76,50 +69,3 @@ def test_mismatch_with_published_weights_is_reported(monkeypatch: pytest.MonkeyP
     other = replace(config, data=DataConfig(mean=list(IMAGENET_DEFAULT_MEAN)))
     _, message = build_initial_model(other, 10)[1]
     assert "data.mean=[0.5, 0.5, 0.5]" in message and "data.mean=[0.485" in message
-
-
-class Handler(SimpleHTTPRequestHandler):
-    requested: ClassVar[list[str]] = []
-
-    def log_message(self, *_: object) -> None:
-        self.requested.append(self.path)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[str]:
-    """The URL of the folder `served`."""
-    (tmp_path / "served").mkdir()
-    Handler.requested.clear()
-    with ThreadingHTTPServer(
-        ("127.0.0.1", 0), partial(Handler, directory=tmp_path / "served")
-    ) as running:
-        Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
-
-
-@pytest.mark.parametrize("name", ["net-DIGEST.pth", "checkpoint.pth", "net-20230115.pth"])
-def test_initial_weights_of_a_url_are_downloaded_once(
-    server: str,
-    name: str,
-    digits: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    served = tmp_path / "served"
-    network = timm.create_model("test_resnet", num_classes=10)
-    torch.save(network.state_dict(), served / "net.pth")
-    digest = hashlib.sha256((served / "net.pth").read_bytes()).hexdigest()
-    by_hash = "DIGEST" in name
-    name = name.replace("DIGEST", digest[:16])
-    (served / "net.pth").rename(served / name)
-    words = [*arguments(digits, tmp_path / "run", **{"model.name": "test_resnet"}), "--dry-run"]
-    for _ in range(2):
-        out = succeeds(train_command, *words, f"model.checkpoint={server}/{name}")
-        assert f"/{name} (raw): loaded 92 tensors" in out
-    assert Handler.requested == [f"/{name}"]
-    other = "other-0123abcd.pth" if by_hash else "other.pth"
-    (served / other).write_bytes(b"no weights")
-    err = fails(4, train_command, *words, f"model.checkpoint={server}/{other}")
-    assert other in err and ("invalid hash" in err) == by_hash

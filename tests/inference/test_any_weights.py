@@ -1,7 +1,6 @@
 """Prediction with weights of other programs and with published ones."""
 
 import json
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -19,7 +18,6 @@ from torch import nn
 
 from imagenet_cls.commands.predict import predict_command
 from imagenet_cls.engine.stored_weights import open_weights
-from imagenet_cls.errors import CheckpointError
 from imagenet_cls.extras.weights.export import export_command
 from imagenet_cls.extras.weights.publish import publish_command
 from imagenet_cls.inference.predictor import Predictor
@@ -47,17 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(state, folder / "b.safetensors")
     (folder / "config.yaml").write_text(CONFIG)
     save_for_hf(model, folder / "hub", safe_serialization=True)
-    (folder / "shards").mkdir()
-    half = len(state) // 2
-    index: dict[str, str] = {}
-    for number, names in enumerate((list(state)[:half], list(state)[half:]), 1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        save_file({name: state[name] for name in names}, folder / "shards" / file)
-        index |= dict.fromkeys(names, file)
-    (folder / "shards" / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": index})
-    )
-    (folder / "shards" / "config.json").write_text((folder / "hub" / "config.json").read_text())
     return folder
 
 
@@ -73,10 +60,7 @@ SOURCES = [
     "--model test_resnet b.safetensors",
     "config.yaml b.safetensors",
     "hub",
-    "hub/model.safetensors",
     "local-dir:hub",
-    "shards",
-    "--model test_resnet shards/model-00002-of-00002.safetensors",
 ]
 
 
@@ -125,6 +109,8 @@ def test_published_model_is_exported_and_published_again(
         (4, "os:system image.png"),
         (4, "resnet50.zebra image.png"),
         (4, "nothing/there image.png"),
+        (4, "https://example.org/resnet18.pth image.png"),
+        (4, "local-dir:hub image.png --weights ema"),
         (2, "config.yaml"),
         (2, "hub"),
     ],
@@ -136,13 +122,6 @@ def test_weights_that_do_not_predict_are_an_error(
     fails(code, predict_command, *words.split())
 
 
-def test_shard_without_its_index_is_an_error(folder: Path, tmp_path: Path) -> None:
-    shard = tmp_path / "model-00001-of-00002.safetensors"
-    shard.write_bytes((folder / "shards" / shard.name).read_bytes())
-    words = [shard, folder / "image.png", "--model", NAME]
-    assert "index.json" in fails(4, predict_command, *words)
-
-
 def test_folder_comes_before_a_model_of_its_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,21 +129,6 @@ def test_folder_comes_before_a_model_of_its_name(
     (tmp_path / "resnet18").symlink_to(folder / "hub")
     code, _, err = call(predict_command, "resnet18", folder / "image.png")
     assert code == 0 and "local-dir:resnet18" in err
-
-
-def test_file_of_a_hub_folder_is_the_one_that_is_named(folder: Path, tmp_path: Path) -> None:
-    hub = Path(shutil.copytree(folder / "hub", tmp_path / "hub"))
-    state = open_weights(hub).tensors
-    other = {name: value + 1 for name, value in state.items()}
-    torch.save({"state_dict": other, "state_dict_ema": state}, hub / "pytorch_model.bin")
-    (hub / "manifest.json").write_text("{}")  # of another program
-    (hub / "config.json").write_text('{"label_names": {"1": "b", "0": "a"}}')
-    assert open_weights(hub).classes == ["a", "b"]
-    assert torch.equal(open_weights(hub).tensors["fc.bias"], state["fc.bias"])
-    raw = open_weights(hub / "pytorch_model.bin", "raw").tensors
-    assert torch.equal(raw["fc.bias"], other["fc.bias"])
-    with pytest.raises(CheckpointError):
-        open_weights(f"local-dir:{folder}/hub", "ema")
 
 
 @pytest.mark.nightly

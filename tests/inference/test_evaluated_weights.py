@@ -40,7 +40,7 @@ from imagenet_cls.checkpoint.format import METADATA, write_manifest
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.schema import Config, DistillConfig, ModelConfig, TeacherConfig
 from imagenet_cls.data.classes import natural_key
-from imagenet_cls.engine.stored_weights import stated_classes
+from imagenet_cls.engine.stored_weights import open_weights
 from imagenet_cls.engine.training_model import build_distillation_teacher, build_initial_model
 from imagenet_cls.errors import CheckpointError, DataError
 from imagenet_cls.extras.weights.publish import publish_command
@@ -319,7 +319,7 @@ def test_copied_weights_of_a_run_state_their_classes(
         assert result_of(*words, file) == expected
     published = [f"model.name=local-dir:{tmp_path}/published", "model.pretrained=true"]
     assert result_of(*words, *published) == expected
-    assert stated_classes(newest(run) / "ema.safetensors") == names
+    assert open_weights(newest(run) / "ema.safetensors").classes == names
     shutil.copy(tmp_path / "old.safetensors", weights)
     write_manifest(weights.parent)
     assert result_of(*words, weights) == expected
@@ -329,7 +329,7 @@ def test_malformed_statement_of_classes_is_an_error(tmp_path: Path) -> None:
     for text in ("{", '{"classes": 3}'):
         save_file({"weight": torch.zeros(1)}, tmp_path / "file", {METADATA: text})
         with pytest.raises(CheckpointError):
-            stated_classes(tmp_path / "file")
+            open_weights(tmp_path / "file")
 
 
 def test_example_counts_real_labels(imagenet: Path, tmp_path: Path) -> None:

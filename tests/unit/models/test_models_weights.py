@@ -4,15 +4,10 @@ run.
 
 import argparse
 import copy
-import json
 import os
 import re
-import shlex
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from datetime import datetime
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -28,8 +23,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from imagenet_cls.errors import CheckpointError, ResourceError
-from imagenet_cls.models.weight_files import download_weights
+from imagenet_cls.errors import CheckpointError
 from imagenet_cls.models.weights import load_weights
 
 
@@ -103,7 +97,7 @@ def average(net: nn.Module) -> AveragedModel:
     return average
 
 
-@pytest.mark.parametrize("kind", ["timm", "torchvision", "compiled", "other", "mmengine"])
+@pytest.mark.parametrize("kind", ["timm", "torchvision"])
 def test_read_weights_with_average_returns_the_average(
     kind: str, net: nn.Module, average: AveragedModel, tmp_path: Path
 ) -> None:
@@ -111,15 +105,10 @@ def test_read_weights_with_average_returns_the_average(
     content = {
         "timm": {"state_dict": with_prefix("module.", trained), "state_dict_ema": state},
         "torchvision": {"model": trained, "model_ema": average.state_dict()},
-        "compiled": {"model": with_prefix("_orig_mod.module.", trained), "model_ema": state},
-        "other": {"state_dict": trained, "ema_state_dict": state},
-        "mmengine": {"state_dict": state, "ema_state_dict": trained, "message_hub": {}},
     }[kind]
     path = tmp_path / "weights.pth"
     torch.save({"epoch": 3, **content}, path)
-    _, origin = read_weights(path)
-    assert same(loaded(path), state) and all(key in origin for key in [*content][:2])
-    assert same(loaded(path, averaged=False), trained)
+    assert same(loaded(path), state) and same(loaded(path, averaged=False), trained)
     if kind == "timm":
         theirs = timm.create_model("test_resnet", num_classes=10, checkpoint_path=path)
         assert same(theirs.state_dict(), state)
@@ -137,24 +126,16 @@ def test_read_weights_with_one_kind_returns_it(net: nn.Module, tmp_path: Path) -
             assert same(read_weights(path, averaged)[0], state)
 
 
-def test_failed_download_is_a_resource_error_and_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    with pytest.raises(ResourceError, match="downloaded"):
-        download_weights("http://127.0.0.1:9/checkpoint.pth")  # nothing listens there
-    assert not list((tmp_path / "hub" / "checkpoints").iterdir())
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         ("missing.pth", None),
         ("empty.pth", b""),
         ("text.pth", b"not a checkpoint\n" * 50),
-        ("empty.safetensors", b""),
         ("list.pth", [1, 2, 3]),
-        ("no-weights.pth", {"epoch": 3, "best_acc1": torch.tensor(1.0), "lr": 0.1}),
+        ("no-weights.pth", {"epoch": 3, "lr": 0.1}),
+        ("module.pth", {"model": nn.Linear(2, 2)}),
+        ("two.pth", {name: {"weight": torch.ones(1)} for name in ("teacher", "student")}),
     ],
 )
 def test_read_weights_of_no_checkpoint_is_an_error(name: str, content: Any, tmp_path: Path) -> None:
@@ -206,6 +187,8 @@ def test_load_weights_with_mismatch_raises_and_changes_nothing(net: nn.Module) -
         (state | {"layer1.0.conv1.weight": torch.zeros(64, 1, 3, 3)}, r"1 .* \(layer1.0.conv1"),
         (state | {"fc.weight": torch.zeros(10, 9)}, r"1 .* \(fc.weight"),  # not of other outputs
         (fewer, "11 missing"),
+        (state | with_prefix("module.", state), "prefix"),
+        (state | {"fc.weight": state["fc.weight"].to(torch.int8)}, "fc.weight"),
     ):
         with pytest.raises(CheckpointError, match=text):
             load_weights(target, other, 10)
@@ -245,26 +228,15 @@ def test_names_in_torchvisions_files_are_translated(name: str) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        timm.create_model("crossvit_tiny_240", num_classes=5),  # blocks in blocks
         torchvision.models.mnasnet0_5(num_classes=5),  # has a version
-        nn.ModuleDict(
-            {"module": nn.ModuleDict({"aux_bn": nn.Linear(4, 4)}), "head": nn.Linear(4, 5)}
-        ),
+        nn.ModuleDict({"module": nn.Linear(4, 4), "head": nn.Linear(4, 5)}),
     ],
 )
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.model."])
-def test_names_that_look_like_wrappers_or_chunks_are_kept(model: nn.Module, prefix: str) -> None:
+def test_names_that_look_like_wrappers_are_kept(model: nn.Module, prefix: str) -> None:
     state = {key: value + 1 for key, value in model.state_dict().items()}
     load_weights(model, with_prefix(prefix, state), 5, head_may_differ=False)
     assert same(model.state_dict(), state)
-
-
-class Settings(dict):
-    """As Lightning, mmengine and others have them."""
-
-
-class Steps(list):
-    """An own list."""
 
 
 class Trainer:
@@ -288,18 +260,10 @@ def test_values_beside_the_weights_are_not_read(net: nn.Module, tmp_path: Path) 
     zeros = np.zeros(3)
     # numpy's own constructors would take bytes for pointers to objects
     hostile_array = Hostile(np.ndarray, (2,), np.dtype(object), b"\x01" * 16)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
     values = [
-        *(np.float64(71.2), np.int64(3), zeros, np.random.get_state(), np.dtype("float32")),
-        *(
-            defaultdict(float, a=1.0),
-            Path("x"),
-            argparse.Namespace(lr=np.float64(0.1), p=Path("x")),
-        ),
-        *(Settings(a=Settings(b=1)), Steps([1, 2]), Trainer(), datetime.now(), HTTPStatus.OK),
-        torch.optim.lr_scheduler.MultiStepLR(optimizer, [3]),
-        OmegaConf.create({"a": [1]}),
-        *({Path("key"): 1}, frozenset([1]), len, Trainer),
+        *(np.float64(71.2), zeros, np.random.get_state(), len, Trainer(), HTTPStatus.OK),
+        argparse.Namespace(lr=np.float64(0.1), path=Path("x")),
+        *(defaultdict(float, a=1.0), {Path("key"): 1}, OmegaConf.create({"a": [1]})),
         *(Hostile(open, str(mark), "w"), Hostile(eval, f"open({str(mark)!r}, 'w')"), hostile_array),
     ]
     path = tmp_path / "weights.pth"
@@ -307,33 +271,9 @@ def test_values_beside_the_weights_are_not_read(net: nn.Module, tmp_path: Path) 
         torch.save({"other": value, "state_dict": net.state_dict()}, path)
         assert same(loaded(path), net.state_dict()), value
         assert not mark.exists()
-    for value in (np.float64(71.2), Path("x"), defaultdict(float, a=1.0)):
-        torch.save(
-            {"other": value, "model": net.state_dict()}, path, _use_new_zipfile_serialization=False
-        )
-        assert same(loaded(path), net.state_dict()), value
     torch.save({"other": Hostile(os.system, f"touch {mark}"), "model": net.state_dict()}, path)
     assert_is_no_checkpoint(path)
     assert not mark.exists()
-
-
-@pytest.mark.parametrize("key", ["", "model"])
-def test_pickled_model_is_an_error_with_the_command_for_its_state_dict(
-    key: str, net: nn.Module, tmp_path: Path
-) -> None:
-    path = tmp_path / "model.pth"
-    torch.save({key: net} if key else net, path)
-    with pytest.raises(CheckpointError) as error:
-        read_weights(path)
-    command = error.value.remedy.splitlines()[-1]
-    assert command.startswith("python -c ")
-    subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=tmp_path, check=True)
-    assert same(loaded(tmp_path / "weights.pth"), net.state_dict())
-
-
-def test_several_networks_under_unknown_keys_are_an_error(net: nn.Module, tmp_path: Path) -> None:
-    torch.save({"student_a": net.state_dict(), "student_b": net.state_dict()}, tmp_path / "a.pth")
-    assert_is_no_checkpoint(tmp_path / "a.pth")
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
@@ -345,36 +285,5 @@ def test_first_convolution_is_converted_to_the_channels_as_timm_does(name: str) 
         first = next(key for key in state if state[key].ndim == 4)
         expected = timm.models.adapt_input_conv(channels, state[first])
         assert torch.equal(target.state_dict()[first], expected) and first in sentence
-        with pytest.raises(CheckpointError, match="channels"):
+        with pytest.raises(CheckpointError, match=first):
             load_weights(timm.create_model(name, num_classes=5), target.state_dict(), 5)
-
-
-def test_names_and_numbers_that_are_not_the_models_are_an_error(net: nn.Module) -> None:
-    """A second model inside of a wrapper, integers, and a tensor that is missing."""
-    state = net.state_dict()
-    other = {name: value + 1 for name, value in state.items()}
-    for given in (
-        state | with_prefix("module.", other),
-        state | {"fc.weight": state["fc.weight"].to(torch.int8)},
-        {name: state[name] for name in state if name != "fc.weight"},
-    ):
-        with pytest.raises(CheckpointError):
-            load_weights(timm.create_model("test_resnet", num_classes=10), given, 10, False)
-
-
-def test_shard_gives_only_the_tensors_that_the_index_places_in_it(
-    net: nn.Module, tmp_path: Path
-) -> None:
-    state = net.state_dict()
-    first = {"conv1.0.weight": state["conv1.0.weight"]}
-    second = {"fc.weight": state["fc.weight"]}
-    safetensors.torch.save_file(first, tmp_path / "a")
-    safetensors.torch.save_file(
-        second | {name: -value for name, value in first.items()}, tmp_path / "b"
-    )
-    places = dict.fromkeys(first, "a") | dict.fromkeys(second, "b")
-    index = tmp_path / "x.index.json"
-    index.write_text(json.dumps({"weight_map": places}))
-    assert same(read_weights(index)[0], first | second)
-    index.write_text(json.dumps({"weight_map": places | {"fc.bias": "../b"}}))
-    assert_is_no_checkpoint(index)
