@@ -13,18 +13,17 @@ from imagenet_cls.config.schema import (
     Size,
     TrainConfig,
     format_size,
-    height_width,
 )
 from imagenet_cls.data.classes import IMAGENET_CLASSES, class_difference, imagenet_order
 from imagenet_cls.data.transforms import sizes_px
 from imagenet_cls.engine.stored_weights import open_weights
-from imagenet_cls.errors import ConfigError, DataError, out_of_memory_line
+from imagenet_cls.errors import ConfigError, DataError
 from imagenet_cls.models.adapt import (
     checkpoint_activations,
     freeze,
+    output_for_zeros,
     pad_deterministically,
     set_training,
-    size_remedy,
     split_batch_norm,
 )
 from imagenet_cls.models.factory import (
@@ -252,17 +251,13 @@ def _forward_zeros(
     """
     channels = config.data.channels
     kwargs = config.model.kwargs
-    device = next(model.parameters()).device
     try:
-        with torch.no_grad():
-            return model(torch.zeros(1, channels, *height_width(size_px), device=device))
-    except (AssertionError, AttributeError, RuntimeError, ValueError) as error:
+        return output_for_zeros(model, size_px, channels)
+    except (AttributeError, ValueError) as error:
         # An AttributeError is a bug of the model, unless `model.kwargs` cause it: a timm ResNet
         # that is built with two stages still calls the third one.
         is_attribute_error = isinstance(error, AttributeError)
-        # an error of the device, such as one whose memory another process has filled
-        is_of_device = "CUDA error" in str(error) or "cuDNN error" in str(error)
-        if out_of_memory_line(error) or is_of_device or (is_attribute_error and not kwargs):
+        if is_attribute_error and not kwargs:
             raise
         name = config.model.name
         if kwargs:
@@ -273,6 +268,6 @@ def _forward_zeros(
         raise ConfigError(
             [
                 f"{'model.kwargs' if is_attribute_error else key}: {name} does not take "
-                f"{input_name} of {size}: {first_line(error)}{size_remedy(model, size_px)}"
+                f"{input_name} of {size}: {error}"
             ]
         ) from error

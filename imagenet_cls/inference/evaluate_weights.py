@@ -256,45 +256,23 @@ def check_not_trained_on(
     test_set: DataConfig | None,
     images: ImageSet,
 ) -> list[str]:
-    """A warning if the images to evaluate are the training images of the checkpoint's run, or may
-    be some of them.
+    """A warning if the images to evaluate are the training images of the checkpoint's run.
 
-    images: the images of the validation part, or of the test set. Raises DataError as
-    `check_split`.
+    images: the images of the validation part, or of the test set. Raises DataError if they are held
+    out of the training images, and are not those that the run held out.
     """
-    data = config.data
-    digest = trained.state.get("data_digest")
-    if digest is None:
-        return []
-    if images.digest == digest:
+    data, state = config.data, trained.state
+    if images.digest == state.get("data_digest"):
         return ["warning: these images have the names and classes of the run's training images"]
-    if test_set is None and data.val is None and data.name != "synthetic":
-        return check_split(data, trained, images)
+    is_held_out = test_set is None and data.val is None and data.name != "synthetic"
+    if is_held_out and images.digest != state.get("val_digest", images.digest):
+        raise DataError(
+            f"{Path(data.root) / data.train}: the part that is held out of these images is not "
+            "that of the run, which may have been trained on some of it.",
+            f"To evaluate all of them: --data {data.root}. To evaluate a folder in it: "
+            "data.val=FOLDER",
+        )
     return []
-
-
-def check_split(data: DataConfig, trained: TrainedModels, images: ImageSet) -> list[str]:
-    """A warning if the images, which `data` holds out, are not the images that the run held out.
-
-    Raises DataError if they would be held out of other images than the run's.
-    """
-
-    def place(part: DataConfig) -> tuple[str, str]:
-        return part.name, os.path.realpath(Path(part.root).expanduser() / part.train)
-
-    def split(part: DataConfig) -> tuple[object, ...]:
-        return part.val_fraction, part.fold, part.stratify, part.group
-
-    run_data = trained.config.data
-    if images.digest == trained.state.get("val_digest"):
-        return []
-    if place(data) == place(run_data) or split(data) != split(run_data):
-        return ["warning: the run held out other images, and may have been trained on these"]
-    raise DataError(
-        f"{Path(data.root) / data.train}: these are not the images that the run was trained on, "
-        "and only a part of them would be evaluated.",
-        f"To evaluate all of them: --data {data.root}. To evaluate a folder in it: data.val=FOLDER",
-    )
 
 
 def class_table(evaluation: WeightsEvaluation) -> list[str]:

@@ -33,7 +33,7 @@ from imagenet_cls.errors import (
     out_of_memory_line,
 )
 from imagenet_cls.lookup import import_from_cwd
-from imagenet_cls.models.adapt import resize_model, size_remedy
+from imagenet_cls.models.adapt import resize_model
 from imagenet_cls.models.factory import (
     RESERVED,
     build_model,
@@ -380,7 +380,7 @@ def prepare_models(trained: TrainedModels, config: Config, context: RankContext)
             raise ConfigError(
                 [
                     f"eval.crop_px: {trained.config.model.name} can't take {format_size(crop_px)}: "
-                    f"{error}{size_remedy(model, crop_px)}"
+                    f"{error}"
                 ]
             ) from error
         if message is not None and message not in messages:  # raw and EMA models have the same

@@ -25,7 +25,7 @@ from imagenet_cls.checkpoint.format import (
 )
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.rules import check_value
-from imagenet_cls.config.schema import SHARE, EvalConfig, format_size
+from imagenet_cls.config.schema import SHARE, format_size
 from imagenet_cls.data.decode import decode_rgb, decode_upright, rgb_tensor
 from imagenet_cls.data.device import Normalize
 from imagenet_cls.data.image_set import named_errors
@@ -33,15 +33,15 @@ from imagenet_cls.data.index import images_of_tree, list_tree
 from imagenet_cls.data.transforms import EvalTransform
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.entry_points import load_extra
-from imagenet_cls.errors import CheckpointError, DataError, UsageError, out_of_memory_line
+from imagenet_cls.errors import CheckpointError, DataError, UsageError
 from imagenet_cls.files import check_regular, read_regular
 from imagenet_cls.inference.load_weights import TrainedModels, load_alone
 from imagenet_cls.lookup import check_packages, suggest_keywords
+from imagenet_cls.models.adapt import value_errors
 from imagenet_cls.parallel.cpus import cpu_threads
 from imagenet_cls.parallel.devices import choose_device, explain_start_errors
 from imagenet_cls.parallel.environment import RankInfo
 from imagenet_cls.tasks import task_of
-from imagenet_cls.text import first_line
 
 AnyImage = str | Path | Image.Image | np.ndarray | Tensor
 """A file, a Pillow image, a uint8 array (H, W, 3), or a uint8 tensor (3, H, W)."""
@@ -122,7 +122,9 @@ class Predictor:
         self.classes = trained.classes or ()
         self.mean = trained.mean
         self.std = trained.std
-        check_eval_values(self.config.eval, self.path)
+        with invalid_content_errors(self.path):  # a stored config was read without this check
+            for key in ("crop_px", "resize_px", "crop_pct", "threshold"):
+                check_value(f"eval.{key}", getattr(self.config.eval, key))
         if threshold is not None and threshold not in SHARE:
             raise UsageError(f"threshold {threshold:g} is out of range.", f"Give {SHARE}.")
         self.task = task_of(self.config)
@@ -206,14 +208,12 @@ class Predictor:
     def _compute(self, model: nn.Module, crops: list[Tensor]) -> Tensor:
         images = self.model_input(crops)
         try:
-            with _ONE_PASS:
+            with value_errors(), _ONE_PASS:
                 return compute_logits(model, images, self.config.eval.flip_tta).cpu()
-        except (AssertionError, RuntimeError, ValueError) as error:  # of models for another size
-            if out_of_memory_line(error) is not None:
-                raise
+        except ValueError as error:
             size = format_size(self.config.eval.crop_px)
             raise CheckpointError(
-                f"{self.path}: its model does not take images of {size}: {first_line(error)}",
+                f"{self.path}: its model does not take images of {size}: {error}",
                 "Use another checkpoint.",
             ) from error
 
@@ -330,20 +330,6 @@ class Predictor:
                     else:
                         batch.names.append(name)
                 yield batch
-
-
-def check_eval_values(config: EvalConfig, path: Path) -> None:
-    """Raise CheckpointError for sizes and a threshold that no config may have.
-
-    path: the path of the checkpoint, whose config was read without a check of its ranges.
-    """
-    for key in ("crop_px", "resize_px", "crop_pct", "threshold"):
-        try:
-            check_value(f"eval.{key}", getattr(config, key))
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path}: eval.{key}: {error}.", "Use another checkpoint."
-            ) from None
 
 
 class OnnxModel(nn.Module):

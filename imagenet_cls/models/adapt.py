@@ -4,8 +4,11 @@ The changes are frozen parts, another image size, split BatchNorm, deterministic
 gradient checkpointing.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import cache
+from typing import Any
 
 import torch
 from timm.layers import BlurPool2d, convert_splitbn_model
@@ -13,13 +16,14 @@ from torch import Tensor, nn
 
 from imagenet_cls.config.schema import ModelConfig, Size, format_size, height_width
 from imagenet_cls.errors import ConfigError, out_of_memory_line
-from imagenet_cls.lookup import did_you_mean_part, keyword_names
 from imagenet_cls.models.head import head_names
 from imagenet_cls.private_names import BatchNormBase, change_class, is_in_backward
-from imagenet_cls.text import first_line, format_value
+from imagenet_cls.text import first_line
 
-# What models raise for images of another size.
-_SIZE_ERRORS = (AssertionError, RuntimeError, ValueError)
+SIZE_REMEDY = (
+    "arguments in kwargs may allow it: img_size, dynamic_img_size=true or strict_img_size=false of "
+    "timm's models, image_size of torchvision's"
+)
 
 
 def freeze(model: nn.Module, config: ModelConfig, num_classes: int) -> str | None:
@@ -41,9 +45,9 @@ def freeze(model: nn.Module, config: ModelConfig, num_classes: int) -> str | Non
     for pattern in config.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
             parts = dict.fromkeys(f"{name.partition('.')[0]}.*" for name in names)
-            hint = did_you_mean_part(pattern, names) or f" (its parts: {', '.join(parts)})"
             problems.append(
-                f"model.freeze: {pattern!r} matches no parameter of {config.name}{hint}"
+                f"model.freeze: {pattern!r} matches no parameter of {config.name} (its parts: "
+                f"{', '.join(parts)})"
             )
     if config.freeze_bn and not layers:
         problems.append(f"model.freeze_bn: {config.name} has no BatchNorm; set it to false")
@@ -107,56 +111,46 @@ def resize_model(model: nn.Module, size_px: Size, channels: int = 3) -> str | No
     """Make a model take images of `size_px`, in place, by timm's `set_input_size`. Returns a
     message if the model was changed, else None. Raises ValueError with the model's message if it
     can't take this size.
+
+    Call it before `set_training`: afterwards all layers have the mode of the model.
     """
+    was_training = model.training
+    model.eval()
     try:
-        _try_size(model, size_px, channels)
+        output_for_zeros(model, size_px, channels)
         return None
-    except _SIZE_ERRORS as error:
-        if out_of_memory_line(error) is not None:
-            raise
+    except ValueError:
         if not hasattr(model, "set_input_size"):
-            raise ValueError(first_line(error)) from error
-    try:
-        model.set_input_size(img_size=height_width(size_px))  # type: ignore[operator]
-        _try_size(model, size_px, channels)
-    except Exception as error:
-        if out_of_memory_line(error) is not None:
             raise
-        raise ValueError(first_line(error)) from error
+        with value_errors():
+            model.set_input_size(img_size=height_width(size_px))  # type: ignore[operator]
+        output_for_zeros(model, size_px, channels)
+    finally:
+        model.train(was_training)
     return f"made for another size; its position embeddings were resized for {format_size(size_px)}"
 
 
 @torch.no_grad()
-def _try_size(model: nn.Module, size_px: Size, channels: int) -> None:
-    """Run the model on an input of zeros in evaluation mode. Call it before `set_training`:
-    afterwards all layers have the mode of the model.
+def output_for_zeros(model: nn.Module, size_px: Size, channels: int = 3) -> Any:
+    """The output for one image of zeros. Raises ValueError with the model's message for a size
+    that it can't take.
     """
-    was_training = model.training
+    device = next(model.parameters()).device
+    with value_errors():
+        return model(torch.zeros(1, channels, *height_width(size_px), device=device))
+
+
+@contextmanager
+def value_errors() -> Iterator[None]:
+    """Raise ValueError with the first line of what models raise for images of another size."""
     try:
-        device = next(model.parameters()).device
-        model.eval()(torch.zeros(1, channels, *height_width(size_px), device=device))
-    finally:
-        model.train(was_training)
-
-
-def size_remedy(model: nn.Module, size_px: Size) -> str:
-    """Which of `model.kwargs` lets the model take images of `size_px`, as a clause of a message; ""
-    if none does.
-    """
-    remedies = {
-        "dynamic_img_size": "true, which takes every size in whole patches",
-        "strict_img_size": "false, which takes every size",
-        "img_size": f"{format_value(size_px)}, which resizes the initial position embeddings",
-        # torchvision's
-        "image_size": f"{format_value(size_px)}, which its published weights may not take",
-    }
-    allowed: set[str] = set()
-    for owner in type(model).__mro__[:-1]:  # without object
-        allowed.update(keyword_names(owner)[0])
-    for name, text in remedies.items():
-        if name in allowed:
-            return f"; set model.kwargs.{name} to {text}"
-    return ""
+        yield
+    except (AssertionError, RuntimeError, ValueError) as error:
+        # an error of the device, such as one whose memory another process has filled
+        is_of_device = "CUDA error" in str(error) or "cuDNN error" in str(error)
+        if is_of_device or out_of_memory_line(error) is not None:
+            raise
+        raise ValueError(f"{first_line(error)}; {SIZE_REMEDY}") from error
 
 
 def split_batch_norm(model: nn.Module, config: ModelConfig, splits: int) -> nn.Module:

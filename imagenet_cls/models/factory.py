@@ -144,25 +144,17 @@ def _build_torchvision(config: ModelConfig, num_classes: int | None) -> nn.Modul
 
 
 def replace_head(model: nn.Module, num_classes: int) -> None:
-    """Replace the last linear layer (or 1x1 convolution) by an initialized one if its size is not
+    """Initialize the last linear layer (or 1x1 convolution) with another size if its own is not
     `num_classes`.
     """
-    layers = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv2d)
-    ]
-    name, head = layers[-1]
-    size = head.out_features if isinstance(head, nn.Linear) else head.out_channels
-    if size == num_classes:
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    head = layers[-1]
+    if len(head.weight) == num_classes:
         return
-    new: nn.Module
-    if isinstance(head, nn.Linear):
-        new = nn.Linear(head.in_features, num_classes, bias=head.bias is not None)
-    else:
-        new = nn.Conv2d(head.in_channels, num_classes, head.kernel_size)  # type: ignore[arg-type]
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, new)
+    head.weight = nn.Parameter(head.weight.new_empty(num_classes, *head.weight.shape[1:]))
+    head.bias = nn.Parameter(head.weight.new_empty(num_classes))
+    setattr(head, "out_features" if isinstance(head, nn.Linear) else "out_channels", num_classes)
+    head.reset_parameters()
 
 
 def describe_initial_weights(config: ModelConfig, model: nn.Module, num_classes: int) -> str:
@@ -307,11 +299,9 @@ def label_names(model: nn.Module) -> list[str] | None:
 
 
 def ordered_names(names: Any) -> list[str] | None:
-    """The names of outputs in a list, or by their numbers as keys, in which an output may have
-    none.
-    """
-    if names and isinstance(names, dict):
-        names = [names.get(str(i), str(i)) for i in range(1 + max(map(int, names)))]
+    """The names of outputs in a list, or by their numbers as keys."""
+    if isinstance(names, dict):
+        names = [names[key] for key in sorted(names, key=int)]
     return names and [*map(str, names)]
 
 

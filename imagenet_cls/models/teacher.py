@@ -12,15 +12,9 @@ from imagenet_cls.config.schema import (
     Size,
     TeacherConfig,
     format_size,
-    height_width,
 )
-from imagenet_cls.errors import (
-    CheckpointError,
-    ConfigError,
-    Problem,
-    ResourceError,
-    out_of_memory_line,
-)
+from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError
+from imagenet_cls.models.adapt import output_for_zeros
 from imagenet_cls.models.factory import (
     build_model,
     model_mean_std,
@@ -32,7 +26,6 @@ from imagenet_cls.models.weights import load_weights, prefix_errors, set_tensors
 from imagenet_cls.parallel.collectives import broadcast_tensors, run_on_main_first
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.seeding import hash_key, seed_generators
-from imagenet_cls.text import first_line
 
 # Mean and standard deviation of each channel, of pixel values scaled to 0..1.
 MeanStd = tuple[Sequence[float], Sequence[float]]
@@ -178,13 +171,11 @@ def _check_outputs(
 ) -> None:
     for size_px in sizes_px:
         try:
-            outputs = teacher(torch.zeros(1, 3, *height_width(size_px)))
-        except (AssertionError, RuntimeError, ValueError) as error:
-            if out_of_memory_line(error) is not None:
-                raise
+            outputs = output_for_zeros(teacher, size_px)
+        except ValueError as error:
             size = format_size(size_px)
             raise ConfigError(
-                [f"distill.teacher.name: {config.name} can't take {size}: {first_line(error)}"]
+                [f"distill.teacher.name: {config.name} can't take {size}: {error}"]
             ) from error
         shape = tuple(getattr(outputs, "shape", ())) or type(outputs).__name__
         if shape != (1, num_classes):

@@ -184,7 +184,7 @@ def name_weights(model: nn.Module, state: Mapping[str, Tensor], head: list[str])
         if part[name].numel() != tensors[name].numel()
     ]
     if resized:
-        notes.append(f"{join_names(resized)} resized as timm does")
+        notes.append(f"{len(resized)} position embeddings resized to this model's grid")
     if not all("pos" in name for name in resized):  # patches of another size: another model
         tensors = part
     for name in _names_with_other_shape(expected, tensors):

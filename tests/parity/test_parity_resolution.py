@@ -1,6 +1,4 @@
-"""Images of another size than in training: position embeddings against timm, torchvision and the
-formula.
-"""
+"""Images of another size than in training: position embeddings against timm."""
 
 from functools import partial
 from pathlib import Path
@@ -9,9 +7,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-import torchvision
 from torch import nn
-from torch.nn import functional
 
 from imagenet_cls.models.adapt import resize_model
 from imagenet_cls.models.weights import load_weights
@@ -69,26 +65,6 @@ def test_load_weights_of_another_size_equals_timms_loading(name: str, tmp_path: 
     with torch.no_grad():
         images = torch.randn(2, 3, px, px)
         torch.testing.assert_close(ours(images), theirs(images), rtol=0, atol=1e-6)
-
-
-def test_resized_embedding_of_torchvisions_vit_equals_the_formula() -> None:
-    """Against torchvision's formula written out: bicubic with aligned corners, no antialiasing."""
-    make = partial(
-        torchvision.models.VisionTransformer,
-        patch_size=16,
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=16,
-        mlp_dim=16,
-    )
-    torch.manual_seed(0)
-    trained, ours = make(image_size=64, num_classes=5), make(image_size=96, num_classes=5)
-    assert "position embeddings resized" in load_weights(ours, trained.state_dict(), 5)
-    embedding = trained.encoder.pos_embedding
-    grid = embedding[:, 1:].permute(0, 2, 1).reshape(1, 16, 4, 4)
-    grid = functional.interpolate(grid, size=6, mode="bicubic", align_corners=True)
-    expected = torch.cat([embedding[:, :1], grid.reshape(1, 16, 36).permute(0, 2, 1)], dim=1)
-    torch.testing.assert_close(ours.encoder.pos_embedding, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", RESIZED)

@@ -20,10 +20,8 @@ from imagenet_cls.models.adapt import (
     checkpoint_activations,
     pad_deterministically,
     resize_model,
-    size_remedy,
     split_batch_norm,
 )
-from imagenet_cls.models.factory import build_model
 
 SPLIT = ModelConfig(split_bn=True)
 
@@ -191,23 +189,6 @@ def test_model_without_checkpointing_is_an_error() -> None:
 # ---- image sizes
 
 TINY_VIT = {"depth": 1, "embed_dim": 24, "num_heads": 2, "img_size": 64}
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "remedy"),
-    [
-        ("vit_tiny_patch16_224", TINY_VIT, {"dynamic_img_size": True}),
-        ("test_maxvit", {}, {"img_size": 96}),
-        ("torchvision:vit_b_16", {}, {"image_size": 96}),
-    ],
-)
-def test_size_remedy_makes_the_model_take_the_size(name: str, kwargs: dict, remedy: dict) -> None:
-    ((key, value),) = remedy.items()
-    with torch.device("meta"):
-        model = build_model(ModelConfig(name, kwargs=kwargs), 5)
-        remedied = build_model(ModelConfig(name, kwargs={**kwargs, **remedy}), 5)
-        assert f"model.kwargs.{key} to {str(value).lower()}" in size_remedy(model, 96)
-        assert remedied.eval()(torch.zeros(1, 3, 96, 96)).shape == (1, 5)
 
 
 def test_resize_model_without_support_raises_and_keeps_the_mode() -> None:
