@@ -21,9 +21,8 @@ from torch import Tensor
 from imagenet_cls.checkpoint.format import METADATA, invalid_content_errors, stored_mean_std
 from imagenet_cls.checkpoint.select import load_best
 from imagenet_cls.config.schema import ModelConfig
-from imagenet_cls.data.classes import imagenet_ids
 from imagenet_cls.errors import CheckpointError
-from imagenet_cls.lookup import is_model_source, is_user_factory
+from imagenet_cls.lookup import is_user_factory
 from imagenet_cls.models.factory import (
     FOLDER,
     build_model,
@@ -85,7 +84,18 @@ def open_weights(source: str | Path, kind: str | None = None) -> Weights:
     elif path.is_dir() and not (path / "config.json").is_file():
         weights = _open_checkpoint(path)
     else:
-        weights = _open_published(f"{FOLDER}{path}" if path.is_dir() else str(source))
+        config = ModelConfig(f"{FOLDER}{path}" if path.is_dir() else str(source), pretrained=True)
+        # the check of a user's factory would import it
+        is_own = is_user_factory(config.name)
+        problems = [] if is_own else model_problems(config)
+        if problems or is_own:
+            reasons = [f" As a model: {problem.message}." for problem in problems]
+            raise CheckpointError(
+                f"{source}: no file or folder of this name.{''.join(reasons)}",
+                "Give the path of a file or folder that exists, or the name of a model. Download "
+                "the file of a URL first.",
+            )
+        weights = open_published(config)
     if kind is None:
         return weights
     if kind not in weights.by_kind:
@@ -113,29 +123,17 @@ def _open_checkpoint(path: Path) -> Weights:
         )
 
 
-def _open_published(name: str) -> Weights:
-    config = ModelConfig(name, pretrained=True)
-    # the check of a user's factory would import it
-    problems = [] if is_user_factory(name) else model_problems(config)
-    if problems or is_user_factory(name):
-        reasons = [f" As a model: {problem.message}." for problem in problems]
-        raise CheckpointError(
-            f"{name}: no file or folder of this name.{''.join(reasons)}",
-            "Give the path of a file or folder that exists, or the name of a model. Download the "
-            "file of a URL first.",
-        )
-    model = build_model(config)
-    description, count = published_weights(config, model)
-    classes = label_names(model)
-    if not is_model_source(name):
-        classes = imagenet_ids(count)
+def open_published(config: ModelConfig, channels: int = 3) -> Weights:
+    """The published weights of the model that the section names. Raises as `build_model`."""
+    model = build_model(config, channels=channels)
+    description, _ = published_weights(config, model)
     return Weights(
         {"raw": model.state_dict()},
         "raw",
         f"published weights ({description})",
-        model_mean_std(model),
-        classes,
-        model=name,
+        model_mean_std(model, channels),
+        label_names(model),
+        model=config.name,
     )
 
 

@@ -161,10 +161,10 @@ def load_weights_and_images(
     may_lack = may_lack_classes(config)
 
     @cache
-    def opened() -> Weights | None:
+    def opened() -> Weights:
         return open_source(config, weights)
 
-    stated = run_on_main(context, lambda: (found := opened()) and found.classes)
+    stated = run_on_main(context, lambda: opened().classes)
     if stated is not None:
         # the images are matched by these
         trained = load_on_all_ranks(config, weights, opened, stated, context)

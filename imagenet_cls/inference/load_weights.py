@@ -23,7 +23,7 @@ from imagenet_cls.config.load import config_from_dict
 from imagenet_cls.config.rules import check_trusted, check_value
 from imagenet_cls.config.schema import Config, ModelConfig, format_size
 from imagenet_cls.data.classes import IMAGENET_CLASSES, imagenet_ids, imagenet_order
-from imagenet_cls.engine.stored_weights import Weights, open_weights
+from imagenet_cls.engine.stored_weights import Weights, open_published, open_weights
 from imagenet_cls.engine.training_model import choose_mean_std, memory_format
 from imagenet_cls.errors import (
     CheckpointError,
@@ -37,10 +37,8 @@ from imagenet_cls.models.adapt import resize_model
 from imagenet_cls.models.factory import (
     RESERVED,
     build_model,
-    label_names,
     model_problems,
     published_evaluation,
-    published_weights,
 )
 from imagenet_cls.models.head import permute_outputs
 from imagenet_cls.models.weights import (
@@ -116,22 +114,26 @@ class TrainedModels:
     best_thresholds: Mapping[str, float] = field(default_factory=dict)
 
 
-def open_source(config: Config, source: WeightsSource) -> Weights | None:
-    """The weights to load; None for the published ones of the config's model."""
+def open_source(config: Config, source: WeightsSource) -> Weights:
+    """The weights to load. Raises UsageError if there are none."""
     if source.path is not None:
         return open_weights(source.path, source.kind)
     if config.model.checkpoint is not None:
         with prefix_errors("model.checkpoint"):
             return open_weights(config.model.checkpoint, source.kind)
-    if source.kind == "ema":
-        raise CheckpointError("The published weights have no EMA.", "Leave out --weights.")
-    return None
+    if not config.model.pretrained or source.kind == "ema":
+        raise UsageError(
+            f"No {source.kind or ''} weights to evaluate.",
+            f"Name a checkpoint ({command_line('test')} CONFIG CHECKPOINT), or set "
+            "model.pretrained=true for the published ones, which have no EMA.",
+        )
+    return open_published(config.model, config.data.channels)
 
 
 def load_on_all_ranks(
     config: Config,
     source: WeightsSource,
-    opened: Callable[[], Weights | None],
+    opened: Callable[[], Weights],
     classes: Sequence[str],
     context: RankContext,
 ) -> TrainedModels:
@@ -145,7 +147,7 @@ def load_on_all_ranks(
     @cache  # rank 0 uses the models that it has read for the others
     def load() -> TrainedModels:
         weights = opened()
-        if weights is None or weights.state is None or source.path is None:
+        if weights.state is None or source.path is None:
             return models_of_config(config, weights, classes)
         trusted = {config.model.name, *config.imports, *source.allow_import}
         return models_of_checkpoint(weights, trusted)
@@ -279,51 +281,24 @@ def build_untrained_model(config: Config, num_classes: int) -> nn.Module:
     return build_model(model, num_classes, config.data.channels).eval()
 
 
-def models_of_config(
-    config: Config,
-    weights: Weights | None,
-    classes: Sequence[str],
-) -> TrainedModels:
-    """The config's model with these weights, or without them with its published ones.
+def models_of_config(config: Config, weights: Weights, classes: Sequence[str]) -> TrainedModels:
+    """The config's model with these weights.
 
     classes: names of the outputs, in their order, for weights that do not name them. Raises
-    CheckpointError if the weights do not fit the model, UsageError if the config names none,
-    DataError if published weights are for other classes.
+    CheckpointError if the weights do not fit the model, DataError if published weights are for
+    other classes.
     """
-    if weights is None and not config.model.pretrained:
-        raise UsageError(
-            "No weights to evaluate.",
-            f"Name a checkpoint ({command_line('test')} CONFIG CHECKPOINT), or set "
-            "model.pretrained=true for the published ones.",
-        )
-    known = None
     count = task_of(config).num_outputs(config.model.num_classes, len(classes))
-    model = build_model(
-        replace(config.model, pretrained=weights is None), count, config.data.channels
-    ).eval()
+    model = build_untrained_model(config, count)
     mean, std = choose_mean_std(config.data, model)
-    if weights is None:
-        source, had = published_weights(config.model, model)
-        if had != count:
-            raise CheckpointError(
-                f"model.pretrained: the published weights ({source}) have {had} outputs, not "
-                f"{count}.",
-                f"Set model.num_classes={had}, or evaluate a checkpoint that was trained on these "
-                "classes.",
-            )
-        origin = f"published weights ({source})"
-        # a folder of publish.py names its classes
-        names = label_names(model)
-        if names:
-            known = tuple(names)
-        elif had == IMAGENET_CLASSES:
-            origin += permute_outputs(model, imagenet_order(classes))
-        return TrainedModels({"raw": model}, "raw", config, count, known, mean, std, origin)
     # A new, random head is fine for training, but its predictions are chance.
     sentence = load_weights(model, weights.tensors, count, head_may_differ=False)
     origin = f"{weights.origin} ({weights.kind}): {sentence}"
+    known = None
     if weights.classes is not None:
         known = tuple(weights.classes)
+    elif weights.model is not None and count == IMAGENET_CLASSES:
+        origin += permute_outputs(model, imagenet_order(classes))
     else:
         origin += f"; its outputs are taken for the classes in this order: {join_names(classes)}"
     models = {weights.kind: model}

@@ -40,7 +40,7 @@ from imagenet_cls.checkpoint.format import METADATA, write_manifest
 from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.config.schema import Config, DistillConfig, ModelConfig, TeacherConfig
 from imagenet_cls.data.classes import natural_key
-from imagenet_cls.engine.stored_weights import open_weights
+from imagenet_cls.engine.stored_weights import open_published, open_weights
 from imagenet_cls.engine.training_model import build_distillation_teacher, build_initial_model
 from imagenet_cls.errors import CheckpointError, DataError
 from imagenet_cls.extras.weights.publish import publish_command
@@ -391,7 +391,7 @@ def test_published_outputs_are_put_in_the_order_of_the_classes(
 ) -> None:
     classes, order = ORDERS[name]
     config = Config(model=published)
-    evaluated = models_of_config(config, None, classes).models["raw"]
+    evaluated = models_of_config(config, open_published(published), classes).models["raw"]
     started, (message,) = build_initial_model(config, 1000, classes)
     expected = logits(source)[order]
     torch.testing.assert_close(logits(evaluated)[: len(order)], expected)
@@ -423,7 +423,7 @@ def test_published_weights_with_unknown_classes_start_a_run_but_are_not_evaluate
 ) -> None:
     config = Config(model=published)
     with pytest.raises(DataError):
-        models_of_config(config, None, classes)
+        models_of_config(config, open_published(published), classes)
     started, messages = build_initial_model(config, 1000, classes)
     torch.testing.assert_close(logits(started), logits(source))
     assert "head of the published weights is kept" in messages[1]
@@ -437,6 +437,6 @@ def test_published_weights_are_not_evaluated_with_a_new_head(
     )[:-2]
     file = tmp_path / "published.safetensors"
     words.append(f"model.kwargs.pretrained_cfg_overlay.file={file}")
-    assert "model.pretrained: " in fails(4, evaluate_command, *words)
+    assert "model.num_classes=1000" in fails(4, evaluate_command, *words)
     # ten digits are no classes of ImageNet
     fails(3, evaluate_command, *words, "model.num_classes=1000")
