@@ -22,7 +22,6 @@ from imagenet_cls.models.adapt import (
     checkpoint_activations,
     freeze,
     output_for_zeros,
-    pad_deterministically,
     set_training,
     split_batch_norm,
 )
@@ -76,8 +75,6 @@ def build_training_model(
         enable_distillation_token(model)
     if config.parallel.sync_bn:
         model = synchronize_batch_norm(model, context)
-    if config.train.deterministic and context.device.type == "cuda":
-        pad_deterministically(model)
     if config.train.grad_checkpointing:
         checkpoint_activations(model)
     set_training(model, config.model)  # the modes show which BatchNorm layers are frozen

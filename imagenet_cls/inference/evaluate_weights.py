@@ -179,13 +179,6 @@ def load_weights_and_images(
             run_on_main(context, lambda: check_order(data, classes, trained.origin))
         images = images.with_classes(classes, "the images", allow_missing=True)
     known = trained.classes or images.classes
-    others = sorted({*known} ^ {*images.classes})
-    if others and not may_lack:
-        raise DataError(
-            f"Only the images or only the checkpoint has the classes {join_names(others)}.",
-            "Evaluate images of the classes that it was trained on. If only some of these have "
-            "images, set eval.classes=present.",
-        )
     return trained, images.with_classes(known, "the images", allow_missing=may_lack)
 
 

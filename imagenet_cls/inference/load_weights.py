@@ -313,6 +313,10 @@ def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:
     """
     if trained.path is None:
         return []
+    there = {key: attrgetter(key)(trained.config) for key in EVALUATION_KEYS}
+    if config.data.val is not None:
+        # The training part matters only if the held-out images are taken from it.
+        del there["data.train"]
     # The checkpoint's values of these keys are used, whatever `config` says.
     used: dict[str, Any] = {
         "model.name": trained.config.model.name,
@@ -321,23 +325,13 @@ def evaluation_differences(config: Config, trained: TrainedModels) -> list[str]:
         "data.std": trained.std,
     }
     lines = []
-    for key in EVALUATION_KEYS:
-        # The training part matters only if the held-out images are taken from it.
-        if key == "data.train" and config.data.val is not None:
-            continue
+    for key, value in (there | used).items():
         here = attrgetter(key)(config)
-        there = attrgetter(key)(trained.config)
-        if here != there:
+        if here != value and not (here is None and key in used):
+            end = ", which is used" if key in used else ""
             lines.append(
-                f"{key}: {format_value(here)}, and {format_value(there)} in the run of the "
-                "checkpoint"
-            )
-    for key, there in used.items():
-        here = attrgetter(key)(config)
-        if here not in (None, there):
-            lines.append(
-                f"{key}: {format_value(here)}, and {format_value(there)} in the run of the "
-                "checkpoint, which is used"
+                f"{key}: {format_value(here)}, and {format_value(value)} in the run of the "
+                f"checkpoint{end}"
             )
     return lines
 

@@ -1,7 +1,6 @@
 """Changes a built model, and keeps the names of its parameters.
 
-The changes are frozen parts, another image size, split BatchNorm, deterministic padding and
-gradient checkpointing.
+The changes are frozen parts, another image size, split BatchNorm and gradient checkpointing.
 """
 
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from timm.layers import BlurPool2d, convert_splitbn_model
+from timm.layers import convert_splitbn_model
 from torch import Tensor, nn
 
 from imagenet_cls.config.schema import ModelConfig, Size, format_size, height_width
@@ -165,39 +164,14 @@ def split_batch_norm(model: nn.Module, config: ModelConfig, splits: int) -> nn.M
     if not config.split_bn:
         return model
     layers = [layer for layer in model.modules() if isinstance(layer, BatchNormBase)]
-    others = {type(layer).__name__ for layer in layers if not isinstance(layer, nn.BatchNorm2d)}
-    if others or not layers:
-        kinds = ", ".join(sorted(others)) or "no BatchNorm"
+    if {isinstance(layer, nn.BatchNorm2d) for layer in layers} != {True}:
         raise ConfigError(
             [
-                f"model.split_bn: {type(model).__name__} has {kinds}, and only BatchNorm2d can be "
-                "split; set it to false, or use another model"
+                f"model.split_bn: {type(model).__name__} has no BatchNorm, or some of another kind "
+                "than BatchNorm2d; set it to false, or use another model"
             ]
         )
     return convert_splitbn_model(model, splits)
-
-
-def pad_deterministically(model: nn.Module) -> None:
-    """Make the reflection padding of every BlurPool2d deterministic, in place. The outputs do not
-    change.
-
-    torch's reflection padding has no deterministic gradient on GPUs.
-    """
-    for layer in model.modules():
-        if type(layer) is BlurPool2d and layer.pad_mode == "reflect":
-            change_class(layer, _DeterministicBlurPool2d)
-
-
-class _DeterministicBlurPool2d(BlurPool2d):
-    def forward(self, x: Tensor) -> Tensor:
-        pixels = self.padding[0]  # the same on all four sides
-        channels = x.shape[1]
-        for dim in (2, 3):
-            first = x.narrow(dim, 1, pixels)
-            last = x.narrow(dim, x.shape[dim] - pixels - 1, pixels)
-            x = torch.cat([first.flip(dim), x, last.flip(dim)], dim)
-        weight = self.filt.expand(channels, -1, -1, -1)
-        return nn.functional.conv2d(x, weight, stride=self.stride, groups=channels)
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -66,12 +66,7 @@ class ModelEma:
                 if average[key] is not None:
                     is_float = average[key].is_floating_point()
                     (self.floats if is_float else self.others).append((average, current, key))
-            self.dtypes = [average[key].dtype for average, _, key in self.floats]
-        averages, values = tensors_of_pairs(self.floats)
-        if [value.dtype for value in values] != self.dtypes:
-            self.average.update(model, step=update)  # converts dtypes
-            return
-        lerp_each_(averages, values, 1.0 - self.average.get_decay(update))
+        lerp_each_(*tensors_of_pairs(self.floats), 1.0 - self.average.get_decay(update))
         if self.others:
             copy_each_(*tensors_of_pairs(self.others))
 

@@ -182,8 +182,7 @@ def published_weights(config: ModelConfig, model: nn.Module) -> tuple[str, int]:
     if is_model_source(config.name):
         return config.name, cfg["num_classes"]
     name = ".".join(filter(None, [cfg.get("architecture"), cfg.get("tag")]))
-    file = f", read from {cfg['file']}" if cfg.get("file") else ""
-    return f"timm {name}{file}", cfg["num_classes"]
+    return f"timm {name}", cfg["num_classes"]
 
 
 def _torchvision_weights(config: ModelConfig) -> Any:

@@ -183,13 +183,6 @@ def run_check_dist(folder: Path) -> None:
         on_two_ranks(check_command, ["device=cuda", "parallel.device_ids=[1,0]"])
 
 
-def run_blurpool(folder: Path) -> None:
-    """timm's BlurPool2d, which pads by reflection, trained deterministically."""
-    words = ["model.name=resnetblur18", "model.kwargs={}", "train.max_steps=2"]
-    words += ["augment.size_px=32", "eval.crop_px=32", "train.deterministic=true"]
-    train(folder / "run", *SYNTHETIC, *words)
-
-
 def run_old_gpu(folder: Path) -> None:
     """train.precision=auto on a GPU whose cuDNN has no convolutions in bfloat16, such as a T4."""
     train(folder / "run", *SYNTHETIC, "train.max_steps=2")
@@ -293,7 +286,6 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], int]] = {
     "ddp": (run_ddp, 2),
     "ddp_second_gpu": (run_ddp_second_gpu, 2),
     "check_dist": (run_check_dist, 2),
-    "blurpool": (run_blurpool, 1),
     "old_gpu": (run_old_gpu, 1),
     "recipes": (run_recipes, 1),
     "find_lr": (run_find_lr, 1),

@@ -1,5 +1,5 @@
 """Split BatchNorm is BatchNorm for each split; gradient checkpointing changes memory and nothing
-else; image sizes; deterministic padding.
+else; image sizes.
 """
 
 import copy
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-from timm.layers import BlurPool2d
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +17,6 @@ from imagenet_cls.config.schema import ModelConfig
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.models.adapt import (
     checkpoint_activations,
-    pad_deterministically,
     resize_model,
     split_batch_norm,
 )
@@ -205,30 +203,3 @@ def test_resize_model_keeps_embedding_frozen() -> None:
     vit.pos_embed.requires_grad_(False)
     resize_model(vit, 96)
     assert vit.pos_embed.shape[1] == 37 and not vit.pos_embed.requires_grad
-
-
-# ---- padding
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(("size", "channels"), [(3, 4), (5, 4), (3, None)])
-def test_deterministic_padding_gives_the_same_bits_without_the_nondeterministic_operator(
-    size: int, channels: int | None, layout: torch.memory_format
-) -> None:
-    zeros = BlurPool2d(channels, size, pad_mode="constant")
-    plain = nn.Sequential(BlurPool2d(channels, size), zeros)
-    changed = copy.deepcopy(plain)
-    pad_deterministically(changed)
-    assert type(changed[1]) is BlurPool2d, "it pads with zeros"
-
-    def results(model: nn.Module) -> tuple[Tensor, Tensor | None, bool]:
-        leaf = images_of(0)[:, [0, 1, 2, 0], :9, :11].to(memory_format=layout).requires_grad_()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            outputs = model(leaf)
-            outputs.square().sum().backward()
-        names = {event.name for event in profile.events()}
-        return outputs, leaf.grad, "aten::reflection_pad2d_backward" in names
-
-    (before, gradient, reflects), (after, own, still_reflects) = map(results, (plain, changed))
-    assert torch.equal(after, before) and reflects and not still_reflects
-    torch.testing.assert_close(own, gradient)

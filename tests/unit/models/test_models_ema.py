@@ -76,16 +76,11 @@ class Rebinding(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "later", "every_steps", "warmup"),
-    [
-        (torch.float32, torch.float32, 1, True),
-        (torch.float32, torch.float32, 3, False),
-        (torch.bfloat16, torch.bfloat16, 1, True),
-        (torch.bfloat16, torch.float32, 1, True),
-    ],
+    ("dtype", "every_steps", "warmup"),
+    [(torch.float32, 3, False), (torch.bfloat16, 1, True)],
 )
 def test_average_after_resume_equals_timms_uninterrupted(
-    dtype: torch.dtype, later: torch.dtype, every_steps: int, warmup: bool
+    dtype: torch.dtype, every_steps: int, warmup: bool
 ) -> None:
     """timm's train.py updates with the number of updates made, and makes state dicts in each. The
     first update copies.
@@ -100,8 +95,7 @@ def test_average_after_resume_equals_timms_uninterrupted(
             ema = build_ema(Rebinding(dtype), config, 64)
             ema.module.load_state_dict(saved)
         generator = torch.Generator().manual_seed(step)
-        model.to(dtype if step < 5 else later)
-        model(torch.randn(8, 4, generator=generator).to(model.body[0].weight.dtype))
+        model(torch.randn(8, 4, generator=generator).to(dtype))
         with torch.no_grad():
             model.body[0].weight.add_(0.25)
         expected = {key: value for key, value in copy_of(model).items() if key != "late"}
@@ -109,7 +103,7 @@ def test_average_after_resume_equals_timms_uninterrupted(
         updates, is_between = divmod(step + 1, every_steps)
         if not is_between:
             timms.update(model, step=updates)
-        model.late = late if later == dtype else None
+        model.late = late
         ema.update(model, step)
         is_first = updates == 1 and not is_between
         torch.testing.assert_close(
