@@ -133,6 +133,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the config file and its overrides, for `split_overrides`."""
     parser.add_argument(
         "arguments",
+        type=not_empty,
         nargs="*",
         metavar="CONFIG key=value",
         help="a config file, or where the usage has DATA a dataset; and overrides",

@@ -1,7 +1,6 @@
 """Datasets of image files: `folder` (class folders, archives, shards) and `list`."""
 
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,13 +17,10 @@ def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = Non
     """A part. classes: the training classes, for the labels of lists and shards; class folders are
     not matched to them. Raises DataError.
     """
-    root = Path(config.root).expanduser()
     index = _index_part(config, part, classes)
-    # paths of images in archives are known only with the config
-    argument = shlex.quote(str(root)) if index.byte_ranges is None else "CONFIG"
     advice = (
-        f"{command_line('verify-data')} {argument} lists such images for data.exclude (a training "
-        "that has begun also needs --resume; in Python: resume=True)"
+        f"{command_line('verify-data')} CONFIG lists such images for data.exclude (a training that "
+        "has begun also needs --resume; in Python: resume=True)"
     )
     return indexed_images(index, advice, config.decode, config.exif)
 

@@ -41,7 +41,7 @@ def run(train_on_digits: Callable[..., Path]) -> Path:
 # Commands that write a file: the function, its arguments before the path, and the suffix of the
 # path.
 WRITERS: dict[str, tuple[Callable, str, str]] = {
-    "verify-data": (verify_command, "IMAGES --out", ".txt"),
+    "verify-data": (verify_command, "DIGITS --out", ".txt"),
     "predict": (predict_command, "RUN IMAGE TRUST --features", ".npz"),
     "test": (evaluate_command, "CONFIG RUN --out", ".csv"),
     "test, results": (evaluate_command, "CONFIG RUN --results", ".json"),
@@ -60,7 +60,6 @@ ANY_PATH: list[tuple[Callable, str]] = [
     (report_command, "PATH"),
     (publish_command, "RUN PATH TRUST"),
     (prepare_command, "PATH new"),
-    (prepare_command, "SOURCE new --labels PATH"),
 ]
 # Commands with a path that can't be used: exit code, command, arguments.
 UNUSABLE: list[tuple[int, Callable, str]] = [
@@ -78,16 +77,14 @@ UNUSABLE: list[tuple[int, Callable, str]] = [
     (2, verify_command, "EMPTY"),
     (2, pack_command, "EMPTY new"),
     (2, pack_command, "IMAGES EMPTY"),
-    (2, prepare_command, "IMAGES EMPTY --no-count-check"),
+    (2, prepare_command, "IMAGES EMPTY"),
     # leads nowhere, or to another kind of file
     (2, train_command, "CONFIG --work-dir LOOP"),
     (2, train_command, "CONFIG --dry-run data.exclude=~nobody-here/list.txt"),
     (2, predict_command, "RUN IMAGE TRUST --features LINK.npz"),
-    (2, verify_command, "IMAGES --out FOLDER"),
+    (2, verify_command, "DIGITS --out FOLDER"),
     (2, report_command, "RUN --out FOLDER.html"),
     (2, show_batch_command, "CONFIG --out FOLDER.png"),
-    (3, prepare_command, "SOURCE new --labels FOLDER"),
-    (3, prepare_command, "SOURCE new --labels FIFO"),
 ]
 
 
@@ -99,6 +96,7 @@ def fill(digits: Path, run: Path) -> Callable[[str], list[str]]:
         "CONFIG": arguments(digits, run)[:-2],
         "RUN": [str(run)],
         "TRUST": ["--allow-import", "helpers:plain"],
+        "DIGITS": [str(digits)],
         "IMAGES": [str(images)],
         "IMAGE": [str(next(images.glob("*.jpg")))],
         "EMPTY": [""],
@@ -142,8 +140,6 @@ def test_path_that_cannot_be_used_has_an_exit_code_and_nothing_is_written(
     Path("folder").mkdir()
     for suffix in ("", ".html", ".png"):
         Path(f"FOLDER{suffix}").symlink_to("folder")
-    os.mkfifo("FIFO")
-    Path("SOURCE/val").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     fails(code, command, *fill(words))
     assert sorted(tmp_path.rglob("*")) == before and Path("FOLDER.png").is_symlink()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from archive_writers import write_tar, write_zip
+from archive_writers import write_tar
 from helpers import call, datasets_in, fails, write_files
 from test_data_datasets import names
 
@@ -27,7 +27,7 @@ def odd_root(tmp_path: Path, image_folder: Path) -> Path:
     (root / "bad" / "dangling.JPEG").symlink_to("nowhere.JPEG")
     os.mkfifo(root / "bad" / "pipe.JPEG")
     (root / "good/below").mkdir(parents=True)
-    for name in ("plain.JPEG", "below/other.jfif", "note.svg", "below/note.svg"):
+    for name in ("plain.JPEG", "below/other.jfif"):
         (root / "good" / name).write_bytes(jpeg)
     return root
 
@@ -40,8 +40,8 @@ def verify(*arguments: object) -> int:
 def test_verify_data_odd_folder_lists_exactly_the_bad_images(
     odd_root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, error = call(verify_command, odd_root, "--threads", 2)
-    assert code == 3 and "5 of 7" in error and "2 .svg" in out
+    code, out, error = call(verify_command, odd_root)
+    assert code == 3 and "5 of 7" in error
     assert capfd.readouterr().err == ""  # nothing from the decoders' C libraries
     listed = odd_root / BAD_IMAGES_FILE
     assert read_bad_images(listed) == {f"bad/{path.name}" for path in (odd_root / "bad").iterdir()}
@@ -50,9 +50,9 @@ def test_verify_data_odd_folder_lists_exactly_the_bad_images(
 
 
 def test_verify_data_good_folder_writes_a_list_only_over_an_earlier_one(
-    odd_root: Path, tmp_path: Path
+    image_folder: Path, tmp_path: Path
 ) -> None:
-    good = odd_root / "good"
+    good = Path(shutil.copytree(image_folder, tmp_path / "good"))
     assert verify(good, "--out", tmp_path / "bad.txt") == 0
     assert read_bad_images(tmp_path / "bad.txt") == set()
     assert verify(good) == 0 and not (good / BAD_IMAGES_FILE).exists()
@@ -62,9 +62,7 @@ def test_verify_data_good_folder_writes_a_list_only_over_an_earlier_one(
 
 def test_verify_data_bad_arguments_exit_with_their_code(image_folder: Path) -> None:
     for code, *arguments in (
-        (3, "nowhere"),
-        (3, image_folder / "train/cat/000.JPEG"),
-        (2, image_folder, "data.root=x"),
+        (2, "nowhere"),
         (2, "resnet50", "data.name=synthetic"),
         (5, image_folder, "--out", "/proc/none/m.txt"),
     ):
@@ -99,15 +97,11 @@ def test_verify_data_reads_each_image_of_archives_with_equal_names(
             files[3] = ("3.jpg", images[3][:900])
         labels = [(f"{i}.cls", b"0") for i in range(5)]
         write_tar(tmp_path / f"train-{shard}.tar", files + labels)
-    write_zip(tmp_path / "other.zip", [("cat/0.jpg", images[0])])
-    (tmp_path / "beside.jpg").write_bytes(images[0])
     config = ["resnet50", f"data.root={tmp_path}", "data.train=train-*.tar", "data.val=train-1.tar"]
-    for words, count in (([tmp_path], 12), (config, 15)):
-        code, out, _ = call(verify_command, *words)
-        assert code == 3 and f"{count} images, 1 bad" in out
-        assert f"(in {tmp_path / 'train-0.tar'})" in out
+    code, out, _ = call(verify_command, *config)
+    assert code == 3 and "15 images, 1 bad" in out
+    assert f"(in {tmp_path / 'train-0.tar'})" in out
     assert read_bad_images(tmp_path / BAD_IMAGES_FILE) == {"train-*.tar/3.jpg"}
-    assert verify(tmp_path / "train-1.tar") == 0
 
 
 # ---- data.exclude

@@ -186,7 +186,7 @@ def test_libraries_are_those_of_setup_cfg() -> None:
 
 
 def test_verify_data_on_ctrl_c_exits_with_130(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(b"none")
+    write_files(tmp_path, {"a/1.jpg": "none", "a/2.jpg": "none", "b/1.jpg": "none"})
     program = (
         "import os, runpy, signal, sys, time\n"
         "from imagenet_cls.data import every_image\n"
