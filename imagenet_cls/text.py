@@ -16,7 +16,7 @@ _KEYWORDS = {
     r"--allow-(import|change) (\S+)": r"allow_\1=['\2']",
     r"'\] allow_\w+=\['": "', '",
     r"--work-dir\b": "work_dir",
-    r"--(data|gpus|device|model|weights|threshold|out|preprocess|opset)\b": r"\1",
+    r"--(data|gpus|device|model|weights|threshold|out|preprocess)\b": r"\1",
 }
 
 

@@ -140,13 +140,12 @@ class TrainedRun:
         """Write the best weights as `tools/export.py` does, and compare the file with PyTorch, in a
         child process. Returns the path of the file.
 
-        out: by default `model.onnx` in the run folder; of another suffix than .onnx, a file of
-        torch.export, `model.pt2`. options: preprocess, opset, weights, allow_import, as those of
-        the command.
+        out: by default `model.onnx` in the run folder; with the suffix .pt2 a file of
+        torch.export, `model.pt2`. options: preprocess, weights, allow_import, as those of the
+        command.
         """
         file = Path(out or self.folder / "model.onnx")
-        kind = "onnx" if file.suffix == ".onnx" else "torch"
-        words = command_arguments({}, format=kind, out=file, **options)
+        words = command_arguments({}, out=file, **options)
         run_command("export", [str(self.folder), *words])
         return file
 

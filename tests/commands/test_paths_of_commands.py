@@ -45,7 +45,7 @@ WRITERS: dict[str, tuple[Callable, str, str]] = {
     "predict": (predict_command, "RUN IMAGE TRUST --features", ".npz"),
     "test": (evaluate_command, "CONFIG RUN --out", ".csv"),
     "test, results": (evaluate_command, "CONFIG RUN --results", ".json"),
-    "export": (export_command, "RUN TRUST --format torch --out", ".pt2"),
+    "export": (export_command, "RUN TRUST --out", ".pt2"),
     "report": (report_command, "RUN --out", ".html"),
     "show-batch": (show_batch_command, "CONFIG --out", ".png"),
     "find-lr": (find_lr_command, "CONFIG device=cpu --steps 20 --out", ".png"),

@@ -38,12 +38,12 @@ def check_same_logits(run: Path, files: list[Path], preprocess: str, *trust: str
     expected = predictor.logits(files)
     file = run.parent / f"{preprocess}.onnx"
     options = ("--preprocess", preprocess, *trust)
-    succeeds(export_command, run, "--format", "onnx", "--out", file, *options)
+    succeeds(export_command, run, "--out", file, *options)
     onnx = OnnxPredictor(file)
     assert onnx.weights == predictor.weights
     torch.testing.assert_close(onnx.logits(files), expected, rtol=1e-4, atol=1e-4)
     archive = file.with_suffix(".pt2")
-    succeeds(export_command, run, "--format", "torch", "--out", archive, *options)
+    succeeds(export_command, run, "--out", archive, *options)
     extra = {export.METADATA: ""}
     program = torch.export.load(archive, extra_files=extra).module()
     assert json.loads(extra[export.METADATA])["classes"] == list(predictor.classes)
@@ -91,7 +91,7 @@ def test_example_of_the_page(
 ) -> None:
     """The one with onnxruntime alone, for files of several sizes."""
     monkeypatch.chdir(tmp_path)
-    words = [run, "--format", "onnx", "--preprocess", "--out", "digits.onnx"]
+    words = [run, "--preprocess", "--out", "digits.onnx"]
     succeeds(export_command, *words, *TRUST)
     page = (REPOSITORY / "docs" / "export.md").read_text()
     example = page.partition("```python\n")[2].partition("```")[0]
@@ -110,15 +110,14 @@ def test_example_of_the_page(
 def test_predict_prints_the_same_for_an_onnx_file(digits: Path, run: Path, tmp_path: Path) -> None:
     images = sorted((digits / "train/3").iterdir())[:40]  # two batches
     file = tmp_path / "model.onnx"
-    for options in ((), ("--preprocess", "--opset", 18)):
+    for options in ((), ("--preprocess",)):
         file.unlink(missing_ok=True)
-        succeeds(export_command, run, "--format", "onnx", "--out", file, *options, *TRUST)
+        succeeds(export_command, run, "--out", file, *options, *TRUST)
         _, expected, _ = call(predict_command, run, *images, *TRUST)
         assert call(predict_command, file, *images)[:2] == (0, expected)
     import onnx
 
     model = onnx.load(file)
-    assert {entry.domain: entry.version for entry in model.opset_import}[""] == 18
     stored = {entry.key: json.loads(entry.value) for entry in model.metadata_props}
     assert stored["input_size"] == [3, 16, 16] and stored["resize_size"] == [20, 20]
     assert stored["eval"]["crop_px"] == 16 and stored["preprocess"] == "normalize"
@@ -140,7 +139,7 @@ def test_onnx_file_with_other_or_undefined_outputs_exits_with_4(
     import onnx
 
     images = sorted((digits / "train/3").iterdir())[:2]
-    succeeds(export_command, run, "--format", "onnx", "--out", tmp_path / "model.onnx", *TRUST)
+    succeeds(export_command, run, "--out", tmp_path / "model.onnx", *TRUST)
     for operator, attributes in (
         ("Flatten", {"axis": 0}),  # one row for all images
         ("Transpose", {}),
@@ -165,7 +164,7 @@ def test_predict_prepares_gray_images_and_mirror_images_for_the_graph(
     changes |= {"eval__interpolation": "bicubic", "model__name": f"{__name__}:gray"}
     run, file = train_on_digits(**changes, train__max_steps=2), tmp_path / "model.onnx"
     trust = ("--allow-import", f"{__name__}:gray")
-    succeeds(export_command, run, "--format", "onnx", "--preprocess", "--out", file, *trust)
+    succeeds(export_command, run, "--preprocess", "--out", file, *trust)
     images = [photo.resize(size) for photo, size in product(photographs, ((640, 427), (91, 333)))]
     expected = Predictor(run, "cpu", allow_import=trust[1:]).logits(images)
     found = OnnxPredictor(file).logits(images)
@@ -195,26 +194,22 @@ def eigenvalues(num_classes: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "form", "suffix", "reasons"),
-    [
-        ("values_decide", "torch", "pt2", ["values_decide"]),
-        ("eigenvalues", "onnx", "onnx", ["aten.linalg_eig"]),
-    ],
+    ("model", "suffix", "reason"),
+    [("values_decide", "pt2", "values_decide"), ("eigenvalues", "onnx", "aten.linalg_eig")],
 )
 def test_model_that_can_not_be_exported_is_explained(
     model: str,
-    form: str,
     suffix: str,
-    reasons: list[str],
+    reason: str,
     train_on_digits: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
     name = f"{__name__}:{model}"
     run = train_on_digits(train__max_steps=1, model__name=name)
     file = tmp_path / f"model.{suffix}"
-    words = [run, "--format", form, "--out", file, "--allow-import", name]
+    words = [run, "--out", file, "--allow-import", name]
     err = fails(4, export_command, *words)
-    assert all(reason in err for reason in reasons) and not file.exists()
+    assert reason in err and not file.exists()
     assert logging.root.manager.disable == logging.NOTSET
 
 
@@ -224,17 +219,10 @@ def test_other_logits_are_an_error_and_leave_no_file(
     forward = OnnxModel.forward
     monkeypatch.setattr(OnnxModel, "forward", lambda self, images: -forward(self, images))
     file = tmp_path / "model.onnx"
-    fails(4, export_command, run, "--format", "onnx", "--out", file, *TRUST)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_opset_that_is_not_exported_is_an_error(run: Path, tmp_path: Path) -> None:
-    for suffix, opset in (("onnx", 7), ("pt2", 18)):  # it states the format
-        words = [run, "--opset", opset, "--out", tmp_path / f"model.{suffix}"]
-        assert f"--opset {opset}" in fails(2, export_command, *words, *TRUST)
+    fails(4, export_command, run, "--out", file, *TRUST)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "find_spec", lambda name: None if name == "onnxscript" else name)
-    assert "onnxscript" in fails(2, export_command, run, "--format", "onnx", *TRUST)
+    assert "onnxscript" in fails(2, export_command, run, *TRUST)

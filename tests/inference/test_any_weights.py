@@ -90,7 +90,7 @@ def test_published_model_is_exported_and_published_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    succeeds(export_command, "local-dir:hub", "--format", "torch", "--out", tmp_path / "model.pt2")
+    succeeds(export_command, "local-dir:hub", "--out", tmp_path / "model.pt2")
     succeeds(publish_command, "b.safetensors", "--model", NAME, tmp_path / "hub")
     again = open_weights(tmp_path / "hub").tensors
     assert all(
@@ -158,9 +158,7 @@ def test_published_weights_classify_photographs(tmp_path: Path) -> None:
         with torch.no_grad():
             expected[name] = model(transform(Image.open(path).convert("RGB"))[None]).softmax(1)[0]
     words = [tmp_path / "lite0.pth", "--model", "tf_efficientnet_lite0"]
-    code, _, err = call(
-        export_command, *words, "--format", "onnx", "--out", tmp_path / "lite0.onnx"
-    )
+    code, _, err = call(export_command, *words, "--out", tmp_path / "lite0.onnx")
     assert code == 0, err
     options = [*photographs.values(), "--json"]
     for source in (words, [tmp_path / "lite0.onnx"]):

@@ -47,7 +47,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def onnx_file(run: Path) -> Path:
-    succeeds(export_command, run, "--format", "onnx")
+    succeeds(export_command, run)
     return run / "model.onnx"
 
 
@@ -140,7 +140,7 @@ def test_exported_files_have_the_threshold(
     check_rows(exported, images, predictor.threshold)
 
     archive = tmp_path / "model.pt2"
-    succeeds(export_command, run, "--format", "torch", "--out", archive)
+    succeeds(export_command, run, "--out", archive)
     extra = {METADATA: ""}
     torch.export.load(archive, extra_files=extra)
     values = json.loads(extra[METADATA])

@@ -9,8 +9,6 @@ from imagenet_cls.files import check_output_path, write_output
 from imagenet_cls.lookup import check_packages
 from imagenet_cls.text import printable
 
-FORMATS = {".onnx": "onnx", ".pt2": "torch"}
-
 
 def export_command(argv: Sequence[str]) -> None:
     """Export a model, compare it with PyTorch, and then write the file. Raises CheckpointError if
@@ -21,16 +19,11 @@ def export_command(argv: Sequence[str]) -> None:
     )
     cli.add_weights_arguments(parser)
     parser.add_argument(
-        "--format",
-        choices=tuple(FORMATS.values()),
-        help="onnx, or torch for torch.export; default: by the suffix of --out",
-    )
-    parser.add_argument(
         "--out",
         type=cli.path,
         metavar="FILE",
-        help="default: model.onnx or model.pt2, in the run folder, or for another CHECKPOINT in "
-        "the working directory",
+        help="a file of ONNX (.onnx) or torch.export (.pt2); default: model.onnx, in the run "
+        "folder, or for another CHECKPOINT in the working directory",
     )
     parser.add_argument(
         "--preprocess",
@@ -41,41 +34,28 @@ def export_command(argv: Sequence[str]) -> None:
         help="none: the graph takes normalized float32 images; normalize: it takes uint8 images. "
         "Both are resized and cropped before. Default: none; without a value: normalize",
     )
-    parser.add_argument(
-        "--opset",
-        type=cli.positive,
-        metavar="N",
-        help="version of ONNX's operators; default: torch's",
-    )
     arguments = parser.parse_intermixed_args(argv)
     options, others = cli.weights_arguments(arguments)
     if others:
         raise UsageError(f"Unexpected argument {others[0]!r}.", "Name the file with --out.")
     run = Path(options["checkpoint"])
     folder = run if (run / "config.yaml").is_file() else Path()
-    suffixes = {name: suffix for suffix, name in FORMATS.items()}
-    out = arguments.out or folder / f"model{suffixes.get(arguments.format, '')}"
-    form = FORMATS.get(out.suffix)
-    if form is None or arguments.format not in (None, form):
+    out = arguments.out or folder / "model.onnx"
+    if out.suffix not in (".onnx", ".pt2"):
         raise UsageError(
-            f"The format is not known: --format {arguments.format}, --out {arguments.out}.",
-            "Give --out with a name that ends in .onnx or .pt2, or --format onnx or torch.",
-        )
-    if arguments.opset and form != "onnx":
-        raise UsageError(
-            f"--opset {arguments.opset}: only ONNX has opsets.",
-            "Leave it out, or give --format onnx.",
+            f"--out {out}: the format is not known.", "Give a name that ends in .onnx or .pt2."
         )
     check_output_path(out)
     from imagenet_cls.extras.weights.exported_model import BATCHES, compare, export_model
     from imagenet_cls.inference.predictor import Predictor
 
-    if form == "onnx":
+    is_onnx = out.suffix == ".onnx"
+    if is_onnx:
         check_packages("onnx", "onnx", "onnxscript", "onnxruntime")
     predictor = Predictor(**options, device="cpu")
-    export = export_model(predictor, form, arguments.preprocess, arguments.opset)
-    verdict = compare(predictor, export)
-    write_output(out, export.content)
+    content, run_exported = export_model(predictor, is_onnx, arguments.preprocess)
+    verdict = compare(predictor, run_exported, arguments.preprocess)
+    write_output(out, content)
     batches = " and ".join(map(str, BATCHES))
     for line in (*predictor.warnings, f"random images, in batches of {batches}: {verdict}"):
         print(printable(line))

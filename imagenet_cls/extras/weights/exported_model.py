@@ -6,13 +6,12 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from imagenet_cls.errors import CheckpointError, UsageError
+from imagenet_cls.errors import CheckpointError
 from imagenet_cls.inference.predictor import OnnxModel, Predictor
 from imagenet_cls.text import first_line
 
@@ -52,23 +51,13 @@ class ExportedModel(nn.Module):
         return self.model(images).float()
 
 
-@dataclass(frozen=True)
-class Export:
-    """An exported model: the content of its file, and a function from the input to logits.
+def export_model(
+    predictor: Predictor, is_onnx: bool, preprocess: str
+) -> tuple[bytes, Callable[[Tensor], Tensor]]:
+    """Export a model as ONNX or torch.export: the content of the file, and a function from the
+    input to logits. Raises CheckpointError if that fails.
 
-    preprocess: of `ExportedModel`.
-    """
-
-    content: bytes
-    run: Callable[[Tensor], Tensor]
-    preprocess: str
-
-
-def export_model(predictor: Predictor, format: str, preprocess: str, opset: int | None) -> Export:
-    """Export a model. Raises CheckpointError if that fails, UsageError if torch can't export it
-    with this opset.
-
-    predictor: on the CPU. opset: version of ONNX's operators; None for torch's default.
+    predictor: on the CPU. preprocess: of `ExportedModel`.
     """
     exported = ExportedModel(predictor, preprocess).eval()
     shape = (_EXAMPLE_BATCH, len(predictor.mean), *predictor.transform.crop)
@@ -76,18 +65,17 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
     values = metadata(predictor, preprocess)
     dynamic = ({0: torch.export.Dim("batch")},)
     remedy = "Control flow in the model must not depend on pixel values or the batch size."
-    with _export_errors(predictor, format, remedy):
+    with _export_errors(predictor, "torch.export", remedy):
         program = torch.export.export(exported, (images,), dynamic_shapes=dynamic)
-    if format == "torch":
+    if not is_onnx:
         file = io.BytesIO()
         torch.export.save(program, file, extra_files={METADATA: json.dumps(values)})
-        return Export(file.getvalue(), program.module(), preprocess)
-    remedy = "Replace that operator in the model, or give another --opset, or use --format torch."
-    with _export_errors(predictor, format, remedy):
+        return file.getvalue(), program.module()
+    remedy = "Replace that operator in the model, or use --out model.pt2."
+    with _export_errors(predictor, "ONNX", remedy):
         onnx = torch.onnx.export(
             program,
             dynamo=True,
-            opset_version=opset,
             input_names=["images"],
             output_names=["logits"],
             dynamic_shapes=dynamic,
@@ -96,14 +84,7 @@ def export_model(predictor: Predictor, format: str, preprocess: str, opset: int 
         assert onnx is not None
         onnx.model.metadata_props.update({key: json.dumps(value) for key, value in values.items()})
         content = onnx.model_proto.SerializeToString()
-        run = OnnxModel(content)
-    found = onnx.model.opset_imports[""]
-    if opset not in (None, found):  # torch keeps its own version if it can't convert the model
-        raise UsageError(
-            f"--opset {opset}: torch exports this model with {found} instead.",
-            f"Give --opset {found}.",
-        )
-    return Export(content, run, preprocess)
+        return content, OnnxModel(content)
 
 
 def metadata(predictor: Predictor, preprocess: str) -> dict[str, Any]:
@@ -148,12 +129,12 @@ def _export_errors(predictor: Predictor, format: str, remedy: str) -> Iterator[N
 
 
 @torch.no_grad()
-def compare(predictor: Predictor, export: Export) -> str:
-    """Compare the logits of an export with PyTorch's for random images, in batches of the sizes
-    `BATCHES`.
+def compare(predictor: Predictor, run: Callable[[Tensor], Tensor], preprocess: str) -> str:
+    """Compare the logits of an exported model with PyTorch's for random images, in batches of the
+    sizes `BATCHES`. run, preprocess: see `export_model`.
 
     Returns a line about the largest difference. Raises CheckpointError if logits differ by more
-    than the tolerance, or if logits of PyTorch are not finite.
+    than the tolerance, or are not finite.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (max(BATCHES), len(predictor.mean), *predictor.transform.crop)
@@ -164,12 +145,7 @@ def compare(predictor: Predictor, export: Export) -> str:
         pixels = images[:size]
         prepared = predictor.normalize(pixels).contiguous()
         expected = predictor.model(prepared).float()
-        if not expected.isfinite().all():
-            raise CheckpointError(
-                f"{predictor.path}: logits of PyTorch are NaN or infinite. No file was written.",
-                "The cause are its weights and not the export: use another checkpoint.",
-            )
-        actual = export.run(prepared if export.preprocess == "none" else pixels)
+        actual = run(prepared if preprocess == "none" else pixels)
         # NaN must not compare as equal: it is neither larger nor smaller than a tolerance.
         difference = (actual - expected).abs().nan_to_num(nan=float("inf")).max().item()
         largest = max(largest, difference)

@@ -127,10 +127,10 @@ def test_export_is_the_command(
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(trained_run, "run_command", lambda *words: calls.append(words))
-    assert run.export(opset=18) == run.folder / "model.onnx"
+    assert run.export(preprocess="normalize") == run.folder / "model.onnx"
     assert run.export("model.pt2", allow_import=["a:b"]) == Path("model.pt2")
-    onnx = ["--format", "onnx", "--out", str(run.folder / "model.onnx"), "--opset", "18"]
-    torch = ["--format", "torch", "--out", "model.pt2", "--allow-import", "a:b"]
+    onnx = ["--out", str(run.folder / "model.onnx"), "--preprocess", "normalize"]
+    torch = ["--out", "model.pt2", "--allow-import", "a:b"]
     assert calls == [("export", [str(run.folder), *words]) for words in (onnx, torch)]
 
 
