@@ -38,7 +38,7 @@ cat <<TEXT
 The run folder is $root/$run:
   checkpoints/  metrics.jsonl  plots/  logs/  config.yaml  predictions.csv
 Look at the curves:   .venv/bin/tensorboard --logdir work_dirs
-A page of its errors: .venv/bin/python tools/test.py $run --report reports/quickstart
+A page of its errors: .venv/bin/python tools/test.py $run --report reports/quickstart.html
 A page of the run:    .venv/bin/python tools/report.py $run
 Your own photos:      .venv/bin/python tools/train.py photos    # class folders: photos/CLASS/*.jpg
 Your own ImageNet:    .venv/bin/python tools/train.py configs/resnet50.yaml data.root=/path/to/imagenet

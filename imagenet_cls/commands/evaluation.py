@@ -59,4 +59,4 @@ def write_evaluation(evaluation: WeightsEvaluation, arguments: argparse.Namespac
         print(f"wrote {len(evaluation.images)} predictions to {out}")
     if report is not None:
         load_extra("test.py --report")(report).write(evaluation)
-        print(f"wrote {report / 'report.html'}")
+        print(f"wrote {report}")

@@ -61,9 +61,9 @@ def evaluation_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--report",
         type=cli.path,
-        metavar="DIR",
-        help="write report.html, report.json and confusion.csv: classes, confusion, calibration, "
-        "mistakes; with data.labels multi without confusion and calibration",
+        metavar="PAGE.html",
+        help="write a page: classes, confusion, calibration, mistakes; with data.labels multi "
+        "without confusion and calibration",
     )
     parser.add_argument(
         "--results",

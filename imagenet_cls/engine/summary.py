@@ -293,7 +293,7 @@ def final_message(
     run = shlex.quote(str(work_dir))
     code = code_names(config, EVALUATED)
     trusting = "".join(f" --allow-import {shlex.quote(name)}" for name in code)
-    report = shlex.quote(f"reports/{work_dir.name}")
+    report = shlex.quote(f"reports/{work_dir.name}.html")
     page = work_dir / "report.html"
     lines += [
         "next:",

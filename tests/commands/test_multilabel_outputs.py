@@ -40,16 +40,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of the raw weights, in place of an earlier one, and their rows and results.
+    """The page of the raw weights, in place of an earlier one, and their rows and results.
 
     From a threshold of nearly 0 on all probabilities are in `all.json`.
     """
     folder = tmp_path_factory.mktemp("written")
-    for name in ("report.html", "report.json", "confusion.csv"):
-        (folder / name).write_text(OUTPUT_MARK)
+    (folder / "page.html").write_text(OUTPUT_MARK)
     words = [run, *ALLOW]
     files = ["--out", folder / "rows.json", "--results", folder / "results.json"]
-    succeeds(evaluate_command, *words, *files, "--report", folder)
+    succeeds(evaluate_command, *words, *files, "--report", folder / "page.html")
     succeeds(evaluate_command, *words, "eval.threshold=1e-9", "--out", folder / "all.json")
     return folder
 
@@ -58,8 +57,7 @@ def rows_in(file: Path) -> list[dict[str, Any]]:
     return list(map(json.loads, file.read_text().splitlines()))
 
 
-def test_statistics_equal_those_of_scikit_learn(written: Path, run: Path) -> None:
-    report = json.loads((written / "report.json").read_text())
+def test_page_has_the_statistics_of_scikit_learn_and_no_confusion(written: Path, run: Path) -> None:
     targets = ComposedDigits("", "val").targets.double().numpy()
     rows, all_classes = rows_in(written / "rows.json"), rows_in(written / "all.json")
     names = [[str(digit) for digit in np.flatnonzero(row)] for row in targets]
@@ -69,48 +67,32 @@ def test_statistics_equal_those_of_scikit_learn(written: Path, run: Path) -> Non
     ]
     shares = np.array([[dict(row["top"])[str(k)] for k in range(10)] for row in all_classes])
     predicted = shares >= THRESHOLD
-    *scores, images = metrics.precision_recall_fscore_support(
-        targets, predicted, zero_division=np.nan
-    )
-    keys = ("precision_pct", "recall_pct", "f1_pct", "images", "predicted")
-    table = np.array([[row[key] for key in keys] for row in report["classes"]], float)
-    np.testing.assert_allclose(table[:, :3].T, 100 * np.array(scores))
-    assert table[:, 3:].tolist() == np.stack([images, predicted.sum(0)], axis=1).tolist()
+    scores = metrics.precision_recall_fscore_support(targets, predicted, zero_division=np.nan)
+    average = metrics.average_precision_score(targets, shares, average=None)
+    page = (written / "page.html").read_text()
+    assert len(page) < 500_000 and "Confusion matrix" not in page
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", page.partition("<h2>Classes</h2>")[2])
+    table = {cells[first]: cells[first + 1 : first + 7] for first in range(0, 70, 7)}
+    for k in range(10):
+        percents = [average[k], *(score[k] for score in scores[:3])]
+        expected = ["–" if np.isnan(share) else f"{100 * share:.2f}" for share in percents]
+        expected += [str(scores[3][k]), str(predicted[:, k].sum())]
+        assert table[str(k)] == expected
 
-    result = report["metrics"]["raw"]
-    assert result == json.loads((written / "results.json").read_text())["raw"]
+    result = json.loads((written / "results.json").read_text())["raw"]
     last = evaluations(run)[-1]
     for key in ("map_pct", "micro_f1_pct", "loss"):
         assert result[key] == pytest.approx(last[key], rel=1e-5)
-    assert result["map_pct"] == pytest.approx(np.mean([row["ap_pct"] for row in report["classes"]]))
+    assert result["map_pct"] == pytest.approx(100 * average.mean())
+    numbers = re.findall(r"<strong>(.*?)</strong>", page)
+    keys = ("map_pct", "micro_f1_pct", "macro_f1_pct", "best_threshold")
+    assert numbers == [f"{result[key]:.2f}" for key in keys]
 
     losses = -(targets * np.log(shares) + (1 - targets) * np.log1p(-shares)).mean(1)
     assert losses.mean() == pytest.approx(result["loss"], rel=1e-4)
-    mistakes = report["mistakes"]
-    highest = [losses[row["index"]] for row in mistakes]
+    images = re.findall(r'<figcaption title="(.*?)">', page)
+    highest = [losses[[row["image"] for row in rows].index(image)] for image in images]
     assert highest == pytest.approx(np.sort(losses)[:-13:-1], rel=1e-4)
-
-
-def test_page_has_the_numbers_of_the_evaluation_and_no_confusion(written: Path) -> None:
-    report = json.loads((written / "report.json").read_text())
-    assert not (written / "confusion.csv").exists()
-    page = (written / "report.html").read_text()
-    assert len(page) < 500_000  # without Plotly
-    cells = re.findall(r"<td[^>]*>(.*?)</td>", page)
-    result = report["metrics"]["raw"]
-    keys = ("map_pct", "micro_f1_pct", "macro_f1_pct")
-    assert cells[:4] == ["raw", *(f"{result[key]:.3f}" for key in keys)]
-    numbers = re.findall(r"<strong>(.*?)</strong>", page)
-    assert numbers == [f"{result[key]:.2f}" for key in (*keys, "best_threshold")]
-    row = report["classes"][3]
-    shares = [row[key] for key in ("ap_pct", "precision_pct", "recall_pct", "f1_pct")]
-    texts = ["–" if share is None else f"{share:.2f}" for share in shares]
-    texts = [row["name"], *texts, str(row["images"]), str(row["predicted"])]
-    first = cells.index(texts[1]) - 1
-    assert cells[first : first + 7] == texts
-    assert page.count('class="tile"') == 12
-    for row in report["mistakes"]:
-        assert f"<span>true: {'; '.join(row['target'])}</span>" in page
 
 
 def test_list_as_test_set_need_not_have_all_labels(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from imagenet_cls.data.classes import with_readable_name
-from imagenet_cls.extras.pages.figures import BLUE, GREEN, GREY, ORANGE, SIZE, Chart, tinted
+from imagenet_cls.extras.pages.figures import BLUE, GREY, ORANGE, SIZE, Chart, tinted
 from imagenet_cls.extras.pages.render import utf8_text
 from imagenet_cls.text import shorten
 
@@ -77,38 +77,18 @@ def _draw_matrix(confusion: np.ndarray, names: Sequence[str], axes: "Axes") -> N
                 axes.text(column, row, f"{images:,}", ha="center", va="center", fontsize=size - 1)
 
 
-def calibration_charts(bins: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """The reliability diagram, and the histogram of confidences."""
-    return [
-        Chart("Reliability diagram", partial(_draw_reliability, bins)),
-        Chart("Confidences", partial(_draw_confidences, bins)),
-    ]
-
-
-def _bars(bins: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Where the bars of the bins are."""
-    return {
-        "x": [row["low"] for row in bins],
-        "width": [0.94 * (row["high"] - row["low"]) for row in bins],
-        "align": "edge",
-    }
+def calibration_chart(bins: Sequence[Mapping[str, Any]]) -> Chart:
+    """The reliability diagram. bins: of `calibration_bins`."""
+    return Chart("Reliability diagram", partial(_draw_reliability, bins))
 
 
 def _draw_reliability(bins: Sequence[Mapping[str, Any]], axes: "Axes") -> None:
-    accuracies = [row["accuracy_pct"] for row in bins]
-    axes.bar(height=accuracies, color=BLUE, alpha=0.75, label="accuracy of a bin", **_bars(bins))
+    """The area of a point grows with the share of the images."""
+    confidences, accuracies, images = (
+        [row[key] for row in bins] for key in ("confidence", "accuracy_pct", "images")
+    )
     axes.plot([0, 1], [0, 100], color=GREY, linestyle="--", label="calibrated")
-    means = [row["confidence"] for row in bins]
-    axes.plot(means, accuracies, "o", color=GREEN, clip_on=False, label="mean confidence")
-    axes.set(xlim=(0, 1), ylim=(0, 102), xlabel="confidence", ylabel="accuracy, %")
-    axes.legend(loc="upper left")
-
-
-def _draw_confidences(bins: Sequence[Mapping[str, Any]], axes: "Axes") -> None:
-    correct = [round(row["images"] * row["accuracy_pct"] / 100) for row in bins]
-    wrong = [row["images"] - hits for row, hits in zip(bins, correct, strict=True)]
-    places = _bars(bins)
-    axes.bar(height=correct, color=BLUE, label="correct", **places)
-    axes.bar(height=wrong, bottom=correct, color=ORANGE, label="wrong", **places)
-    axes.set(xlim=(0, 1), xlabel="confidence", ylabel="images")
+    areas = 20 + 600 * np.array(images) / sum(images)
+    axes.scatter(confidences, accuracies, areas, color=BLUE, clip_on=False, label="bins")
+    axes.set(xlim=(0, 1), ylim=(0, 102), xlabel="mean confidence", ylabel="accuracy, %")
     axes.legend(loc="upper left")

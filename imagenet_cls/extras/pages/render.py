@@ -14,6 +14,8 @@ from typing import Any
 from PIL import Image
 
 from imagenet_cls.data.classes import with_readable_name
+from imagenet_cls.errors import UsageError
+from imagenet_cls.files import check_replaced, explain_write_errors, write_output
 from imagenet_cls.text import printable
 
 DURATION = "duration"  # the format of a number of hours
@@ -30,6 +32,20 @@ def utf8_text(value: Any) -> str:
 def render(template: str, **values: Any) -> bytes:
     """A page. template: a file of the folder templates/."""
     return _environment().get_template(template).render(**values).encode()
+
+
+def check_page(path: Path, option: str = "--report") -> None:
+    """Raise UsageError for a path that is no page, or another file of the user."""
+    if path.suffix.lower() != ".html" or path.is_dir():
+        raise UsageError(f"{option} {path}: the page is an HTML file.", "Name it *.html.")
+    check_replaced(path, option)
+
+
+def write_page(path: Path, page: bytes, option: str = "--report") -> None:
+    """Write a page, in a new folder if need be. Raises ResourceError."""
+    with explain_write_errors(path, f"Name another file with {option}."):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_output(path, page, option)
 
 
 @cache  # the templates are compiled once
