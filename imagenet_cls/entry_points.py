@@ -89,7 +89,7 @@ DATA_OPENERS = {
 EXTRAS = {
     "Predictor.features": "extras.weights.feature_model:FeatureModel",
     "test.py --report": "extras.pages.evaluation_report:EvaluationReport",
-    "predict.py --report, --sort-into": "extras.pages.predictions:ShownPredictions",
+    "predict.py --report": "extras.pages.predictions:PredictionsPage",
     "TrainedRun.report": "extras.pages.report:report_command",
     "TrainedRun.plot": "extras.pages.report:plot_run",
     "log.writers=wandb": "extras.trackers:Wandb",

@@ -63,22 +63,13 @@ def predict_command(argv: Sequence[str]) -> None:
         help="also write a page of the images by predicted class, the least certain first",
     )
     parser.add_argument(
-        "--sort-into",
-        type=cli.path,
-        metavar="DIR",
-        help="also link to the images in a new folder, in DIR/CLASS for each predicted class",
-    )
-    parser.add_argument(
         "--logits", action="store_true", help="with --json: the logits of all classes, too"
     )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.logits and not arguments.json:
         raise UsageError("--logits needs --json.", "Add it.")
-    shown_in = arguments.report, arguments.sort_into
-    if arguments.features and {arguments.top, arguments.threshold, *shown_in} != {None}:
-        raise UsageError(
-            "--features names no classes.", "Omit --top, --threshold, --report and --sort-into."
-        )
+    if arguments.features and {arguments.top, arguments.threshold, arguments.report} != {None}:
+        raise UsageError("--features names no classes.", "Omit --top, --threshold and --report.")
     check_output_path(arguments.features, "--features")
     from imagenet_cls.inference.predictor import OnnxPredictor, Predictor, find_images
 
@@ -86,7 +77,7 @@ def predict_command(argv: Sequence[str]) -> None:
     if not images:
         raise UsageError("No images given.", "Name files or folders after the weights.")
     paths = find_images(images)
-    shown = any(shown_in) and load_extra("predict.py --report, --sort-into")(*shown_in)
+    shown = arguments.report and load_extra("predict.py --report")(arguments.report)
     if options["checkpoint"].endswith(".onnx"):
         others = arguments.weights, arguments.features, arguments.model
         if any(others) or arguments.device not in ("auto", "cpu"):
@@ -124,7 +115,7 @@ def print_predictions(
 ) -> list[DataError]:
     """Print a row for each image that can be read; return the errors of the others.
 
-    shown: a `ShownPredictions` of `extras.pages.predictions` that gets the rows, or False.
+    shown: a `PredictionsPage` of `extras.pages.predictions` that gets the rows, or None.
     """
     errors: list[DataError] = []
 
