@@ -54,14 +54,12 @@ from imagenet_cls.files import write_file
 Record = dict[str, Any]
 
 TEXT_KEYS = ("kind", "weights", "message", "classes")
-# Of each kind of record. What else a figure needs is checked where it is drawn.
-_REQUIRED = {"eval": {"step", "weights"}, "event": {"step", "message"}}
-_MAX_STEP = 1 << 53  # and epoch
-EVAL_FIELDS = (
+NO_SCALARS = (
     *TEXT_KEYS,
-    *BY_FIELD,
-    *("step", "epoch", "images", "seconds", "left_out", "best_threshold", "best_micro_f1_pct"),
+    *("step", "epoch", "skipped", "images", "seconds", "left_out"),
+    *("best_threshold", "best_micro_f1_pct"),
 )
+EVAL_FIELDS = (*NO_SCALARS, *BY_FIELD)
 
 
 def user_metrics(record: Mapping[str, Any]) -> dict[str, float]:
@@ -155,7 +153,7 @@ def read_metrics(path: str | Path, kind: str | None = None) -> list[Record]:
     """All records of a file, or of the one in a run folder, without an unfinished last line.
 
     kind: the kind of records to return; others are not parsed. Raises CheckpointError if there is
-    no file, and, with file and line, for any other line that is no record.
+    no file, and, with file and line, for any other line that is no record. Fields are not checked.
     """
     file = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
     if not file.is_file():
@@ -183,20 +181,6 @@ def truncate_after(path: Path, step: int, evaluated_step: int) -> None:
         write_file(path, b"".join(kept))
 
 
-def _checked(key: str, value: Any) -> Any:
-    """A value of a record: a text, or a number, which may be written as `"NaN"`. Raises TypeError,
-    ValueError or OverflowError for any other value.
-    """
-    if key in TEXT_KEYS:
-        if not isinstance(value, str):
-            raise TypeError(f"{key} is no text")
-        return value
-    if key in ("step", "epoch") and not (isinstance(value, int) and value in range(_MAX_STEP)):
-        raise ValueError(f"{key} is no whole number")
-    number = float(value)
-    return number if isinstance(value, str) else value
-
-
 def _read_lines(path: Path, containing: bytes = b"") -> Iterator[tuple[bytes, Record]]:
     """Each finished line that contains these bytes, with its record."""
     with path.open("rb") as file:
@@ -211,8 +195,10 @@ def _read_lines(path: Path, containing: bytes = b"") -> Iterator[tuple[bytes, Re
                 "not a record of this file",
                 "Remove this line; the others do not depend on it.",
             ):
-                record = {key: _checked(key, v) for key, v in json.loads(line).items()}
-                missing = _REQUIRED.get(record["kind"], {"step"}) - record.keys()
-                if missing:
-                    raise KeyError(*missing)
+                record = json.loads(line)
+                # what else a reader needs is checked where it is used
+                record |= {"kind": record["kind"], "step": int(record["step"])}
+                for key in record.keys() - {*TEXT_KEYS}:
+                    if isinstance(record[key], str):
+                        record[key] = float(record[key])
             yield line, record

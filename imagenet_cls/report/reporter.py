@@ -7,32 +7,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from imagenet_cls.config.metrics import BY_FIELD, TRAIN_METRICS
 from imagenet_cls.config.schema import Config
 from imagenet_cls.entry_points import load_extra
 from imagenet_cls.errors import ResourceError
 from imagenet_cls.files import explain_write_errors, write_file
 from imagenet_cls.report.console import WRITE_REMEDY, Console
 from imagenet_cls.report.jsonl import (
+    NO_SCALARS,
     MetricsFile,
     Record,
     finite_json,
     read_metrics,
     truncate_after,
-    user_metrics,
 )
 from imagenet_cls.report.writers import Row, Writer, open_writers
 from imagenet_cls.text import first_line, format_columns
-
-_TRAIN_FIELDS = (
-    "loss",
-    *(metric.field for metric in TRAIN_METRICS.values()),
-    "lr",
-    "grad_norm",
-    "images_per_sec",
-    "data_wait_pct",
-    "memory_mib",
-)
 
 
 class Reporter:
@@ -204,12 +193,7 @@ class Reporter:
 
 def scalars(record: Record) -> dict[str, float]:
     """The scalars of a record of metrics.jsonl by tag, such as `train/loss`; none of an event."""
-    if record["kind"] == "train":
-        group = "train"
-        fields = [*_TRAIN_FIELDS]
-    elif record["kind"] == "eval":
-        group = "val" if record["weights"] == "raw" else "val_ema"
-        fields = [*BY_FIELD, *user_metrics(record)]
-    else:
+    if record["kind"] == "event":
         return {}
-    return {f"{group}/{field}": record[field] for field in fields if field in record}
+    group = {"raw": "val", "ema": "val_ema"}[record["weights"]] if "weights" in record else "train"
+    return {f"{group}/{field}": v for field, v in record.items() if field not in NO_SCALARS}
