@@ -11,7 +11,6 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from imagenet_cls.extras.before_training import pictures
 from imagenet_cls.extras.pages.curves import (
     Curves,
     Group,
@@ -117,21 +116,3 @@ def test_charts_of_a_sweep_have_the_runs_and_their_means() -> None:
     lines = [points.tolist() for points in drawn(by_lr).values()]
     assert lines[0] == [[0, 45], [0, 46]] * 2 and lines[-1] == [[0, 45.5], [1, 91]]
     assert {"45.5", "91"} <= {*re.findall(">([0-9.]+)</text>", svg(pairs))}
-
-
-@pytest.mark.parametrize(("last_loss", "scale"), [(3.0, "linear"), (40.0, "log")])
-def test_lr_range_has_all_losses_in_the_frame_and_a_label_at_the_suggestion(
-    last_loss: float, scale: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(pictures, "write_figure", lambda path, figure: drawn.append(figure))
-    lrs = np.geomspace(1e-6, 10, 50).tolist()
-    losses = [*np.linspace(2.5, 0.4, 45), 0.5, 1.0, 2.0, 2.5, last_loss]
-    smoothed = np.convolve(losses, np.ones(5) / 5, "same").tolist()
-    pictures.plot_lr_range(Path("lr.png"), lrs, losses, smoothed, 0.01)
-    (axes,) = drawn[0].axes
-    assert axes.get_xlim() == pytest.approx((lrs[0], lrs[-1]))
-    low, high = axes.get_ylim()
-    assert low < min(losses) and max(losses) < high and axes.get_yscale() == scale
-    assert [text.get_text() for text in axes.texts] == ["suggestion: 0.01"]
-    assert axes.texts[0].xy[0] == 0.01  # type: ignore[attr-defined]  # an Annotation

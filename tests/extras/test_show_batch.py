@@ -39,8 +39,8 @@ def test_images_are_those_of_the_epoch(digits: Path, tmp_path: Path, drawn: dict
     words = arguments(digits, tmp_path)[:-2]
 
     def images(*more: object) -> np.ndarray:
-        succeeds(show_batch.show_batch_command, *words, "--images", 8, *more)
-        assert len(drawn["labels"]) == len(drawn["images"]) == 8
+        succeeds(show_batch.show_batch_command, *words, *more)
+        assert len(drawn["labels"]) == len(drawn["images"]) == 32
         assert set(drawn["labels"]) <= set("0123456789")
         return drawn["images"]
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_LABEL = 24  # characters of a line
-_POINTS = "offset points"  # the unit of a distance from the annotated place
-_FAR = 2.5  # times the highest loss before the lowest one
 
 
 def add_picture_option(parser: argparse.ArgumentParser, kind: str) -> None:
@@ -71,10 +69,8 @@ def plot_lr_range(
     smoothed: Sequence[float],
     suggestion: float,
 ) -> None:
-    """Draw losses over learning rates on a logarithmic axis, and mark one of them. Raises OSError.
-
-    All losses are inside the frame. The axis of the loss is logarithmic if it ends far above its
-    start.
+    """Draw losses over learning rates on logarithmic axes, and mark one of them. Raises
+    OSError.
     """
     from matplotlib.figure import Figure
 
@@ -82,18 +78,8 @@ def plot_lr_range(
     axes = figure.subplots()
     axes.plot(lrs, losses, color="C0", alpha=0.35, linewidth=1, label="loss of each step")
     axes.plot(lrs, smoothed, color="C0", linewidth=2, label="smoothed")
-    axes.set_xscale("log")
-    axes.margins(x=0, y=0.08)
-    before = losses[: smoothed.index(min(smoothed)) + 1]
-    if min(losses) > 0 and max(losses) > _FAR * max(before):
-        axes.set_yscale("log")
-    axes.axvline(suggestion, color="C1", linestyle="--", linewidth=1.2)
-    axes.plot(suggestion, np.interp(suggestion, lrs, smoothed), "o", color="C1", zorder=3)
-    label = f"suggestion: {suggestion:.2g}"
-    place = axes.get_xaxis_transform()  # y is a share of the axis
-    axes.annotate(label, (suggestion, 0.02), (8, 6), place, _POINTS, color="C1")
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("loss")
+    axes.axvline(suggestion, color="C1", linestyle="--", label=f"suggestion: {suggestion:.2g}")
+    axes.set(xlabel="learning rate", ylabel="loss", xscale="log", yscale="log")
     axes.grid(alpha=0.3)
     axes.legend()
     write_figure(path, figure)

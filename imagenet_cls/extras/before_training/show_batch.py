@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from imagenet_cls.data.loader import TrainBatch
     from imagenet_cls.engine.parts import TrainingParts
 
-_USAGE = "CONFIG|DATA [key=value ...] [--epoch E] [--images N] [--out FILE.png]"
+_USAGE = "CONFIG|DATA [key=value ...] [--epoch E] [--out FILE.png]"
 
 
 def show_batch_command(argv: Sequence[str]) -> None:
@@ -40,9 +40,6 @@ def show_batch_command(argv: Sequence[str]) -> None:
     cli.add_config_arguments(parser)
     parser.add_argument(
         "--epoch", type=cli.number(0), default=0, metavar="E", help="counted from 0 (default: 0)"
-    )
-    parser.add_argument(
-        "--images", type=cli.positive, default=32, metavar="N", help="at most (default: 32)"
     )
     add_picture_option(parser, "batch")
     arguments = cli.parse(parser, argv)
@@ -59,7 +56,7 @@ def show_batch_command(argv: Sequence[str]) -> None:
 
     parts = build(config, context, load_initial_weights=False)
     batch = next(parts.train_loader.epoch(arguments.epoch))
-    figure, count = batch_figure(parts, batch, arguments.epoch, arguments.images)
+    figure, count = batch_figure(parts, batch, arguments.epoch, 32)
     with explain_write_errors(path, "Name another file with --out."):
         write_figure(path, figure)
     print(f"wrote {path}: {count} of the {len(batch.targets)} images of the first micro-batch")
