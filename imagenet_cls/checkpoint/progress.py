@@ -15,17 +15,15 @@ class Progress:
 
     step: optimizer updates done. evaluated_step: the last step that was evaluated. best: for each
     kind of weights (raw, ema) the `step` of the best evaluation and the metric of
-    `checkpoint.best`. latest: metrics of the last evaluation for each kind. evaluations: (step
-    counted in the epochs of the present plan, top-1 or mAP in percent of the raw weights), for
-    `plateau`. history: metrics of the same evaluations, for `train.early_stop`. stopped_early:
-    whether that ended the run.
+    `checkpoint.best`. latest: metrics of the last evaluation for each kind. history: metrics of
+    the evaluations after `eval.every_epochs` epochs, for `train.early_stop`. stopped_early: whether
+    that ended the run.
     """
 
     step: int = 0
     evaluated_step: int = 0
     best: dict[str, dict[str, Any]] = field(default_factory=dict)
     latest: dict[str, dict[str, Any]] = field(default_factory=dict)
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
     history: list[dict[str, float]] = field(default_factory=list)
     stopped_early: bool = False
 
@@ -94,6 +92,5 @@ def read_progress(values: Mapping[str, Any]) -> Progress:
 
     Raises TypeError or ValueError for unknown names, as of a newer version.
     """
-    progress = Progress(**values)
-    progress.evaluations = [(step, top1_pct) for step, top1_pct in progress.evaluations]
-    return progress
+    removed = {"evaluations"}  # of older versions
+    return Progress(**{name: value for name, value in values.items() if name not in removed})

@@ -64,7 +64,7 @@ def _differs_from_top1(result: Mapping[str, Any], num_classes: int) -> bool:
 
 
 _LOSS = Metric("loss", "loss", higher_is_better=False)
-# By `data.labels`. The first one is that of figures and of the schedule `plateau`.
+# By `data.labels`. The first one is that of figures.
 METRICS = {
     "single": {
         "top1": Metric("top1_pct", "top-1"),

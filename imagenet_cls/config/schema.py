@@ -543,8 +543,8 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate as a function of the step."""
 
-    # `cosine`, `step`, `multistep`, `polynomial`, `exponential`, `one_cycle`, `piecewise`,
-    # `plateau`, `constant`, or a factory, `my_module:my_factory`.
+    # `cosine`, `step`, `multistep`, `polynomial`, `piecewise`, `constant`, or a factory,
+    # `my_module:my_factory`.
     name: str = key("cosine", code=())
     # Linear warm-up, in epochs (fractions allowed).
     warmup_epochs: float = key(0.0, NOT_NEGATIVE, at_most="train.epochs")
@@ -561,10 +561,8 @@ class ScheduleConfig:
     # Change the learning rate between epochs only, as in torchvision's and timm's scripts.
     by_epoch: bool = False
     # Arguments: cosine {min_lr}, step {every_epochs, gamma}, multistep {milestones_epochs, gamma},
-    # polynomial {power, min_lr}, exponential {gamma (a factor an epoch)}, one_cycle {pct_start,
-    # anneal (cos or linear), div_factor, final_div_factor, min_momentum, max_momentum}, piecewise
-    # {epochs, factors}, plateau {patience (evaluations), gamma, min_lr, threshold}. Epochs count
-    # from where the schedule starts.
+    # polynomial {power, min_lr}, piecewise {epochs, factors}. Epochs count from where the schedule
+    # starts.
     kwargs: Kwargs = key({})
 
 

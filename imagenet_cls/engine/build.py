@@ -48,7 +48,7 @@ from imagenet_cls.models.head import head_names
 from imagenet_cls.models.teacher import Teacher
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.losses import TrainingLoss, build_loss, build_training_loss
-from imagenet_cls.optim.optimizers import build_optimizer, initial_momentum
+from imagenet_cls.optim.optimizers import build_optimizer
 from imagenet_cls.optim.schedule import build_schedule, scaled_lr
 from imagenet_cls.parallel.collectives import run_once_per_machine
 from imagenet_cls.parallel.devices import Devices, choose_devices
@@ -245,7 +245,6 @@ def build_optimization(
     settings = replace(config.optimizer, lr=lr)
     head = head_names(model, num_classes)
     optimizer = build_optimizer(settings, parameter_groups(model, config.optimizer, head))
-    check_momentum(config, optimizer)
     device_type = next(model.parameters()).device.type
     return Optimization(
         optimizer,
@@ -361,17 +360,5 @@ def check_ema_updates(ema: EmaConfig, plan: Plan) -> None:
             [
                 f"ema.every_steps: {ema.every_steps} is more than the {steps} steps of the run, so "
                 f"the EMA would never be updated; give at most {steps}"
-            ]
-        )
-
-
-def check_momentum(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError if the schedule sets a momentum that the optimizer does not have."""
-    is_scheduled = config.schedule.kwargs.get("max_momentum") is not None
-    if config.schedule.name == "one_cycle" and is_scheduled and initial_momentum(optimizer) is None:
-        raise ConfigError(
-            [
-                f"schedule.kwargs.max_momentum: {config.optimizer.name!r} has no momentum to "
-                "schedule; leave it out, or choose another optimizer"
             ]
         )

@@ -18,7 +18,7 @@ from imagenet_cls.models.factory import model_problems
 from imagenet_cls.models.teacher import distillation_problems
 from imagenet_cls.optim.losses import loss_problems
 from imagenet_cls.optim.optimizers import optimizer_problems
-from imagenet_cls.optim.schedule import scaled_lr, schedule_problems
+from imagenet_cls.optim.schedule import schedule_problems
 from imagenet_cls.parallel.collectives import run_on_main
 from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.report.writers import writer_problems
@@ -66,8 +66,7 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
         problems += policy_problems(config.augment)
         problems += loss_problems(config.loss, config.data.labels)
         problems += distillation_problems(config.distill)
-        lr, _ = scaled_lr(config.optimizer, config.train.global_batch_size)
-        problems += schedule_problems(config.schedule, config.train.epochs, lr)
+        problems += schedule_problems(config.schedule, config.train.epochs)
         problems += optimizer_problems(config.optimizer)
         problems += step_problems(config.train.step)
         problems += writer_problems(config.log)

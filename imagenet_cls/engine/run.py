@@ -15,7 +15,7 @@ from imagenet_cls.checkpoint.format import checkpoint_path
 from imagenet_cls.checkpoint.optimizer_state import check_state
 from imagenet_cls.checkpoint.progress import Progress, stops_early
 from imagenet_cls.checkpoint.saver import CheckpointSaver
-from imagenet_cls.config.metrics import BY_FIELD, BY_NAME, main_metric
+from imagenet_cls.config.metrics import BY_FIELD, BY_NAME
 from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.engine.loaders import EvalBatch
 from imagenet_cls.engine.meter import Meter, StepResult
@@ -197,12 +197,9 @@ class Run:
         self.reporter.eval_results(records, epoch_lines(parts, progress, records, training))
         self.reporter.write_classes(common | parts.evaluation.by_class, parts.data.classes)
         progress.evaluated_step = progress.step
-        # The plateau schedule and early stopping do not count an evaluation that is due only
-        # because the run ends: `max_steps`, or epochs that are no multiple of `eval.every_epochs`.
+        # Early stopping does not count an evaluation that is due only because the run ends:
+        # `max_steps`, or epochs that are no multiple of `eval.every_epochs`.
         if self.due().regular_evaluation:
-            raw = results["raw"]
-            place = progress.step + parts.plan.offset
-            progress.evaluations.append((place, raw[main_metric(raw).field]))
             preferred = results["ema" if "ema" in models else "raw"]
             progress.history.append(
                 {name: preferred[name] for name in BY_FIELD if name in preferred}

@@ -168,11 +168,6 @@ def resume_epoch(parts: TrainingParts, progress: Progress, state: dict[str, Any]
         return []
     if done_before and not done:
         progress.evaluated_step = step  # rounded down to the end of an evaluated epoch
-    progress.evaluations = [
-        (place // steps_before * steps, top1_pct)
-        for place, top1_pct in progress.evaluations
-        if place % steps_before == 0
-    ]
     if step >= total:
         return []
     return [f"continues in epoch {epoch + 1} of {plan.epochs}, after {done} of its {steps} steps"]
@@ -315,8 +310,6 @@ def check_resumable(
             "Restore them, or start a new run from its weights: model.checkpoint=CHECKPOINT.",
         )
     may_change = keys_without_recipe() | _MAY_CHANGE
-    if parts.config.schedule.name == "plateau":  # which depends on when evaluations are made
-        may_change -= {"eval.every_epochs"}
     not_allowed = [name for name in changed if not _includes([*may_change, *allowed], name)]
     if not_allowed:
         # First, since the defaults of other keys depend on them.

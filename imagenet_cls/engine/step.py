@@ -55,11 +55,10 @@ class Updater:
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def update(self, lr: float, momentum: float | None = None) -> tuple[Tensor, Tensor]:
+    def update(self, lr: float) -> tuple[Tensor, Tensor]:
         """Unscale, clip, step, and clear the gradients.
 
-        lr: the learning rate, before the factor `lr_scale` of each parameter group. momentum: SGD's
-        momentum or Adam's first beta; None leaves it unchanged.
+        lr: the learning rate, before the factor `lr_scale` of each parameter group.
 
         Returns the gradient's global norm before clipping (fp32) and whether the update was skipped
         (bool): scalars on the device.
@@ -70,12 +69,6 @@ class Updater:
         self.clip(self.parameters, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-            if momentum is None:
-                continue
-            if "betas" in group and "momentum" not in group:
-                group["betas"] = (momentum, *group["betas"][1:])  # as torch's OneCycleLR does
-            else:  # Muon has betas, too, for the weights that AdamW updates
-                group["momentum"] = momentum
         # The first update of a fused SGD allocates uninitialized momentum, which a skip on the
         # device would keep.
         if self.optimizer_skips and self.has_stepped:

@@ -58,11 +58,9 @@ def train(run: TrainingRun) -> None:
         set_training(parts.model, parts.config.model)
         for step in range(progress.step, end):
             loss_and_metric = compute_gradients(parts, batches, epoch, step)
-            # only the plateau schedule uses the evaluations
-            lr = parts.schedule(step + plan.offset, progress.evaluations)
-            momentum = parts.schedule.momentum(step + plan.offset)
+            lr = parts.schedule(step + plan.offset)
             # unscales, clips, steps unless the gradient is not finite, clears the gradients
-            grad_norm, skipped = parts.updater.update(lr, momentum)
+            grad_norm, skipped = parts.updater.update(lr)
             parts.batch_norm_statistics.sync(skipped)
             parts.ema.update(parts.model, step)
             progress.step = step + 1

@@ -121,13 +121,6 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
     return problems + kwargs_problems("optimizer.kwargs", signature, optimizer.kwargs, passed)
 
 
-def initial_momentum(optimizer: torch.optim.Optimizer) -> float | None:
-    """The momentum (Adam's first beta) that an optimizer starts with; None where it has none."""
-    group = optimizer.param_groups[0]
-    momentum = group["momentum"] if "momentum" in group else group.get("betas", [None])[0]
-    return None if momentum is None else float(momentum)
-
-
 def optimizer_of_layer(optimizer: OptimizerConfig, layer: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over the parameters of `layer`, without layer_decay and lr_scales, which need
     the real model.

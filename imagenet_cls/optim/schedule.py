@@ -1,19 +1,16 @@
-"""The learning rate and momentum of a run as pure functions of the step.
-
-Also the checks of the `schedule` section. A resumed run needs the step and, for `plateau`, the
-recorded evaluations.
+"""The learning rate of a run as a pure function of the step, and the checks of the `schedule`
+section.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 from imagenet_cls.config.schema import (
     NOT_NEGATIVE,
     SHARE,
-    SHARE_BELOW_1,
     OptimizerConfig,
     Range,
     ScheduleConfig,
@@ -22,7 +19,6 @@ from imagenet_cls.errors import ConfigError, Problem, UserError
 from imagenet_cls.lookup import (
     NameNotFoundError,
     find_factory,
-    keyword_names,
     kwargs_problems,
     number_problem,
 )
@@ -30,24 +26,14 @@ from imagenet_cls.optim.signature_check import NotNegative, value_problems
 from imagenet_cls.text import format_value
 
 # Arguments that the program passes: to the built-in curves, and to a user's factory.
-CURVE_ARGUMENTS = ("t", "horizon", "evaluations")
+CURVE_ARGUMENTS = ("t", "horizon")
 FACTORY_ARGUMENTS = ("base_lr", "total_steps", "steps_per_epoch")
 
 # Annotations of arguments, by which they are checked. A list of epochs must be in ascending order,
 # with none twice.
 Numbers = Annotated[list[float], NOT_NEGATIVE]
 Share = Annotated[float, SHARE]
-Divisor = Annotated[float, Range(1)]
 Epochs = Annotated[float, Range(0.001)]
-Momentum = Annotated[float | None, SHARE_BELOW_1]
-Anneal = Literal["cos", "linear"]
-# Defaults of one_cycle, for the learning rate and the momentum.
-_PCT_START = 0.3
-_ANNEAL: Anneal = "cos"
-
-# (step, top-1 of the raw weights in percent) of each evaluation after `eval.every_epochs` epochs,
-# in order.
-Evaluations = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -103,72 +89,6 @@ def multistep(t: float, horizon: Horizon, milestones_epochs: Numbers, gamma: Sha
     )
 
 
-def exponential(t: float, horizon: Horizon, gamma: Share) -> float:
-    """Multiply the rate by gamma at the start of each epoch but the first, as in torchvision's
-    reference script.
-    """
-    return step_decay(t, horizon, 1, gamma)
-
-
-def one_cycle(
-    t: float,
-    horizon: Horizon,
-    pct_start: Share = _PCT_START,
-    anneal: Anneal = _ANNEAL,
-    div_factor: Divisor = 25.0,
-    final_div_factor: Divisor = 1e4,
-    min_momentum: Momentum = None,
-    max_momentum: Momentum = None,
-) -> float:
-    """The rate rises from peak_lr / div_factor to peak_lr in the first share pct_start of the
-    horizon. Then it falls to peak_lr / div_factor / final_div_factor in the last step (Smith and
-    Topin, "Super-Convergence", 2018). Equal to torch's OneCycleLR in two phases.
-
-    Unlike there, the momentum is constant unless both momenta are given: see `one_cycle_momentum`.
-    """
-    start = horizon.peak_lr / div_factor
-    rates = (start, horizon.peak_lr, start / final_div_factor)
-    return _two_phases(t, horizon, rates, pct_start, anneal)
-
-
-def one_cycle_momentum(
-    t: float,
-    horizon: Horizon,
-    min_momentum: float,
-    max_momentum: float,
-    pct_start: float = _PCT_START,
-    anneal: Anneal = _ANNEAL,
-    **_: float,
-) -> float:
-    """The momentum of `one_cycle` falls to min_momentum while the rate rises, and then rises."""
-    momenta = (max_momentum, min_momentum, max_momentum)
-    return _two_phases(t, horizon, momenta, pct_start, anneal)
-
-
-def _two_phases(
-    t: float, horizon: Horizon, values: tuple[float, float, float], pct_start: float, anneal: Anneal
-) -> float:
-    """A curve from the first value, at time 0, over the second, at `pct_start * length - 1`, to the
-    third, at `length - 1`, as in torch's OneCycleLR.
-    """
-    first, middle, final = values
-    turn = pct_start * horizon.length - 1
-    last = horizon.length - 1
-    passed = 1.0  # share of the phase
-    if t <= turn:
-        begin = first
-        end = middle
-        if turn > 0:
-            passed = t / turn
-    else:
-        begin = middle
-        end = final
-        if last > turn:
-            passed = min((t - turn) / (last - turn), 1.0)
-    remains = 0.5 * (1 + math.cos(math.pi * passed)) if anneal == "cos" else 1 - passed
-    return end + (begin - end) * remains
-
-
 def piecewise(t: float, horizon: Horizon, epochs: Numbers, factors: Numbers) -> float:
     """peak_lr times a factor, given at some epochs; linear between them, constant before and after.
 
@@ -184,54 +104,18 @@ def piecewise(t: float, horizon: Horizon, epochs: Numbers, factors: Numbers) -> 
     return horizon.peak_lr * factors[-1]
 
 
-def plateau(
-    t: float,
-    horizon: Horizon,
-    evaluations: Sequence[float],
-    patience: Annotated[int, NOT_NEGATIVE] = 10,
-    gamma: Annotated[float, SHARE_BELOW_1] = 0.1,
-    min_lr: NotNegative = 0.0,
-    threshold: NotNegative = 1e-4,
-) -> float:
-    """Multiply the rate by gamma, but not below min_lr, after more than `patience` evaluations in a
-    row without a better one.
-
-    evaluations: top-1 or mAP (%) of each one up to now; better is more than the best so far times 1
-    + threshold. This is the rule of torch's ReduceLROnPlateau with mode `max`, which also ignores a
-    reduction of 1e-8 or less.
-    """
-    lr = horizon.peak_lr
-    best = -math.inf
-    evaluations_since_best = 0
-    for top1_pct in evaluations:
-        evaluations_since_best += 1
-        if top1_pct > best * (1 + threshold):
-            best = top1_pct
-            evaluations_since_best = 0
-        if evaluations_since_best > patience:
-            evaluations_since_best = 0
-            reduced = max(lr * gamma, min_lr)
-            if lr - reduced > 1e-8:
-                lr = reduced
-    return lr
-
-
 def constant(t: float, horizon: Horizon) -> float:
     """Always peak_lr."""
     return horizon.peak_lr
 
 
-# Called as `curve(t, horizon, **kwargs)`, t from 0 to `horizon.length`; `plateau` with
-# `evaluations` too.
+# Called as `curve(t, horizon, **kwargs)`, t from 0 to `horizon.length`.
 BUILT_IN: dict[str, Callable[..., float]] = {
     "cosine": cosine,
     "step": step_decay,
     "multistep": multistep,
     "polynomial": polynomial,
-    "exponential": exponential,
-    "one_cycle": one_cycle,
     "piecewise": piecewise,
-    "plateau": plateau,
     "constant": constant,
 }
 
@@ -262,12 +146,10 @@ def scaled_lr(optimizer: OptimizerConfig, global_batch_size: int) -> tuple[float
 
 @dataclass(frozen=True)
 class Schedule:
-    """`schedule(step)` is the learning rate of optimizer step 0, 1, 2, ...;
-    `schedule.momentum(step)` its momentum.
+    """`schedule(step)` is the learning rate of optimizer step 0, 1, 2, ...
 
-    After the last step both are constant. curve: the learning rate as a function of the time since
-    `start`, in units of the horizon. warmup: the time at which the warm-up ends. momentum_curve:
-    None if the momentum is constant.
+    After the last step it is constant. curve: the learning rate as a function of the time since
+    `start`, in units of the horizon. warmup: the time at which the warm-up ends.
     """
 
     settings: ScheduleConfig
@@ -276,18 +158,14 @@ class Schedule:
     start: float
     warmup: float
     steps_per_epoch: int
-    momentum_curve: Callable[..., float] | None = None
 
-    def __call__(self, step: int, evaluations: Evaluations = ()) -> float:
-        """The learning rate. evaluations: all so far, before a resume too; only `plateau` uses
-        them.
-        """
+    def __call__(self, step: int) -> float:
+        """The learning rate."""
         settings = self.settings
-        now = self._time(step)
-        arguments = {}
-        if settings.name == "plateau":
-            arguments["evaluations"] = self._results_for_plateau(evaluations, now)
-        rate = self.curve(self._since_start(now), self.horizon, **arguments)
+        # With by_epoch the time of the first step of its epoch.
+        now = step // self.steps_per_epoch if settings.by_epoch else step
+        since_start = min(max(now - self.start, 0), self.horizon.length)
+        rate = self.curve(since_start, self.horizon)
         if now >= self.warmup:
             return rate
         target = rate if settings.warmup_prefix else self.horizon.peak_lr
@@ -296,30 +174,6 @@ class Schedule:
             return start_lr + (target - start_lr) * now / self.warmup
         factor = settings.warmup_start_factor
         return (factor + (1 - factor) * now / self.warmup) * target
-
-    def momentum(self, step: int) -> float | None:
-        """The momentum (Adam's first beta) if the schedule changes it, else None."""
-        if self.momentum_curve is None:
-            return None
-        return self.momentum_curve(self._since_start(self._time(step)), self.horizon)
-
-    def _time(self, step: int) -> float:
-        """The time of a step; with by_epoch the time of the first step of its epoch."""
-        return step // self.steps_per_epoch if self.settings.by_epoch else step
-
-    def _since_start(self, now: float) -> float:
-        return min(max(now - self.start, 0), self.horizon.length)
-
-    def _results_for_plateau(self, evaluations: Evaluations, now: float) -> list[float]:
-        """The top-1 of the evaluations that `plateau` uses: between epochs, after the warm-up (as
-        timm does) and before the cooldown. A run may also have evaluated within an epoch.
-        """
-        last = min(now, self.start + self.horizon.length)
-        return [
-            top1_pct
-            for step, top1_pct in evaluations
-            if step % self.steps_per_epoch == 0 and self.warmup < self._time(step) <= last
-        ]
 
 
 def build_schedule(
@@ -350,9 +204,6 @@ def build_schedule(
     start = warmup if schedule.warmup_prefix and is_built_in else 0
     length = max(epochs * units_per_epoch - cooldown - start, 0)
     horizon = Horizon(base_lr, length, units_per_epoch)
-    momentum_curve = None
-    if schedule.name == "one_cycle" and schedule.kwargs.get("max_momentum") is not None:
-        momentum_curve = partial(one_cycle_momentum, **schedule.kwargs)
     if is_built_in:
         curve: Callable[..., float] = partial(BUILT_IN[schedule.name], **schedule.kwargs)
     else:
@@ -384,13 +235,11 @@ def build_schedule(
 
         curve(0, horizon)  # so that a dry run checks it, too
 
-    return Schedule(schedule, curve, horizon, start, warmup, steps_per_epoch, momentum_curve)
+    return Schedule(schedule, curve, horizon, start, warmup, steps_per_epoch)
 
 
-def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) -> list[Problem]:
-    """All problems of the section that can be found without data. lr: the run's highest rate,
-    scaled for the batch.
-    """
+def schedule_problems(schedule: ScheduleConfig, epochs: int) -> list[Problem]:
+    """All problems of the section that can be found without data."""
     is_factory = schedule.name not in BUILT_IN
     try:
         factory = find_factory("schedule", schedule.name, BUILT_IN)
@@ -398,21 +247,14 @@ def schedule_problems(schedule: ScheduleConfig, epochs: int, lr: float = 1.0) ->
         return [Problem("schedule.name", str(error))]
     passed = FACTORY_ARGUMENTS if is_factory else CURVE_ARGUMENTS
     problems = kwargs_problems("schedule.kwargs", factory, schedule.kwargs, passed)
-    names, takes_any = keyword_names(factory)
-    missing = [name for name in passed if name not in names]
-    if is_factory and missing and not takes_any:
-        text = f"must take the arguments {', '.join(passed)}, and has no {missing[0]}"
-        problems.append(Problem("schedule.name", f"{schedule.name!r} {text}"))
     if problems or is_factory:
         return problems
     problems = value_problems("schedule.kwargs", factory, schedule.kwargs)
-    return problems or _combination_problems(schedule, epochs, lr)
+    return problems or _combination_problems(schedule, epochs)
 
 
-def _combination_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> list[Problem]:
-    """Arguments of a built-in curve that do not fit each other, the run, or its highest learning
-    rate.
-    """
+def _combination_problems(schedule: ScheduleConfig, epochs: int) -> list[Problem]:
+    """Arguments of a built-in curve that do not fit each other or the run."""
     kwargs = schedule.kwargs
     length = epochs - schedule.cooldown_epochs
     if schedule.warmup_prefix:
@@ -434,15 +276,4 @@ def _combination_problems(schedule: ScheduleConfig, epochs: int, lr: float) -> l
             f"{len(kwargs['factors'])} factors for {len(kwargs['epochs'])} epochs; give one for "
             "each"
         )
-    missing = [name for name in ("min_momentum", "max_momentum") if kwargs.get(name) is None]
-    if len(missing) == 1:
-        found[f"kwargs.{missing[0]}"] = "is missing: give both momenta, or none"
-    # With these the rate would rise where it should fall, or fall where it should rise.
-    start_lr = schedule.warmup_start_lr if schedule.warmup_epochs > 0 else None
-    for key, rate in (("kwargs.min_lr", kwargs.get("min_lr")), ("warmup_start_lr", start_lr)):
-        if rate is not None and rate > lr:
-            found[key] = (
-                f"{rate:g} is more than the learning rate {lr:.4g} (optimizer.lr, scaled for the "
-                f"batch); give at most {lr:.4g}"
-            )
     return [Problem(f"schedule.{key}", text) for key, text in found.items()]

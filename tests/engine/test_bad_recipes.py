@@ -63,12 +63,6 @@ def returns_none(**kwargs: Any) -> None: ...
         ("model.name=test_bad_recipes:has_no_parameters", "model.name"),
         ("model.name=test_bad_recipes:is_lazy", "model.name"),
         ("model.name=resnet10t train.micro_batch_size=1", "train.micro_batch_size"),
-        # the optimizer has no momentum, and the run fewer steps
-        (
-            "schedule.name=one_cycle schedule.warmup_epochs=0 schedule.kwargs.min_momentum=0.8 "
-            "schedule.kwargs.max_momentum=0.9 optimizer.name=timm:adafactor optimizer.lr=0.01",
-            "schedule.kwargs.max_momentum",
-        ),
         ("ema.decay=0.9 ema.every_steps=1000", "ema.every_steps"),
     ],
 )

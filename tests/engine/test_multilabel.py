@@ -79,7 +79,6 @@ SETTINGS = {
     "mix__cutmix_alpha": 1.0,
     "augment__erasing__prob": 0.5,
     "ema__decay": 0.9,
-    "schedule__name": "plateau",
     "train__early_stop__patience_evals": 2,
     "train__early_stop__metric": "micro_f1",
     "train__epochs": 3,
@@ -126,7 +125,6 @@ def test_results_are_those_of_several_labels(list_run: Path) -> None:
     progress = state_of(list_run)["progress"]
     assert progress["latest"]["raw"]["best_threshold"] == raw["best_threshold"]
     assert set(progress["best"]["raw"]) == {"map_pct", "step"}
-    assert progress["evaluations"][-1][1] == raw["map_pct"]  # of the plateau
 
 
 @pytest.mark.parametrize("form", FORMS)

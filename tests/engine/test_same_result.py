@@ -12,7 +12,6 @@ import pytest
 import torch
 from helpers import (
     arguments,
-    assert_resumes,
     edit_state,
     evaluations,
     losses,
@@ -149,16 +148,13 @@ def test_resume_late_in_an_epoch_replays_nothing(tmp_path: Path) -> None:
 
 
 def test_resume_keeps_best_evaluations_and_ema_warmup(digits: Path, tmp_path: Path) -> None:
-    """The best so far, the evaluations that `plateau` reads, and the number of EMA updates, which
-    the warm-up reads.
+    """The best so far, and the number of EMA updates, which the warm-up reads.
 
     Resumed between two evaluations, with a changed key that is not recipe.
     """
     folder, whole = tmp_path / "run", tmp_path / "whole"
     settings = {
         "model__name": "torchvision:mnasnet0_5",  # its modules have versions
-        "schedule__name": "plateau",
-        "schedule__kwargs": "{patience: 0}",
         "ema__decay": 0.999,
         "ema__warmup": "true",
         "checkpoint__every_steps": 12,
@@ -166,7 +162,7 @@ def test_resume_keeps_best_evaluations_and_ema_warmup(digits: Path, tmp_path: Pa
     train_here(arguments(digits, folder, train__max_steps=11, **settings))
     known = state_of(folder)["progress"]
     assert {best["step"] for best in known["best"].values()} == {11}
-    assert known["best"].keys() == {"raw", "ema"} and len(known["evaluations"]) == 1
+    assert known["best"].keys() == {"raw", "ema"} and len(known["history"]) == 1
     words = arguments(digits, folder, train__max_steps=13, log__every_steps=2, **settings)
     train_here([*words, "--resume"])
     later = json.loads((folder / "checkpoints" / "step-0000012" / "state.json").read_text())
@@ -182,10 +178,7 @@ def epochs_of(work_dir: Path) -> list[tuple[int, int]]:
     return [(epoch, len(list(steps))) for epoch, steps in itertools.groupby(epochs)]
 
 
-PLATEAU = {"schedule__name": "plateau", "schedule__kwargs": "{patience: 0, gamma: 0.5}"}
-
-
-@pytest.mark.parametrize("schedule", [{}, PLATEAU, {"schedule__by_epoch": "true"}])
+@pytest.mark.parametrize("schedule", [{}, {"schedule__by_epoch": "true"}])
 def test_resume_with_other_batches_goes_on_in_the_same_epoch(
     digits: Path, tmp_path: Path, schedule: dict[str, str]
 ) -> None:
@@ -205,17 +198,13 @@ def test_resume_with_other_batches_goes_on_in_the_same_epoch(
     shutil.copytree(tmp_path / "run", tmp_path / "parts", symlinks=True)
     resume(64)
     assert epochs_of(tmp_path / "run") == [(0, 11), (1, 7), (2, 22), (3, 22)]
-    progress = state_of(tmp_path / "run")["progress"]
     # the first run evaluates where it ends, in the second epoch
     assert [record["epoch"] for record in evaluations(tmp_path / "run")] == [0, 1, 1, 2, 3]
-    assert len(progress["history"]) == 4
-    assert [place for place, _ in progress["evaluations"]] == [22, 44, 66, 88]
-
-    if schedule is not PLATEAU:
-        config = load_config(tmp_path / "run" / "config.yaml").config
-        curve = build_schedule(config.schedule, config.optimizer.lr, 22, 4)
-        rates = [record["lr"] for record in records(tmp_path / "run", "train")]
-        assert rates[18:] == [curve(step) for step in range(44, 88)]
+    assert len(state_of(tmp_path / "run")["progress"]["history"]) == 4
+    config = load_config(tmp_path / "run" / "config.yaml").config
+    curve = build_schedule(config.schedule, config.optimizer.lr, 22, 4)
+    rates = [record["lr"] for record in records(tmp_path / "run", "train")]
+    assert rates[18:] == [curve(step) for step in range(44, 88)]
 
     resume(64, "parts", train__max_steps=30)
     resume(64, "parts")
@@ -251,15 +240,3 @@ def test_resume_in_an_epoch_of_other_steps_evaluates_each_epoch_once(
     train_here([*words, "--resume-from", str(checkpoint), *allowed])
     assert epochs_of(later) == trained
     assert [record["epoch"] for record in evaluations(later)] == evaluated
-
-
-def test_plateau_resumes_with_the_same_rates_and_bits(digits: Path, tmp_path: Path) -> None:
-    """The stop within an epoch adds an evaluation, which the schedule must ignore. Nothing is good
-    enough, so each evaluation but the first counts.
-    """
-    kwargs = "{patience: 0, threshold: 9}"
-    settings = PLATEAU | {"schedule__kwargs": kwargs, "schedule__warmup_epochs": 0}
-    assert_resumes(digits, tmp_path, 15, **settings, train__epochs=3, train__max_steps=23)
-    for name in ("whole", "parts"):
-        rates = [record["lr"] for record in records(tmp_path / name, "train")]
-        assert rates == pytest.approx([0.03] * 22 + [0.003])

@@ -90,7 +90,7 @@ def ours(config: Config, model: nn.Module, first_step: int) -> Weights:
         )
         pixels = pixels.double()
         training_loss(model(pixels), mixed_targets, pixels).backward()
-        updater.update(schedule(step), schedule.momentum(step))
+        updater.update(schedule(step))
     return {name: p.detach() for name, p in model.named_parameters()}
 
 

@@ -63,9 +63,7 @@ def build_teacher(recipe: Path, run_folder: Path | None) -> nn.Module | None:
 
 
 class Plain:
-    """The state of a plain loop, and its step. evaluations: (step, top-1) so far, for the plateau
-    schedule.
-    """
+    """The state of a plain loop, and its step."""
 
     def __init__(self, cfg: Any, schedule: Schedule, start: nn.Module | None):
         """start: a trained network, the teacher or the starting weights."""
@@ -75,7 +73,7 @@ class Plain:
         self.mixup = build_mixup(cfg)
         self.criterion = loss_function(cfg, self.mixup is not None)
         self.ema = build_ema(self.model, cfg)
-        self.steps, self.evaluations = 0, list[tuple[int, float]]()
+        self.steps = 0
 
     def start_epoch(self, epoch: int) -> None:
         set_training(self.model, self.cfg)
@@ -87,10 +85,8 @@ class Plain:
         other.
         """
         train = self.cfg.train
-        momentum = self.schedule.momentum(self.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule(self.steps, self.evaluations) * group["lr_scale"]
-            group |= {} if momentum is None else {"momentum": momentum}
+            group["lr"] = self.schedule(self.steps) * group["lr_scale"]
         if self.mixup is not None:
             images, targets = self.mixup(images, targets)
         self.backward(images, targets)

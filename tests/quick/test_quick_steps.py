@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import evaluations
 from plain_loop import Plain, build_teacher, map_pct, top1_pct, val_images
 from quick_runs import QUICK, STARTS_FROM, TEACHER, measured, train_recipe
 from torch import Tensor, nn
 
-from imagenet_cls.config.metrics import main_metric
 from imagenet_cls.data.device import TrainPreprocess
 from imagenet_cls.engine import run_training
 from imagenet_cls.engine.build import build
@@ -135,16 +133,10 @@ def test_quick_recipe_equals_plain_loop_and_learns(
     for model in (plain.model, *([] if plain.ema is None else [plain.ema.module])):
         model.load_state_dict(trace.start)
     loss = plain.loss
-    raw = [record for record in evaluations(tmp_path / "run") if record["weights"] == "raw"]
     for step, weights in enumerate(trace.weights):
         epoch, start = divmod(step, trace.parts.plan.steps_per_epoch)
         if start == 0:
             plain.start_epoch(epoch)
-            plain.evaluations = [
-                (record["step"], record[main_metric(record).field])
-                for record in raw
-                if record["step"] <= step
-            ]
         plain.loss = partial(seeded, hash_key("batch", cfg.seed, step, 0, 0), loss)  # type: ignore[method-assign]
         seed_generators(hash_key("mix", cfg.seed, step, 0, 0))
         plain.step(torch.cat(trace.images[step]), torch.cat(trace.targets[step]))

@@ -85,7 +85,6 @@ def test_ineffective_keys_are_not_compared(digits: Path) -> None:
     assert check_resumable(before, parts_for(digits), ()) == []
     before = state_for(digits, train__sam_rho=0.1, train__sam_every_steps=2)
     assert len(check_resumable(before, parts_for(digits), ["train.sam_rho"])) == 1
-    # part of the recipe with plateau only
     parts = parts_for(digits, eval__every_epochs=2)
     assert len(check_resumable(state_for(digits), parts, ())) == 1
 
@@ -94,7 +93,6 @@ def test_ineffective_keys_are_not_compared(digits: Path) -> None:
     ("recipe", "key", "value"),
     [
         ({"train__sam_rho": 0.1}, "train.sam_every_steps", 3),
-        ({"schedule__name": "plateau"}, "eval.every_epochs", 2),
         # which has no effect any more, since it is after the last epoch
         ({"mix__mixup_alpha": 0.2, "mix__off_epoch": 1}, "mix.off_epoch", 500),
     ],

@@ -10,8 +10,6 @@ from imagenet_cls.errors import ConfigError, UserError
 from imagenet_cls.optim.groups import parameter_groups
 from imagenet_cls.optim.optimizers import (
     build_optimizer,
-    initial_momentum,
-    optimizer_of_layer,
     optimizer_problems,
 )
 
@@ -146,11 +144,3 @@ def test_user_factory_is_called_with_groups() -> None:
     config = OptimizerConfig(name=name, lr=0.1, kwargs={"momentum": -1})
     with pytest.raises(ValueError):  # with a traceback: it is the user's code
         build_optimizer(config, parameter_groups(network(), config))
-
-
-@pytest.mark.parametrize(
-    ("name", "momentum"), [("rmsprop", 0.0), ("adamw", 0.9), ("timm:adafactor", None)]
-)
-def test_initial_momentum(name: str, momentum: float | None) -> None:
-    config = OptimizerConfig(name=name, lr=0.1)
-    assert initial_momentum(optimizer_of_layer(config, network())) == momentum
