@@ -147,7 +147,7 @@ def _limits_text(key: str) -> str:
     info = keys.info(key)
     texts = [f"At most `{info.at_most}`."] if info.at_most else []
     texts += [f"Not with `{other}`." for other in info.excludes]
-    texts += [f"Needs {info.needs.text}."] if info.needs is not None else []
+    texts += [f"Needs `{info.needs}`."] if info.needs else []
     return " ".join(texts)
 
 

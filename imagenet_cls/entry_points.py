@@ -63,25 +63,23 @@ class DataOpener(NamedTuple):
 
     module: has `open_part(config, part, classes)`, which returns the `data.image_set.ImageSet` of a
     part of the section `data`, and `problems(config)`, which returns the problems of its arguments.
-    has_paths: whether parts are paths below `data.root`. is_encoded: whether images are stored as
-    files, so that `data.exif` has an effect. supports_multilabel: whether `data.labels` may be
-    multi.
+    has_paths: whether parts are paths below `data.root`. supports_multilabel: whether `data.labels`
+    may be multi.
     """
 
     module: str
     has_paths: bool = False
-    is_encoded: bool = False
     supports_multilabel: bool = False
 
 
 # By the form of `data.name`.
 DATA_OPENERS = {
-    "folder": DataOpener("data.files", has_paths=True, is_encoded=True, supports_multilabel=True),
-    "list": DataOpener("data.files", has_paths=True, is_encoded=True, supports_multilabel=True),
-    "digits": DataOpener("data.builtin", has_paths=True, is_encoded=True),
+    "folder": DataOpener("data.files", has_paths=True, supports_multilabel=True),
+    "list": DataOpener("data.files", has_paths=True, supports_multilabel=True),
+    "digits": DataOpener("data.builtin", has_paths=True),
     "synthetic": DataOpener("data.synthetic"),
     "torchvision:NAME": DataOpener("data.torchvision_sets"),
-    "hf:USER/NAME": DataOpener("extras.datasets.hub", is_encoded=True, supports_multilabel=True),
+    "hf:USER/NAME": DataOpener("extras.datasets.hub", supports_multilabel=True),
     "my_module:my_factory": DataOpener("data.map_style", supports_multilabel=True),
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from imagenet_cls.config import keys
 from imagenet_cls.config.metrics import METRICS
+from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.config.schema import SHARE_BELOW_1, Config, height_width
 from imagenet_cls.entry_points import DATA_OPENERS, data_opener
 from imagenet_cls.errors import CheckpointError, Problem
@@ -325,12 +326,19 @@ def ineffective_keys(config: Config) -> dict[str, str]:
     """The keys that have no effect in this config, whatever their values, and what each would
     need.
     """
-    found = {}
-    for key in keys.value_types():
-        needs = keys.info(key).needs
-        if needs is not None and not needs.is_met(config):
-            found[key] = needs.text
-    return found
+    needs = {key: keys.info(key).needs for key in keys.value_types()}
+    return {key: need for key, need in needs.items() if need and not is_met(config, need)}
+
+
+def is_met(config: Config, needs: str) -> bool:
+    """Whether a condition of `KeyInfo.needs` is met."""
+    return any(
+        all(
+            dump_inline(attrgetter(key)(config)) == value if equals else attrgetter(key)(config)
+            for key, equals, value in (term.partition("=") for term in terms.split(" and "))
+        )
+        for terms in needs.split(" or ")
+    )
 
 
 def unused_values(config: Config) -> Iterator[Problem]:

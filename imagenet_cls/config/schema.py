@@ -5,13 +5,12 @@ docs/config.md is generated from the comments.
 # ruff: noqa: RUF009 (`key` and `section` return dataclass fields)
 
 import math
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from imagenet_cls.config.metrics import BY_NAME
-from imagenet_cls.entry_points import DATA_OPENERS, data_opener
+from imagenet_cls.entry_points import DATA_OPENERS
 
 Kwargs = dict[str, Any]
 Size = int | list[int]  # of an image in pixels: the side of a square, or [height, width]
@@ -78,15 +77,6 @@ def format_size(size_px: Size) -> str:
     return f"{height} px" if height == width else f"{height} x {width} px"
 
 
-class Condition(NamedTuple):
-    """When a key has an effect."""
-
-    # What has to be the case.
-    text: str
-    # Whether it is, for a Config.
-    is_met: Callable[[Any], bool]
-
-
 @dataclass(frozen=True)
 class KeyInfo:
     """What the schema states about a key, or about all keys of a section."""
@@ -105,8 +95,9 @@ class KeyInfo:
     at_most: str | None = None
     # Keys of which none may be set beside it, to other than null, false and [].
     excludes: tuple[str, ...] = ()
-    # When the key has an effect. None: always.
-    needs: Condition | None = None
+    # When the key has an effect: `KEY`, set to other than null, false, 0 and [], or `KEY=VALUE`,
+    # joined by ` and ` and ` or `. "": always.
+    needs: str = ""
     # Whether the key decides what is computed, so that it is compared on resume.
     recipe: bool = True
     # Whether the machines of a run may differ in it.
@@ -142,54 +133,10 @@ FACTORIES = (
     "a list of factories, such as [my_module:my_factory]",
 )
 
-# When keys have an effect.
-READS_FILES = Condition(
-    "data.name " + ", ".join(form for form, opener in DATA_OPENERS.items() if opener.is_encoded),
-    lambda c: (opener := data_opener(c.data.name)) is not None and opener.is_encoded,
-)
-REPEATS = Condition("data.repeats above 1", lambda c: c.data.repeats > 1)
-HOLDS_OUT = Condition(
-    "data.val_fraction or data.fold", lambda c: any((c.data.val_fraction, c.data.fold))
-)
-FOLDS_OF_IMAGES = Condition(
-    "data.fold without data.group", lambda c: c.data.fold is not None and c.data.group is None
-)
-PROGRESSIVE = Condition(
-    "augment.progressive.epochs", lambda c: c.augment.progressive.epochs is not None
-)
-CROPS_RANDOMLY = Condition(
-    "augment.crop random_resized", lambda c: c.augment.crop == "random_resized"
-)
-PADS = Condition("augment.crop pad_crop", lambda c: c.augment.crop == "pad_crop")
-JITTERS = Condition(
-    "brightness, contrast, saturation or hue above 0", lambda c: c.augment.color_jitter.is_on
-)
-ERASES = Condition("augment.erasing.prob above 0", lambda c: c.augment.erasing.prob > 0)
-MIXES = Condition("mix.mixup_alpha or mix.cutmix_alpha above 0", lambda c: c.mix.is_on)
-MIXES_BOTH_WAYS = Condition(
-    "mixup and cutmix both on", lambda c: c.mix.mixup_alpha > 0 and c.mix.cutmix_alpha > 0
-)
-DISTILS = Condition("distill.kind soft or hard", lambda c: c.distill.kind != "none")
-DISTILS_SOFTLY = Condition("distill.kind soft", lambda c: c.distill.kind == "soft")
-EFFECTIVE_WEIGHTS = Condition(
-    "loss.class_weights effective", lambda c: c.loss.class_weights == "effective"
-)
-LR_SCALES = Condition("optimizer.lr_base_batch", lambda c: c.optimizer.lr_base_batch is not None)
-WARMS_UP = Condition("schedule.warmup_epochs above 0", lambda c: c.schedule.warmup_epochs > 0)
-WARMS_UP_BY_FACTOR = Condition(
-    "schedule.warmup_epochs above 0 and schedule.warmup_start_lr null",
-    lambda c: c.schedule.warmup_epochs > 0 and c.schedule.warmup_start_lr is None,
-)
-USES_SAM = Condition("train.sam_rho", lambda c: c.train.sam_rho is not None)
-AVERAGES = Condition(
-    "ema.decay or ema.half_life_images",
-    lambda c: c.ema.decay is not None or c.ema.half_life_images is not None,
-)
-STOPS_EARLY = Condition(
-    "train.early_stop.patience_evals", lambda c: c.train.early_stop.patience_evals is not None
-)
-MULTILABEL = Condition("data.labels multi", lambda c: c.data.labels == "multi")
-RESIZES_BY_SHARE = Condition("eval.resize_px null", lambda c: c.eval.resize_px is None)
+# When keys have an effect, for more than one key.
+MIXES = "mix.mixup_alpha or mix.cutmix_alpha"
+DISTILS = "distill.kind=soft or distill.kind=hard"
+AVERAGES = "ema.decay or ema.half_life_images"
 
 
 @dataclass(frozen=True)
@@ -260,10 +207,10 @@ class DataConfig:
         None, Range(0, 1000), count=2, excludes=("data.val", "data.val_fraction")
     )
     # Folds with equal shares of each class, to within one image.
-    stratify: bool = key(False, needs=FOLDS_OF_IMAGES)
+    stratify: bool = key(False, needs="data.fold and data.group=null")
     # Images of a group are held out together. A regular expression, searched in the path below the
     # training part: its group 1, or the whole match, names the group. null: each image is a group.
-    group: str | None = key(None, needs=HOLDS_OUT)
+    group: str | None = key(None, needs="data.val_fraction or data.fold")
     # The classes to use, in this order: names, or a text file with one a line. Images of other
     # classes are left out. null: all.
     classes: list[str] | str | None = None
@@ -284,7 +231,7 @@ class DataConfig:
     decode: Literal["auto", "whole"] = key("auto", recipe=False, per_machine=True)
     # The EXIF orientation of photos. ignore: as published recipes do. apply: rotate and mirror
     # ([EXIF orientation](docs/data.md#exif-orientation)).
-    exif: Literal["ignore", "apply"] = key("ignore", needs=READS_FILES)
+    exif: Literal["ignore", "apply"] = "ignore"
     # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names
     # the worker.
     timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
@@ -303,7 +250,7 @@ class DataConfig:
     # accordingly fewer images.
     repeats: int = key(1, Range(1, 100), at_most="train.global_batch_size")
     # Cut the samples of an epoch to a multiple of this (DeiT's and torchvision's samplers: 256).
-    repeats_multiple: int | None = key(None, COUNT, needs=REPEATS)
+    repeats_multiple: int | None = key(None, COUNT)
     # How equally often the classes are drawn in training ([Classes of different
     # sizes](docs/data.md#classes-of-different-sizes)): a class of n images has a share proportional
     # to n^(1 - balance). 0: each image once in an epoch. 1: each class equally often.
@@ -318,7 +265,12 @@ class ColorJitterConfig:
     """Largest random change of each property, as in torchvision's ColorJitter. 0: none."""
 
     # Probability that an image is changed at all.
-    prob: float = key(1.0, SHARE, needs=JITTERS)
+    prob: float = key(
+        1.0,
+        SHARE,
+        needs="augment.color_jitter.brightness or augment.color_jitter.contrast "
+        "or augment.color_jitter.saturation or augment.color_jitter.hue",
+    )
     # Factor drawn from [1 - x, 1 + x].
     brightness: float = key(0.0, JITTER)
     # Factor drawn from [1 - x, 1 + x].
@@ -327,10 +279,6 @@ class ColorJitterConfig:
     saturation: float = key(0.0, JITTER)
     # Shift drawn from [-x, x], in turns of the color circle.
     hue: float = key(0.0, Range(0, 0.5))
-
-    @property
-    def is_on(self) -> bool:
-        return any((self.brightness, self.contrast, self.saturation, self.hue))
 
 
 @dataclass(frozen=True)
@@ -342,13 +290,17 @@ class ErasingConfig:
     # Probability for an image. 0: none.
     prob: float = key(0.0, SHARE)
     # What fills it: zeros (`const`), one normal color (`rand`), or normal noise (`pixel`).
-    mode: Literal["const", "rand", "pixel"] = key("const", needs=ERASES)
+    mode: Literal["const", "rand", "pixel"] = key("const", needs="augment.erasing.prob")
     # Largest number of rectangles, drawn from 1 to this; they share the area.
-    max_count: int = key(1, Range(1, 100), needs=ERASES)
+    max_count: int = key(1, Range(1, 100), needs="augment.erasing.prob")
     # Area, as shares of the image's: [smallest, largest].
-    scale: list[float] = key([0.02, 1 / 3], POSITIVE_SHARE, count=2, ascending=True, needs=ERASES)
+    scale: list[float] = key(
+        [0.02, 1 / 3], POSITIVE_SHARE, count=2, ascending=True, needs="augment.erasing.prob"
+    )
     # Height / width: [smallest, largest].
-    ratio: list[float] = key([0.3, 10 / 3], RATIO, count=2, ascending=True, needs=ERASES)
+    ratio: list[float] = key(
+        [0.3, 10 / 3], RATIO, count=2, ascending=True, needs="augment.erasing.prob"
+    )
 
 
 @dataclass(frozen=True)
@@ -363,7 +315,7 @@ class ProgressiveConfig:
     # Side at each point, in pixels. The largest is augment.size_px.
     sizes_px: list[int] | None = key(None, PIXELS)
     # Sides are rounded to a multiple of this.
-    multiple_px: int = key(32, PIXELS, needs=PROGRESSIVE)
+    multiple_px: int = key(32, PIXELS, needs="augment.progressive.epochs")
 
 
 @dataclass(frozen=True)
@@ -379,18 +331,22 @@ class AugmentConfig:
     # image, resized to size_px. The last two change the aspect ratio.
     crop: Literal["random_resized", "pad_crop", "resize"] = "random_resized"
     # Pixels added on each side, less than size_px.
-    pad_px: int = key(4, Range(0, 10_000), needs=PADS)
+    pad_px: int = key(4, Range(0, 10_000), needs="augment.crop=pad_crop")
     # What they are filled with: zeros (`constant`), the nearest pixel (`edge`), or the mirror image
     # without (`reflect`) or with (`symmetric`) the pixels at the edge.
-    pad_mode: Literal["constant", "edge", "reflect", "symmetric"] = key("constant", needs=PADS)
+    pad_mode: Literal["constant", "edge", "reflect", "symmetric"] = key(
+        "constant", needs="augment.crop=pad_crop"
+    )
     # Resampling. random: bilinear or bicubic, drawn for each image.
     interpolation: Literal["nearest", "bilinear", "bicubic", "random"] = "bilinear"
     # Area of the random crop, as shares of the image's area: [smallest, largest].
     scale: list[float] = key(
-        [0.08, 1.0], POSITIVE_SHARE, count=2, ascending=True, needs=CROPS_RANDOMLY
+        [0.08, 1.0], POSITIVE_SHARE, count=2, ascending=True, needs="augment.crop=random_resized"
     )
     # Width / height of the random crop: [smallest, largest].
-    ratio: list[float] = key([0.75, 4 / 3], RATIO, count=2, ascending=True, needs=CROPS_RANDOMLY)
+    ratio: list[float] = key(
+        [0.75, 4 / 3], RATIO, count=2, ascending=True, needs="augment.crop=random_resized"
+    )
     # Probability of a left-right flip.
     hflip_prob: float = key(0.5, SHARE)
     # Probability of a top-bottom flip.
@@ -426,7 +382,7 @@ class MixConfig:
     # Probability that a batch (or pair, or image) is mixed.
     prob: float = key(1.0, SHARE, needs=MIXES)
     # Probability of cutmix if both are on.
-    switch_prob: float = key(0.5, SHARE, needs=MIXES_BOTH_WAYS)
+    switch_prob: float = key(0.5, SHARE, needs="mix.mixup_alpha and mix.cutmix_alpha")
     # One draw for the whole micro-batch, for each pair of images, or for each image.
     mode: Literal["batch", "pair", "elem"] = key("batch", needs=MIXES)
     # No mixing from this epoch on, counted from 0. null: to the end.
@@ -457,7 +413,7 @@ class LossConfig:
         None, NOT_NEGATIVE
     )
     # beta of `effective` (Cui et al. 2019).
-    effective_beta: float = key(0.999, SHARE_BELOW_1, needs=EFFECTIVE_WEIGHTS)
+    effective_beta: float = key(0.999, SHARE_BELOW_1, needs="loss.class_weights=effective")
     # Arguments: bce {target_threshold (above it targets are 1), sum_classes}, focal {gamma}, jsd
     # {alpha}; with data.labels multi, bce {sum_classes}, asymmetric {gamma_neg, gamma_pos, clip}.
     kwargs: Kwargs = key({})
@@ -496,7 +452,7 @@ class DistillConfig:
     # The teacher's share of the loss.
     alpha: float = key(0.5, SHARE, needs=DISTILS)
     # Both outputs are divided by it before the softmax.
-    temperature: float = key(1.0, Range(0.01, 1000), needs=DISTILS_SOFTLY)
+    temperature: float = key(1.0, Range(0.01, 1000), needs="distill.kind=soft")
     # The teacher.
     teacher: TeacherConfig = section(TeacherConfig)
 
@@ -515,7 +471,7 @@ class OptimizerConfig:
     # written.
     lr_base_batch: int | None = key(None, BATCH)
     # How lr scales: linearly with the batch size, or with its square root.
-    lr_scaling: Literal["linear", "sqrt"] = key("linear", needs=LR_SCALES)
+    lr_scaling: Literal["linear", "sqrt"] = key("linear", needs="optimizer.lr_base_batch")
     # Weight decay, as the optimizer defines it.
     weight_decay: float = key(0.0, NOT_NEGATIVE)
     # Weight decay of weights and biases of normalization layers. null: weight_decay.
@@ -550,12 +506,14 @@ class ScheduleConfig:
     warmup_epochs: float = key(0.0, NOT_NEGATIVE, at_most="train.epochs")
     # Learning rate at the start of the warm-up, as a factor of that at its end: the schedule's
     # first, or with warmup_prefix false the highest.
-    warmup_start_factor: float = key(0.01, SHARE, needs=WARMS_UP_BY_FACTOR)
+    warmup_start_factor: float = key(
+        0.01, SHARE, needs="schedule.warmup_epochs and schedule.warmup_start_lr=null"
+    )
     # Learning rate at the start of the warm-up, in place of the factor.
-    warmup_start_lr: float | None = key(None, NOT_NEGATIVE, needs=WARMS_UP)
+    warmup_start_lr: float | None = key(None, NOT_NEGATIVE, needs="schedule.warmup_epochs")
     # true: the schedule starts after the warm-up (torchvision). false: the warm-up replaces its
     # beginning (timm).
-    warmup_prefix: bool = key(True, needs=WARMS_UP)
+    warmup_prefix: bool = key(True, needs="schedule.warmup_epochs")
     # Epochs at the end with the schedule's last learning rate.
     cooldown_epochs: float = key(0.0, NOT_NEGATIVE)
     # Change the learning rate between epochs only, as in torchvision's and timm's scripts.
@@ -575,9 +533,9 @@ class EarlyStopConfig:
     # Evaluations in a row without a better one. null: train to the last epoch.
     patience_evals: int | None = key(None, COUNT)
     # What is compared: of the moving average if there is one, else of the raw weights.
-    metric: MetricName = key("top1", needs=STOPS_EARLY)
+    metric: MetricName = key("top1", needs="train.early_stop.patience_evals")
     # Smaller improvements do not count: in percentage points, or of the loss.
-    min_delta: float = key(0.0, NOT_NEGATIVE, needs=STOPS_EARLY)
+    min_delta: float = key(0.0, NOT_NEGATIVE, needs="train.early_stop.patience_evals")
 
 
 @dataclass(frozen=True)
@@ -621,7 +579,7 @@ class TrainConfig:
     # Sharpness-aware minimization (Foret et al. 2020): radius of the neighborhood. null: off.
     sam_rho: float | None = key(None, POSITIVE)
     # Use it every this many steps, since it costs a second pass.
-    sam_every_steps: int = key(1, COUNT, needs=USES_SAM)
+    sam_every_steps: int = key(1, COUNT, needs="train.sam_rho")
     # Recompute activations in the backward pass: less memory, about a third slower.
     grad_checkpointing: bool = key(False, recipe=False)
     # Use deterministic kernels on GPUs: slower, but every run gives the same bits, as on CPUs. An
@@ -661,7 +619,7 @@ class EvalConfig:
     crop_px: Size = key(224, PIXELS, count=2, at_most="eval.resize_px")
     # Sides of the crop as a share of the resized sides. 1 keeps the whole image with squash and
     # pad.
-    crop_pct: float = key(0.875, Range(0.01, 1), needs=RESIZES_BY_SHARE)
+    crop_pct: float = key(0.875, Range(0.01, 1), needs="eval.resize_px=null")
     # Side after the resize, in pixels: the short one, with `squash` both, with `pad` the long one.
     # null: floor(crop_px / crop_pct); of `[height, width]` each: the image covers both, or with
     # `pad` fits into both.
@@ -669,7 +627,7 @@ class EvalConfig:
     # Resampling of the resize.
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
     # Minimum probability of a predicted class.
-    threshold: float = key(0.5, SHARE, needs=MULTILABEL)
+    threshold: float = key(0.5, SHARE, needs="data.labels=multi")
     # Average the outputs for each image and its mirror image.
     flip_tta: bool = False
     # all: the validation part has the classes of the training part. present: it may have some of

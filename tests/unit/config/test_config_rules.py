@@ -22,8 +22,6 @@ TEACHER = "distill.teacher.name=a distill.teacher.checkpoint=b"
 @pytest.mark.parametrize(
     ("key", "without", "with_effect"),
     [
-        ("data.exif", "data.name=synthetic", ""),
-        ("data.repeats_multiple", "", "data.repeats=3"),
         ("data.group", "", "data.val=null data.val_fraction=0.1"),
         ("data.group", "", FOLD),
         ("data.stratify", "", FOLD),
