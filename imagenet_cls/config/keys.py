@@ -157,7 +157,8 @@ def _infos(key: str) -> Iterator[KeyInfo]:
 def exclusive_with(key: str) -> frozenset[str]:
     """The keys that may not be set beside this one; none for a key that the schema lacks."""
     pairs = [(name, other) for name in value_types() for other in info(name).excludes]
-    return frozenset(other for pair in pairs if key in pair for other in pair if other != key)
+    others = {other for pair in pairs if key in pair for other in pair}
+    return frozenset(others & value_types().keys() - {key})
 
 
 def members(hint: Any) -> tuple[Any, ...]:

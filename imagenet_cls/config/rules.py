@@ -13,10 +13,9 @@ from typing import Any
 from imagenet_cls.config import keys
 from imagenet_cls.config.metrics import METRICS
 from imagenet_cls.config.reader import dump_inline
-from imagenet_cls.config.schema import SHARE_BELOW_1, Config, height_width
+from imagenet_cls.config.schema import Config, height_width
 from imagenet_cls.entry_points import DATA_OPENERS, data_opener
 from imagenet_cls.errors import CheckpointError, Problem
-from imagenet_cls.lookup import number_problem
 from imagenet_cls.text import format_value
 
 
@@ -55,17 +54,12 @@ def rule_problems(c: Config) -> Iterator[Problem]:
     yield from _device_rules(c)
 
 
-def _is_set(c: Config, key: str) -> bool:
-    value = attrgetter(key)(c)
-    return value is not None and value is not False and value != []
-
-
 def _schema_rules(c: Config, key: str) -> Iterator[Problem]:
-    """The rules that the schema states beside the key: `excludes`, `at_most`, `shares`."""
+    """The rules that the schema states beside the key: `excludes` and `at_most`."""
     value = attrgetter(key)(c)
     info = keys.info(key)
     for other in info.excludes:
-        if _is_set(c, key) and _is_set(c, other):
+        if value != keys.default_of(key) and is_met(c, other):
             yield Problem(key, f"is given and {other} too; keep one")
     limit = attrgetter(info.at_most)(c) if info.at_most else None
     if value is not None and limit is not None:
@@ -73,12 +67,6 @@ def _schema_rules(c: Config, key: str) -> Iterator[Problem]:
         if largest > limit:
             shown = format_value(value)
             yield Problem(key, f"{shown} is more than {info.at_most} {format_value(limit)}")
-    for name in info.shares:
-        component = key.replace(".kwargs", ".name")
-        problem = number_problem(value.get(name) or 0, SHARE_BELOW_1)
-        # a factory may give the name another meaning
-        if problem is not None and ":" not in attrgetter(component)(c):
-            yield Problem(f"{key}.{name}", problem)
 
 
 def _data_rules(c: Config) -> Iterator[Problem]:
@@ -102,17 +90,13 @@ def _data_rules(c: Config) -> Iterator[Problem]:
             shown = format_value(data.group)
             yield Problem("data.group", f"{shown} is not a regular expression: {error}")
     for key in ("data.group", "data.exclude"):
-        if not has_paths and _is_set(c, key):
+        if not has_paths and attrgetter(key)(c) is not None:
             yield Problem(
                 key,
                 f"works only for datasets of files, and data.name is {data.name!r}; set it to null",
             )
     if data.channels == 2:
         yield Problem("data.channels", "2 is neither 1 nor 3")
-    if data.channels != 3 and c.distill.kind != "none":
-        yield Problem(
-            "data.channels", f"{data.channels} can't be used with distill.kind; a teacher gets 3"
-        )
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):
         if values is not None and len(values) != data.channels:
             text = f"needs as many numbers as data.channels ({data.channels}), not {len(values)}"
@@ -145,15 +129,6 @@ def _label_rules(c: Config) -> Iterator[Problem]:
         yield Problem("data.labels", f"'multi' is for data.name {allowed}, not {c.data.name!r}")
     if loss in ("cross_entropy", "focal", "jsd"):
         yield Problem("loss.name", f"{loss!r} is for one label; use bce or asymmetric")
-    if c.loss.class_weights == "effective":
-        yield Problem("loss.class_weights", "'effective' is for one label; use balanced")
-    if c.data.balance > 0:
-        text = "is not supported with data.labels multi; use loss.class_weights: balanced"
-        yield Problem("data.balance", text)
-    if c.distill.kind != "none":
-        yield Problem("distill.kind", "is not supported with data.labels multi; use none")
-    if c.eval.classes == "present":
-        yield Problem("eval.classes", "'present' is not supported with data.labels multi; use all")
 
 
 def _image_rules(c: Config) -> Iterator[Problem]:
@@ -196,16 +171,6 @@ def _image_rules(c: Config) -> Iterator[Problem]:
 def _training_rules(c: Config) -> Iterator[Problem]:
     splits = c.augment.splits
     loss = c.loss.name
-    if c.mix.is_on and loss in ("focal", "jsd"):
-        yield Problem(
-            "mix",
-            f"makes soft targets, which loss.name {loss!r} does not take; use cross_entropy or bce",
-        )
-    if c.mix.is_on and splits > 1:
-        yield Problem(
-            "augment.splits",
-            "compares splits of one image, and mix joins different images; use only one of them",
-        )
     if loss == "jsd" and splits < 2:
         yield Problem(
             "loss.name",
@@ -220,14 +185,6 @@ def _training_rules(c: Config) -> Iterator[Problem]:
         yield Problem(
             "model.split_bn", f"is true and augment.splits is {splits}; use 2 or more splits"
         )
-    if c.model.split_bn and c.parallel.sync_bn:
-        yield Problem(
-            "model.split_bn", "can't be synchronized over ranks; set parallel.sync_bn to false"
-        )
-    if c.model.split_bn and c.parallel.mode == "dp":
-        yield Problem(
-            "model.split_bn", "needs whole batches, and parallel.mode dp divides them; use ddp"
-        )
     if c.distill.kind != "none":
         yield from _distillation_rules(c)
     warmup_epochs = c.schedule.warmup_epochs
@@ -238,17 +195,10 @@ def _training_rules(c: Config) -> Iterator[Problem]:
             "schedule.cooldown_epochs",
             f"{cooldown_epochs:g} and schedule.warmup_epochs are more than train.epochs {epochs}",
         )
-    if c.train.sam_rho is not None and c.train.precision == "fp16":
-        yield Problem(
-            "train.sam_rho",
-            "needs gradients without a loss scale; use train.precision bf16 or fp32",
-        )
 
 
 def _distillation_rules(c: Config) -> Iterator[Problem]:
     teacher = c.distill.teacher
-    if c.augment.splits > 1:
-        yield Problem("distill.kind", "can't be used with augment.splits")
     if teacher.name is None:
         yield Problem(
             "distill.teacher.name", f"is null, and distill.kind is {c.distill.kind!r}; name a model"
@@ -263,25 +213,14 @@ def _distillation_rules(c: Config) -> Iterator[Problem]:
 
 
 def _device_rules(c: Config) -> Iterator[Problem]:
-    is_dp = c.parallel.mode == "dp"
     ids = c.parallel.device_ids
     if c.device == "cpu" and c.parallel.backend == "nccl":
         yield Problem("parallel.backend", "'nccl' needs GPUs and device is 'cpu'; use gloo or auto")
     if ids is not None and len(set(ids)) < len(ids):
         yield Problem("parallel.device_ids", f"{format_value(ids)} lists a GPU twice")
-    if (":" in c.device or c.device == "mps") and (ids is not None or is_dp):
+    if (":" in c.device or c.device == "mps") and (ids is not None or c.parallel.mode == "dp"):
         yield Problem(
             "device", f"{c.device!r} is one GPU; list the GPUs in parallel.device_ids instead"
-        )
-    if is_dp and c.train.compile:
-        yield Problem(
-            "train.compile",
-            "can't be used with parallel.mode dp, which copies the model in every step",
-        )
-    if is_dp and c.parallel.sync_bn:
-        yield Problem(
-            "parallel.sync_bn",
-            "synchronizes ranks, and parallel.mode dp has one; use ddp and several ranks",
         )
 
 

@@ -89,11 +89,9 @@ class KeyInfo:
     ascending: bool = False
     # A regular expression for the text, or for each text of a list, and its description.
     form: tuple[str, str] | None = None
-    # Keyword arguments from 0 to below 1.
-    shares: tuple[str, ...] = ()
     # The key that is the limit.
     at_most: str | None = None
-    # Keys of which none may be set beside it, to other than null, false and [].
+    # What may not be the case if the key is not at its default: each as in `needs`.
     excludes: tuple[str, ...] = ()
     # When the key has an effect: `KEY`, set to other than null, false, 0 and [], or `KEY=VALUE`,
     # joined by ` and ` and ` or `. "": always.
@@ -167,11 +165,11 @@ class ModelConfig:
     freeze_bn: bool = False
     # Separate BatchNorm layers for each split (augment.splits), as in AugMix. Evaluation uses the
     # first.
-    split_bn: bool = key(False, excludes=("model.freeze_bn",))
-    # Further arguments of the model, such as `{drop_path_rate: 0.05}`.
-    kwargs: Kwargs = key(
-        {}, shares=("drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate")
+    split_bn: bool = key(
+        False, excludes=("model.freeze_bn", "parallel.sync_bn=true", "parallel.mode=dp")
     )
+    # Further arguments of the model, such as `{drop_path_rate: 0.05}`.
+    kwargs: Kwargs = key({})
 
 
 # Of `data.name` in the other forms than `my_module:my_factory`.
@@ -240,7 +238,7 @@ class DataConfig:
     # more, and at most a tenth or 3.
     exclude: str | None = key(None, recipe=False, per_machine=True)
     # 3 (RGB) or 1 ([Gray images](docs/data.md#gray-images)). torchvision's models need 3.
-    channels: int = key(3, Range(1, 3))
+    channels: int = key(3, Range(1, 3), excludes=("distill.kind=soft", "distill.kind=hard"))
     # Mean of each channel, of pixel values in 0..1. null: as the model's pretrained weights expect,
     # else ImageNet's; for one channel, their average.
     mean: list[float] | None = key(None, SHARE)
@@ -254,7 +252,7 @@ class DataConfig:
     # How equally often the classes are drawn in training ([Classes of different
     # sizes](docs/data.md#classes-of-different-sizes)): a class of n images has a share proportional
     # to n^(1 - balance). 0: each image once in an epoch. 1: each class equally often.
-    balance: float = key(0.0, SHARE)
+    balance: float = key(0.0, SHARE, excludes=("data.labels=multi",))
     # Further arguments: of `synthetic` {train_images, val_images, num_classes, size_px}, of
     # `hf:USER/NAME` {image, label, subset, revision}, or of the class or factory.
     kwargs: Kwargs = key({})
@@ -376,9 +374,9 @@ class MixConfig:
     """
 
     # Parameter of the beta distribution of mixup's share (Zhang et al. 2017). 0: no mixup.
-    mixup_alpha: float = key(0.0, ALPHA)
+    mixup_alpha: float = key(0.0, ALPHA, excludes=("loss.name=focal", "loss.name=jsd"))
     # Likewise for cutmix (Yun et al. 2019). 0: no cutmix.
-    cutmix_alpha: float = key(0.0, ALPHA)
+    cutmix_alpha: float = key(0.0, ALPHA, excludes=("loss.name=focal", "loss.name=jsd"))
     # Probability that a batch (or pair, or image) is mixed.
     prob: float = key(1.0, SHARE, needs=MIXES)
     # Probability of cutmix if both are on.
@@ -448,7 +446,9 @@ class DistillConfig:
     # `soft`: divergence from the teacher's softened outputs (Hinton et al. 2015); `hard`:
     # cross-entropy with its top class (Touvron et al. 2021). In a model with a distillation token
     # (timm's deit_*_distilled), of the output of that token.
-    kind: Literal["none", "soft", "hard"] = "none"
+    kind: Literal["none", "soft", "hard"] = key(
+        "none", excludes=("loss.name=jsd", "data.labels=multi")
+    )
     # The teacher's share of the loss.
     alpha: float = key(0.5, SHARE, needs=DISTILS)
     # Both outputs are divided by it before the softmax.
@@ -492,7 +492,7 @@ class OptimizerConfig:
     lr_scales: Kwargs = key({})
     # Further arguments of the optimizer, such as `{momentum: 0.9, nesterov: true}` or `{betas:
     # [0.9, 0.95]}`.
-    kwargs: Kwargs = key({}, shares=("momentum", "alpha"))
+    kwargs: Kwargs = key({})
 
 
 @dataclass(frozen=True)
@@ -563,7 +563,7 @@ class TrainConfig:
     # except with augment.progressive; the last batch of an evaluation is padded.
     compile: (
         bool | Literal["default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"]
-    ) = key(False, recipe=False)
+    ) = key(False, recipe=False, excludes=("parallel.mode=dp",))
     # Your own function for the forward and backward passes of a step, `my_module:my_step`
     # ([A training step](docs/extending.md#a-training-step)). null: the model and the loss.
     step: str | None = key(None, code=())
@@ -577,7 +577,7 @@ class TrainConfig:
     # of its weights'. The head is not clipped.
     clip_agc: float | None = key(None, POSITIVE, excludes=("train.clip_norm", "train.clip_value"))
     # Sharpness-aware minimization (Foret et al. 2020): radius of the neighborhood. null: off.
-    sam_rho: float | None = key(None, POSITIVE)
+    sam_rho: float | None = key(None, POSITIVE, excludes=("train.precision=fp16",))
     # Use it every this many steps, since it costs a second pass.
     sam_every_steps: int = key(1, COUNT, needs="train.sam_rho")
     # Recompute activations in the backward pass: less memory, about a third slower.
@@ -632,7 +632,7 @@ class EvalConfig:
     flip_tta: bool = False
     # all: the validation part has the classes of the training part. present: it may have some of
     # them, as ImageNet-A and -R ([Some of the classes](docs/data.md#some-of-the-classes)).
-    classes: Literal["all", "present"] = "all"
+    classes: Literal["all", "present"] = key("all", excludes=("data.labels=multi",))
     # Further metrics, your own or of torchmetrics, each `my_module:my_factory` ([A
     # metric](docs/extending.md#a-metric)).
     metrics: list[str] = key([], form=FACTORIES, recipe=False, code=())
@@ -658,7 +658,7 @@ class ParallelConfig:
     device_ids: list[int] | None = key(None, NOT_NEGATIVE, recipe=False)
     # Synchronize BatchNorm over all ranks ([BatchNorm and
     # SyncBN](docs/parallel.md#batchnorm-and-syncbn)).
-    sync_bn: bool = False
+    sync_bn: bool = key(False, excludes=("parallel.mode=dp",))
     # For a model in which a step may leave parameters without a gradient, such as layers that are
     # dropped at random: DDP looks for them in each step.
     find_unused_parameters: bool = key(False, recipe=False)

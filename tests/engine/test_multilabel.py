@@ -43,7 +43,6 @@ def test_run_learns_and_own_metrics_get_rows(tmp_path: Path) -> None:
     ("settings", "key"),
     [
         ("loss.name=cross_entropy", "loss.name"),
-        ("loss.class_weights=effective", "loss.class_weights"),
         ("checkpoint.best=top1", "checkpoint.best"),
         ("train.early_stop.patience_evals=2", "train.early_stop.metric"),
         ("data.balance=0.5", "data.balance"),

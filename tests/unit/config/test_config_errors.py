@@ -166,14 +166,10 @@ RULES = [
     ("parallel.init_method=tcp://[::1]:29500", "parallel.init_method=tcp://node-1"),
     ("parallel.init_method=file:///tmp/x", "parallel.init_method=file://x"),
     ("imports=[a.b]", "imports=[a/b.py]"),
-    # arguments that are shares
-    ("optimizer.kwargs.momentum=0", "optimizer.kwargs.momentum=1.5"),
-    ("model.kwargs.drop_rate=", "model.kwargs.drop_rate=low"),
-    ("optimizer.name=my:make optimizer.lr=1 optimizer.kwargs.momentum=2", "optimizer.name=sgd"),
     # keys that exclude each other, and limits
     ("model.checkpoint=a.pth", "model.pretrained=true"),
     ("model.head_only=true", "model.freeze=[a]"),
-    ("ema.decay=0", "ema.half_life_images=9"),
+    ("ema.decay=0.5", "ema.half_life_images=9"),
     (FOLD, "data.val_fraction=0.1"),
     ("train.micro_batch_size=256", "train.micro_batch_size=257"),
     ("eval.resize_px=224 eval.crop_px=[192,224]", "eval.crop_px=[192,256]"),
@@ -198,7 +194,6 @@ RULES = [
     (GROWTH, "augment.size_px=[160,224]"),
     # mixing, splits and distillation
     ("mix.mixup_alpha=0.2", "loss.name=focal"),
-    ("augment.splits=3 loss.name=my:loss", "mix.mixup_alpha=0.2"),
     (JSD, "augment.splits=1"),
     (JSD, "loss.name=bce"),
     (f"{JSD} model.split_bn=true", "augment.splits=1 loss.name=bce"),
