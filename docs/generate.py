@@ -37,8 +37,7 @@ Later layers override earlier ones:
 3. the file itself,
 4. the overrides on the command line, `key.sub=value`.
 
-Mappings merge key by key; lists and single values are replaced. So `kwargs: {}` removes nothing. A mapping with
-`_delete_: true` replaces the one of the layers below it.
+Mappings merge key by key; lists and single values are replaced. So `kwargs: {}` removes nothing.
 
 Paths in `_base_` are relative to the file. A file that is reached twice counts once, at its first place. A config, on
 the command line or in `_base_`, that is no file is one of this package: `configs/resnet/resnet50_rsb_a3.yaml`, or
@@ -49,9 +48,8 @@ the command line or in `_base_`, that is no file is one of this package: `config
     python tools/train.py configs/resnet50.yaml seed=1 'augment.scale=[0.2, 1.0]' optimizer.kwargs.nesterov=true
 
 The value of a text key is what follows `=`, also with ` #` or `: `, unless it begins with a quotation mark or a
-bracket. Other values are read as YAML, without comments. An empty value is `null`. If a key is given twice, the last
-value is used, and a line at the start says so. Setting both a section and one of its keys is an error. There are also
-[short keys](your_data.md#short-keys).
+bracket. Other values are read as YAML. An empty value is `null`. If a key is given twice, the last value is used, and a
+line at the start says so. There are also [short keys](your_data.md#short-keys).
 
 Some keys may not be set together (below: "Not with"). One that is set on the command line replaces those of the config.
 
@@ -60,8 +58,7 @@ Some keys may not be set together (below: "Not with"). One that is set on the co
 `model`, `data`, `loss`, `optimizer` and `schedule` choose something by `name` and pass it `kwargs`. A layer that
 changes the name resets that section to the defaults of the new component, and then applies its own values. So momentum
 meant for `sgd` never reaches `adamw`, and a new optimizer needs its `lr`. Setting the same name again resets nothing.
-A warning lists each value that a new name removed, and where it was set. `_delete_: true` in that section of the file
-turns the warning off.
+A warning lists each value that a new name removed, and where it was set.
 
 A key that is set without those that it needs (below: "Needs") has no effect and gives a warning.
 

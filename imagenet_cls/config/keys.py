@@ -79,6 +79,7 @@ ADVICE = {
         ["test_only", "eval_only", "e", "evaluate", "validate"],
         f"use {command_line('test')} CONFIG CHECKPOINT",
     ),
+    "_delete_": "a new name resets its section; set other keys one by one",
     **dict.fromkeys(["output", "output_dir", "out_dir", "save_dir"], "use --work-dir"),
 }
 # Keys of earlier versions: the former default, and what to do now. Where the default is set, such a

@@ -8,13 +8,11 @@ from typing import Any
 
 from imagenet_cls.config import keys, reader
 from imagenet_cls.config.reader import Tree
-from imagenet_cls.config.schema import DEFAULT_KWARGS, RESETS
+from imagenet_cls.config.schema import RESETS
 from imagenet_cls.errors import ConfigError, Problem
 from imagenet_cls.text import format_value, shorten
 
 BASE = "_base_"
-DELETE = "_delete_"
-_MAX_FILES = 100
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The shipped configs: a wheel has the folder `configs` of the repository in the package.
@@ -53,21 +51,13 @@ class Layers:
 
     def __init__(self) -> None:
         self.tree = Tree()
-        self._reset("optimizer")
         self.errors: list[str] = []
         self.replaced: list[str] = []
         self.removed: dict[str, tuple[Any, str]] = {}
         self._files: set[str] = set()
 
     def add(self, layer: Tree) -> None:
-        """Merge a layer over the others. A changed name, or `_delete_: true` as in mmengine, resets
-        its section.
-        """
-        deleted = []
-        for key, tree in list(walk(layer)):
-            if isinstance(tree, Tree) and reader.value_of(tree.pop(DELETE, False)):
-                deleted.append(key)
-                self._reset(key)
+        """Merge a layer over the others. A changed name resets its section."""
         before = dict(walk(self.tree))
         new = dict(walk(layer))
         for name, section in RESETS.items():
@@ -78,22 +68,11 @@ class Layers:
             for key, node in flatten(self.tree).items():
                 if key != name and f"{key}.".startswith(f"{section}."):
                     self.removed[key] = node, name
-            self._reset(section, new_value)
-        if "optimizer.kwargs" in deleted:  # removes the default arguments of a new optimizer, too
-            self._reset("optimizer.kwargs")
+            parent, _, last = section.rpartition(".")
+            tree = before.get(parent) if parent else self.tree
+            if isinstance(tree, Tree):
+                tree.pop(last, None)
         _merge(self.tree, layer)
-
-    def _reset(self, key: str, new_name: Any = None) -> None:
-        """Remove a section or key, so that its defaults apply. new_name: the new name of the
-        section; `optimizer.kwargs` get the defaults of that optimizer.
-        """
-        section, _, last = key.rpartition(".")
-        parent = dict(walk(self.tree)).get(section) if section else self.tree
-        if isinstance(parent, Tree):
-            parent.pop(last, None)
-        if key == "optimizer":
-            kwargs = DEFAULT_KWARGS.get(str(new_name or keys.default_of("optimizer.name")), {})
-            self.tree[key] = Tree({"kwargs": Tree(kwargs)})
 
     def removed_value_warnings(self) -> Iterator[Problem]:
         """A warning for each changed name that removed values which no layer gives again."""
@@ -102,7 +81,6 @@ class Layers:
         dropped: dict[str, list[str]] = {}
         for key, (node, name) in self.removed.items():
             place = reader.place_of(node)
-            # The program's own values, such as `DEFAULT_KWARGS`, have no place.
             if not place or reader.place_of(now.get(key)):
                 continue
             value = reader.value_of(node, keys.is_text(types.get(key)))
@@ -118,8 +96,6 @@ class Layers:
         counts once. place: where it is named as a base.
         """
         self._files.add(os.path.realpath(path))
-        if len(self._files) > _MAX_FILES:  # before Python's limit of recursion
-            raise ConfigError([f"{place}a config has at most {_MAX_FILES} files; merge some"])
         shown = Path(shown_path(path))
         try:
             # A name without a suffix may be a misspelled name of a shipped config.
@@ -150,8 +126,7 @@ class Layers:
 
     def add_overrides(self, overrides: Sequence[str], source: str = "command line") -> None:
         """Add `key.sub=value` arguments as one layer, also with `SHORT_KEYS`. If a key is given
-        twice, the last value is used. A section and one of its keys have no order, and are an
-        error.
+        twice, the last value is used.
 
         A key that is set here unsets the keys of the layers below that may not be set beside it.
         source: where the arguments come from, for messages.
@@ -184,12 +159,6 @@ class Layers:
                 # A section has no place of its own here: another argument may set the wrong key.
                 is_section = ".".join(names[:depth]) in keys.sections()
                 layer = Tree({names[depth]: layer}, None if is_section else layer.start_mark)
-            for new in flatten(layer):
-                for old, other in flatten(arguments).items():
-                    if f"{new}.".startswith(f"{old}.") or f"{old}.".startswith(f"{new}."):
-                        self.errors.append(
-                            f"{place}: {new}: is given twice: {reader.place_of(other)}; keep one"
-                        )
             _merge(arguments, layer)
         self.add(arguments)
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from imagenet_cls.config import keys, reader
-from imagenet_cls.config.layers import CONFIGS, DELETE, Layers, find_config, flatten, walk
+from imagenet_cls.config.layers import CONFIGS, Layers, find_config, flatten, walk
 from imagenet_cls.config.reader import Tree
 from imagenet_cls.config.rules import check_value, rule_problems, unused_values
 from imagenet_cls.config.schema import COMPONENTS, DEFAULT_KWARGS, Config
@@ -71,7 +71,7 @@ def load_stored_config(
 ) -> LoadedConfig:
     """`load_config` for the config in a checkpoint's `state.json`. name: of its run."""
     layers = Layers()
-    layers.add(reader.to_tree(_values(config_from_dict(values))))
+    layers.add(reader.to_tree(asdict(config_from_dict(values))))
     return _check(layers, overrides, name)
 
 
@@ -81,6 +81,9 @@ def _check(layers: Layers, overrides: Sequence[str], name: str) -> LoadedConfig:
         raise ConfigError(layers.errors)
     origins = {key: reader.place_of(node) for key, node in walk(layers.tree)}
     config = _build(layers.tree, origins)
+    optimizer = config.optimizer
+    kwargs = DEFAULT_KWARGS.get(optimizer.name, {}) | optimizer.kwargs
+    config = replace(config, optimizer=replace(optimizer, kwargs=kwargs))
     if config.device.isdigit():
         config = replace(config, device=f"cuda:{config.device}")
     if problems := list(rule_problems(config)):
@@ -292,13 +295,4 @@ def comparable_values(config: Config) -> dict[str, Any]:
 
 def dump_yaml(config: Config) -> str:
     """The config as YAML, every key with its value. Loading it gives an equal config."""
-    return reader.dump(_values(config))
-
-
-def _values(config: Config) -> dict[str, Any]:
-    """The sections and keys of a layer that gives an equal config."""
-    values = asdict(config)
-    kwargs = values["optimizer"]["kwargs"]
-    if not DEFAULT_KWARGS.get(config.optimizer.name, {}).keys() <= kwargs.keys():
-        values["optimizer"]["kwargs"] = {DELETE: True, **kwargs}
-    return values
+    return reader.dump(asdict(config))

@@ -98,23 +98,6 @@ class _Loader(yaml.SafeLoader):
                 places[name] = place
 
 
-class _ArgumentLoader(_Loader):
-    """Loads the value of an argument, in which nobody means a comment, a block or an anchor."""
-
-    def peek(self, index: int = 0) -> str:
-        return super().peek(index).replace("#", ".")  # the scanner takes it for a letter
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        is_block = not getattr(event, "flow_style", True)
-        is_folded = event.end_mark.line > event.start_mark.line
-        if is_block or is_folded or event.anchor:
-            raise ConfigError(
-                [f"{place_of(event)}: is not a word, a list `[a, b]` or a mapping `{{a: b}}`"]
-            )
-        return super().compose_node(parent, index)
-
-
 class _Dumper(yaml.SafeDumper):
     # The same resolvers as for reading, so that a text is quoted exactly where it would be read as
     # something else.
@@ -172,7 +155,7 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
 
 def parse(text: str, place: Path | str) -> Any:
     """A YAML document as a `Tree`, a node, or None if it is empty. place: the path of a file, or
-    the text of an argument, which has no comments and only flow collections. Raises ConfigError.
+    the text of an argument. Raises ConfigError.
     """
     return to_tree(_compose(text, place))
 
@@ -193,7 +176,7 @@ def parse_argument(text: str, place: str, hint: Any) -> Any:
 @lru_cache(maxsize=64)
 def _compose(text: str, place: Path | str) -> yaml.Node | None:
     try:
-        loader = (_Loader if isinstance(place, Path) else _ArgumentLoader)(text, place)
+        loader = _Loader(text, place)
         node: yaml.Node | None = loader.get_single_node()
     except yaml.reader.ReaderError as error:
         raise ConfigError(

@@ -4,8 +4,6 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-import pytest
-import yaml
 from config_files import load
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -50,11 +48,3 @@ def test_config_roundtrip_through_arguments_yaml_and_json(
     # repr tells 1, 1.0 and true apart, which are equal
     assert repr(load(dump_yaml(config)).config) == repr(config)
     assert repr(config_from_dict(json.loads(json.dumps(asdict(config))))) == repr(config)
-
-
-@pytest.mark.parametrize("kwargs", ["", "dampening: 0.1", "momentum: 0.5"])
-def test_deleted_default_arguments_of_an_optimizer_stay_deleted(kwargs: str) -> None:
-    config = load(f"optimizer: {{lr: 0.1, kwargs: {{_delete_: true, {kwargs}}}}}\n").config
-    assert config.optimizer.kwargs == yaml.safe_load(f"{{{kwargs}}}")
-    assert load(dump_yaml(config)).config == config
-    assert config_from_dict(asdict(config)) == config
