@@ -6,7 +6,6 @@ Nearest names, `my_module:my_factory`, checks of arguments. Imports no torch.
 import difflib
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,13 +17,6 @@ from typing import Any, Protocol, TypeVar
 
 from imagenet_cls.errors import ConfigError, Problem, UsageError, UserError, out_of_memory_line
 from imagenet_cls.text import format_value, shorten
-
-# Texts that YAML or Python reads as a bool, null or number. Group 1: those that no library takes as
-# a name (timm takes `none`).
-_CONSTANT = re.compile(
-    r"(True|true|False|false|None|null)"
-    r"|(?i:true|false|none|null|yes|no|on|off|[-+]?\d*\.?\d+(e[-+]?\d+)?)"
-)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -125,11 +117,6 @@ def import_factory(name: str) -> Callable[..., Any]:
         target = getattr(target, part)
     if not callable(target):
         raise NameNotFoundError(f"{name!r} is not a function or class")
-    try:
-        inspect.signature(target)
-    except (TypeError, ValueError):  # such as `dict`, whose arguments can't be checked
-        text = "has no signature; name a function or class of Python, which may call it"
-        raise NameNotFoundError(f"{name!r} {text}") from None
     return target
 
 
@@ -172,53 +159,37 @@ def kwargs_problems(
     reserved: Collection[str] = (),
     more_names: Collection[str] = (),
 ) -> list[Problem]:
-    """Names in a component's `kwargs` that its factory does not take, text in place of other
-    values, and arguments without a default that are missing.
+    """Names in a component's `kwargs` that its factory does not take, arguments without a default
+    that are missing, and names of `passed` that it does not take.
 
     passed: names that the program passes. reserved: others that can't be given. more_names: those
     that `**kwargs` of the signature accepts; without them, every name.
     """
     taken, takes_any = keyword_names(factory)
+    takes_any = takes_any and not more_names
     set_by_program = {*passed, *reserved}
     allowed = [
         name for name in [*taken, *more_names] if name not in {*set_by_program, "self", "cls"}
     ]
-    parameters = inspect.signature(factory).parameters
     problems = []
-    for name, value in kwargs.items():
+    for name in kwargs:
         if name in set_by_program:
             problems.append(Problem(f"{key}.{name}", "is set by the program; remove it"))
-        elif name not in allowed and not (takes_any and not more_names):
+        elif name not in allowed and not takes_any:
             listing = ", ".join(dict.fromkeys(allowed)) or "none"
             text = f"unknown argument{did_you_mean(name, allowed)} (allowed: {listing})"
             problems.append(Problem(f"{key}.{name}", text))
-        elif isinstance(value, str) and _replaces_constant(value, parameters.get(name)):
-            text = f"{value!r} is text; write a number, true, false or null, without quotes"
-            problems.append(Problem(f"{key}.{name}", text))
-    given = {*kwargs, *passed, "self", "cls"}
-    missing = [
-        name
-        for name in taken
-        if parameters[name].default is inspect.Parameter.empty and name not in given
-    ]
-    return problems + [
-        Problem(key, f"{name!r} has no default and must be given") for name in missing
-    ]
-
-
-def _replaces_constant(text: str, parameter: inspect.Parameter | None) -> bool:
-    """Whether a text is given in place of a bool, null or number, such as 'False', which is true.
-
-    Any text is, where the default is a bool or number; one that reads as a constant, where it is
-    None; only the most common ones for other defaults, and for names that `**kwargs` takes
-    (parameter: None). An annotation with `str` allows all texts.
-    """
-    default = getattr(parameter, "default", inspect.Parameter.empty)
-    if "str" in str(getattr(parameter, "annotation", "")):
-        return False
-    constant = _CONSTANT.fullmatch(text)
-    is_constant = constant is not None and (default is None or constant[1] is not None)
-    return is_constant or isinstance(default, int | float)
+    parameters = inspect.signature(factory).parameters
+    given = {*kwargs, *set_by_program, "self", "cls"}
+    for name in taken:
+        if parameters[name].default is inspect.Parameter.empty and name not in given:
+            problems.append(Problem(key, f"{name!r} has no default and must be given"))
+    if not takes_any:
+        for name in passed:
+            if name not in taken:
+                text = f"the factory must take the argument {name!r}"
+                problems.append(Problem(key.replace(".kwargs", ".name"), text))
+    return problems
 
 
 @contextmanager

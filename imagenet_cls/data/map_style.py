@@ -21,7 +21,6 @@ from imagenet_cls.errors import DataError, Problem, UserError
 from imagenet_cls.lookup import (
     NameNotFoundError,
     import_factory,
-    keyword_names,
     kwargs_problems,
 )
 from imagenet_cls.private_names import TARGETS
@@ -173,14 +172,6 @@ def problems(config: DataConfig) -> list[Problem]:
         factory = import_factory(config.name)
     except NameNotFoundError as error:
         return [Problem("data.name", str(error))]
-    names, takes_any = keyword_names(factory)
-    missing = [f"{name}=" for name in ("root", "part") if name not in names and not takes_any]
-    if missing:
-        text = (
-            f"{config.name!r} is called as factory(root=..., part=...), but takes no "
-            f"{' and '.join(missing)}"
-        )
-        return [Problem("data.name", text)]
     return kwargs_problems("data.kwargs", factory, config.kwargs, passed=("root", "part"))
 
 

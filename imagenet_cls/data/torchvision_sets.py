@@ -75,10 +75,10 @@ def problems(config: DataConfig) -> list[Problem]:
         return [Problem("data.name", f"torchvision has no classification dataset {name!r}{hint}")]
     factory = getattr(torchvision.datasets, name)
     accepted = accepted_names(factory)
-    passed = [*_RESERVED]
+    reserved = [*_RESERVED]
     if "train" not in accepted:  # EMNIST has both, and its `split` is something else
-        passed.append("split")
-    found = kwargs_problems("data.kwargs", factory, config.kwargs, passed, more_names=accepted)
+        reserved.append("split")
+    found = kwargs_problems("data.kwargs", factory, config.kwargs, (), reserved, accepted)
     if config.val is not None and not {"train", "split"} & set(accepted):
         text = f"{name} has one part only: use {HOLD_OUT_ADVICE}"
         found.append(Problem("data.val", text))

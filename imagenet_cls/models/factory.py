@@ -30,7 +30,6 @@ from imagenet_cls.lookup import (
     import_factory,
     is_model_source,
     is_user_factory,
-    keyword_names,
     kwargs_problems,
 )
 from imagenet_cls.models.head import head_names
@@ -425,11 +424,6 @@ def _factory_problems(config: ModelConfig) -> list[Problem]:
     problems = kwargs_problems(
         "model.kwargs", factory, config.kwargs, passed=("num_classes",), reserved=RESERVED
     )
-    names, takes_any = keyword_names(factory)
-    if "num_classes" not in names and not takes_any:
-        problems.append(
-            Problem("model.name", f"{config.name!r} must take the argument num_classes")
-        )
     if config.pretrained:
         problems.append(
             Problem("model.pretrained", "is not for your own factory; use model.checkpoint")

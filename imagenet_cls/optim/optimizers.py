@@ -112,13 +112,15 @@ def optimizer_problems(optimizer: OptimizerConfig) -> list[Problem]:
         for pattern, factor in optimizer.lr_scales.items()
         if (text := number_problem(factor, NOT_NEGATIVE))
     ]
-    names, takes_any = keyword_names(signature)
-    if not takes_any and not {"lr", "weight_decay"} <= {*names}:
-        text = f"{optimizer.name!r} must take the arguments lr and weight_decay"
-        problems.append(Problem("optimizer.name", text))
     # Whatever the first parameter is called, it receives the groups.
-    passed = (*names[:1], "params", "lr", "weight_decay")
-    return problems + kwargs_problems("optimizer.kwargs", signature, optimizer.kwargs, passed)
+    names, _ = keyword_names(signature)
+    return problems + kwargs_problems(
+        "optimizer.kwargs",
+        signature,
+        optimizer.kwargs,
+        passed=("lr", "weight_decay"),
+        reserved=(*names[:1], "params"),
+    )
 
 
 def optimizer_of_layer(optimizer: OptimizerConfig, layer: nn.Module) -> torch.optim.Optimizer:

@@ -42,8 +42,7 @@ def returns_none(**kwargs: Any) -> None: ...
         # names
         ("imports=[no_such_module]", "imports"),
         ("data.name=digit", "data.name"),
-        # callables without a signature, or that return nothing
-        ("loss.name=builtins:dict", "loss.name"),
+        # callables that take other arguments, or return nothing
         ("schedule.name=builtins:print", "schedule.name"),
         ("model.name=test_bad_recipes:returns_none", "model.name"),
         ("data.name=test_bad_recipes:returns_none", "data.name"),

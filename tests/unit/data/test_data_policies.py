@@ -153,7 +153,6 @@ def key_of_error(augment: AugmentConfig) -> str:
         ("torchvision:aug_mix", {"interpolation": "bicubic"}, "policy"),
         ("torchvision:auto_augment", {"policy": "cifar"}, "policy"),
         ("torchvision:rand_augment", {"magnitude": 31}, "policy"),
-        ("torchvision:rand_augment", {"num_ops": "2"}, "policy_kwargs.num_ops"),
         ("torchvision:aug_mix", {"severity": 11}, "policy"),
     ],
 )

@@ -91,7 +91,6 @@ def test_numbers_of_any_kind_are_values() -> None:
         "own_metric:Plain",
         "f1",
         "no_such:f1",
-        "builtins:dict",  # which has no signature
         "own_metric:of_classes",  # whose argument has another name
     ],
 )

@@ -242,7 +242,6 @@ def errors_of(model: ModelConfig) -> list[str]:
         ("hrnet_w18_small", False, {"zebra": 1}, "kwargs"),
         ("resnet18", False, {"drop_rat": 0.1, "pretrained": True}, "kwargs.pretrained"),
         ("resnet18", False, {"block": "abc"}, "kwargs"),
-        ("resnet18", False, {"zero_init_last": "False"}, "kwargs.zero_init_last"),
         ("vit_small_patch16_224", False, {"num_heads": 5}, "kwargs"),
         ("torchvision:resnet50", False, {"weights": "IMAGENET1K_V1"}, "kwargs.weights"),
         (f"{__name__}:own", False, {"num_classes": 4}, "kwargs.num_classes"),

@@ -184,7 +184,6 @@ def test_writer_problems_name_the_key_and_the_extra(monkeypatch):
         ("wandb", r"pip install 'imagenet-cls\[wandb\]'"),
         ("tracker:NoArguments", "too many positional arguments"),
         ("tracker:read_rows", "no subclass"),
-        ("builtins:dict", "no signature"),
     ):
         (problem,) = writer_problems(LogConfig(writers=[name]))
         assert problem.key == "log.writers" and re.search(expected, problem.message)
