@@ -7,13 +7,13 @@ import difflib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from imagenet_cls.errors import ConfigError, Problem, UsageError, UserError, out_of_memory_line
 from imagenet_cls.text import format_value, shorten
@@ -213,13 +213,7 @@ def component(key: str, name: str, kwargs: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError([f"{key}: {name!r} fails with these settings: {reason}"]) from error
 
 
-class Numbers(Protocol):
-    """Allowed numbers, which its text describes: a `config.schema.Range`."""
-
-    def __contains__(self, number: float, /) -> bool: ...
-
-
-def number_problem(value: Any, allowed: Numbers, whole: bool = False) -> str | None:
+def number_problem(value: Any, allowed: Container[float], whole: bool = False) -> str | None:
     """Why `value` is none of the allowed numbers; None if it is one. whole: integers only."""
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if is_number and value in allowed:

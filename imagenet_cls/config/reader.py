@@ -88,8 +88,6 @@ class _Loader(yaml.SafeLoader):
             name = key.value
             if not isinstance(key, yaml.ScalarNode) or not name:
                 self.problems.append(f"{place}: a key must be plain text")
-            elif name == "<<":
-                self.problems.append(f"{place}: merge keys (<<) are not allowed; use _base_")
             elif name in places:
                 self.problems.append(
                     f"{place}: key {name!r} is given twice, first in {places[name]}"
@@ -131,8 +129,6 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
             if is_run:
                 hint = f"; for the config of that run: {shown}/config.yaml"
             raise ConfigError([f"{shown}: is a folder{hint}"])
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError([f"{shown}: is not a regular file"])
         if status.st_size > MAX_BYTES:
             raise ConfigError([f"{shown}: has more than {MAX_BYTES} bytes"])
         return parse(path.read_text("utf-8-sig"), shown)

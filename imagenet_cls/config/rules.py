@@ -117,18 +117,13 @@ def _label_rules(c: Config) -> Iterator[Problem]:
         if metric not in of_labels:
             text = f"{metric!r} does not go with data.labels {c.data.labels}"
             yield Problem(key, f"{text}; use {next(iter(of_labels))}")
-    loss = c.loss.name
     if not is_multi:
-        if loss == "asymmetric":
-            yield Problem("loss.name", "'asymmetric' needs data.labels multi; use bce or focal")
         return
     opener = data_opener(c.data.name)
     if opener is not None and not opener.supports_multilabel:
         forms = [form for form, other in DATA_OPENERS.items() if other.supports_multilabel]
         allowed = ", ".join(forms)
         yield Problem("data.labels", f"'multi' is for data.name {allowed}, not {c.data.name!r}")
-    if loss in ("cross_entropy", "focal", "jsd"):
-        yield Problem("loss.name", f"{loss!r} is for one label; use bce or asymmetric")
 
 
 def _image_rules(c: Config) -> Iterator[Problem]:
@@ -156,11 +151,6 @@ def _image_rules(c: Config) -> Iterator[Problem]:
             yield Problem(
                 "augment.progressive.epochs",
                 f"{epochs[-1]:g} is more than train.epochs {c.train.epochs}",
-            )
-        if any(size % growth.multiple_px for size in sizes_px):
-            yield Problem(
-                "augment.progressive.sizes_px",
-                "must be multiples of augment.progressive.multiple_px",
             )
         if max(sizes_px) != size_px:
             yield Problem(
@@ -282,7 +272,7 @@ def is_met(config: Config, needs: str) -> bool:
 
 def unused_values(config: Config) -> Iterator[Problem]:
     """A problem for each unmet condition: the keys that are not at their defaults and have no
-    effect without it. And one for an end of mixing after the end of the run.
+    effect without it.
     """
     by_need: dict[str, list[str]] = {}
     for key, need in ineffective_keys(config).items():
@@ -291,8 +281,3 @@ def unused_values(config: Config) -> Iterator[Problem]:
     for need, (first, *others) in by_need.items():
         likewise = f" (likewise {', '.join(others)})" if others else ""
         yield Problem(first, f"has no effect; it needs {need}{likewise}")
-    # not a condition: a resumed run may end later, so the key is compared on resume
-    off_epoch = config.mix.off_epoch
-    epochs = config.train.epochs
-    if config.mix.is_on and off_epoch is not None and off_epoch > epochs:
-        yield Problem("mix.off_epoch", f"{off_epoch} has no effect: train.epochs is {epochs}")

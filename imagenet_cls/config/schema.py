@@ -42,8 +42,6 @@ class Range:
         return above and below and abs(number) < 2.0**64
 
     def __str__(self) -> str:
-        if self.low == -math.inf:
-            return "any finite number"
         if not (self.low_open or self.high_open or self.high == math.inf):
             high = f"{self.high:,}" if isinstance(self.high, int) else f"{self.high:g}"
             return f"{'0, or ' if self.or_zero else ''}{self.low:g} to {high}"
@@ -408,7 +406,7 @@ class LossConfig:
     # to (1 - beta) / (1 - beta^n). With data.labels multi, of the positive terms; `balanced`:
     # negatives / positives.
     class_weights: list[int | float] | Literal["balanced", "effective"] | None = key(
-        None, NOT_NEGATIVE
+        None, NOT_NEGATIVE, excludes=("loss.name=jsd",)
     )
     # beta of `effective` (Cui et al. 2019).
     effective_beta: float = key(0.999, SHARE_BELOW_1, needs="loss.class_weights=effective")

@@ -170,17 +170,6 @@ def start_warnings(parts: TrainingParts) -> list[str]:
             f"each epoch leaves out {left_out} of {samples} images, which do not fill a batch; "
             "a smaller train.global_batch_size leaves out fewer"
         )
-    if config.schedule.warmup_epochs >= config.train.epochs:
-        warnings.append(
-            "the warm-up takes all epochs, so the learning rate never falls "
-            "(schedule.warmup_epochs)"
-        )
-    num_classes = len(parts.data.classes)
-    if parts.num_classes > num_classes:
-        warnings.append(
-            f"the model has {parts.num_classes} outputs (model.num_classes), the data "
-            f"{num_classes} classes"
-        )
     val_targets = parts.data.val.targets
     if val_targets is not None and config.eval.classes == "all":
         sizes = class_sizes(val_targets, len(parts.data.classes))

@@ -3,11 +3,9 @@
 From torchmetrics, or modules with the same methods.
 """
 
-import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_cls.errors import ConfigError, Problem, UserError
-from imagenet_cls.lookup import NameNotFoundError, import_factory
+from imagenet_cls.lookup import NameNotFoundError, import_factory, kwargs_problems
 from imagenet_cls.parallel.collectives import (
     all_reduce_sum,
     gather_to_main,
@@ -37,14 +35,11 @@ def metric_problems(names: Sequence[str]) -> list[Problem]:
     problems = []
     for name in names:
         try:
-            signature = inspect.signature(import_factory(name))
+            factory = import_factory(name)
         except NameNotFoundError as error:
             problems.append(Problem("eval.metrics", f"{name!r}: {error}"))
             continue
-        try:
-            signature.bind(num_classes=1)
-        except TypeError as error:
-            problems.append(Problem("eval.metrics", f"{name!r}: {error}"))
+        problems += kwargs_problems("eval.metrics", factory, {}, passed=("num_classes",))
     return problems
 
 
@@ -159,12 +154,9 @@ def values_by_field(results: Mapping[str, Any], context: RankContext) -> dict[st
             if not is_name or field in EVAL_FIELDS or field in values:
                 problem = f"the name {field!r} is already used or is not a printable string"
                 raise metric_error(name, f"{problem}; rename it", context)
-            number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
             try:
-                if not isinstance(number, Real) or isinstance(number, bool):
-                    raise TypeError
-                values[field] = float(number)
-            except (TypeError, OverflowError) as error:
+                values[field] = float(value)
+            except (TypeError, ValueError, OverflowError, RuntimeError) as error:
                 kind = describe_type(value)
                 problem = f"{field!r} is {kind}, not a number; return one from compute()"
                 raise metric_error(name, problem, context) from error

@@ -320,8 +320,6 @@ def build_training_loss(
 def loss_problems(loss: LossConfig, labels: str = "single") -> list[Problem]:
     """All problems of the section that can be found without data. labels: `data.labels`."""
     losses = LOSSES[labels]
-    if loss.name not in losses and any(loss.name in others for others in LOSSES.values()):
-        return []  # `config.rules` says so
     try:
         factory = find_factory("loss", loss.name, losses)
     except NameNotFoundError as error:
@@ -333,12 +331,4 @@ def loss_problems(loss: LossConfig, labels: str = "single") -> list[Problem]:
         return problems + [
             Problem(f"loss.{name}", text) for name in BUILT_IN_KEYS if getattr(loss, name)
         ]
-    problems = problems or value_problems("loss.kwargs", factory, loss.kwargs)
-    if loss.class_weights is not None:
-        if loss.name == "jsd":
-            text = "'jsd' has no class weights; use cross_entropy, bce or focal"
-            problems.append(Problem("loss.class_weights", text))
-        elif isinstance(loss.class_weights, list) and not any(loss.class_weights):
-            text = "are all 0, so nothing would be learned; give one above 0"
-            problems.append(Problem("loss.class_weights", text))
-    return problems
+    return problems or value_problems("loss.kwargs", factory, loss.kwargs)

@@ -92,9 +92,8 @@ def _factory_and_signature(
     elif is_factory_name(name):
         factory = import_factory(name)
         return factory, factory
-    prefix = TIMM + LOOKAHEAD if name.lower().removeprefix(TIMM).startswith("look") else TIMM
     built_in = [*BUILT_IN, *BUILT_IN_FROM_TIMM]
-    of_timm = [prefix + known for known in timm.optim.list_optimizers()]
+    of_timm = [TIMM + known for known in timm.optim.list_optimizers()]
     raise NameNotFoundError(
         f"unknown optimizer {name!r}{did_you_mean(name, built_in + of_timm)} (built in: "
         f"{', '.join(built_in)}; or timm:NAME, my_module:my_factory)"

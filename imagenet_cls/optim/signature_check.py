@@ -1,12 +1,10 @@
 """Checks the values of keyword arguments by the annotations of a built-in function or class."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args
 
-from imagenet_cls.config.keys import choices, split_optional
-from imagenet_cls.config.schema import NOT_NEGATIVE, Range
+from imagenet_cls.config.schema import NOT_NEGATIVE
 from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import number_problem
 from imagenet_cls.text import format_value
@@ -20,9 +18,8 @@ def value_problems(
     """The values in `kwargs` that don't fit the annotations of the factory's parameters, which have
     all these names.
 
-    key: such as `loss.kwargs`. Annotations: `bool`, a `Literal` of words, or `Annotated[type,
-    Range]` with the type float, int, one of them or None, or list[float], whose range is the range
-    of its numbers. A bare float or int allows any finite number.
+    key: such as `loss.kwargs`. Annotations: `bool`, or `Annotated[type, Range]` with the type
+    float, float or None, or list[float], whose range is the range of its numbers.
     """
     parameters = inspect.signature(factory).parameters
     texts = {
@@ -35,19 +32,14 @@ def _value_problem(value: Any, annotation: Any) -> str | None:
     shown = format_value(value)
     if annotation is bool:
         return None if isinstance(value, bool) else f"{shown} is not true or false"
-    if allowed := choices(annotation):
-        return None if value in allowed else f"{shown} is not one of {', '.join(allowed)}"
-    if annotation in (float, int):
-        annotation = Annotated[annotation, Range(-math.inf)]
-    bare, allowed = get_args(annotation)
-    if bare == list[float]:
+    kind, allowed = get_args(annotation)
+    if kind == list[float]:
         is_list = (
             isinstance(value, list)
             and value
             and not any(number_problem(number, allowed) for number in value)
         )
         return None if is_list else f"{shown} is not a list of numbers, each {allowed}"
-    number, optional = split_optional(bare)
-    return (
-        None if optional and value is None else number_problem(value, allowed, whole=number is int)
-    )
+    if value is None and kind == float | None:
+        return None
+    return number_problem(value, allowed)

@@ -42,7 +42,6 @@ def test_run_learns_and_own_metrics_get_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ("loss.name=cross_entropy", "loss.name"),
         ("checkpoint.best=top1", "checkpoint.best"),
         ("train.early_stop.patience_evals=2", "train.early_stop.metric"),
         ("data.balance=0.5", "data.balance"),
@@ -50,7 +49,6 @@ def test_run_learns_and_own_metrics_get_rows(tmp_path: Path) -> None:
         ("eval.classes=present", "eval.classes"),
         ("distill.kind=soft distill.teacher.name=resnet18", "distill.kind"),
         ("data.labels=single", "checkpoint.best"),
-        ("data.labels=single checkpoint.best=top1 loss.name=asymmetric", "loss.name"),
     ],
 )
 def test_settings_that_do_not_fit_name_their_key(settings: str, key: str) -> None:

@@ -78,13 +78,6 @@ def test_ineffective_key_is_a_warning_and_keeps_its_value() -> None:
     assert load(dump_yaml(off.config)).config == off.config
 
 
-def test_end_of_mixing_after_the_run_is_a_warning() -> None:
-    text = f"{LR}mix: {{mixup_alpha: 0.2, off_epoch: 90}}\n"
-    assert load(text).warnings == []
-    (warning,) = load(text, "train.epochs=89").warnings
-    assert warning.startswith("x.yaml:2: mix.off_epoch: ")
-
-
 def test_flags_of_a_key_or_its_section_are_those_of_the_key() -> None:
     per_machine, free = keys.per_machine_keys(), keys.keys_without_recipe()
     assert {"data.root", "expect.note", "imports"} <= per_machine

@@ -146,7 +146,7 @@ def test_evaluation_needs_only_the_code_of_model_data_and_metrics(
 
 def test_names_and_values_that_can_not_be_reported() -> None:
     taken = {"top1_pct": 1.0}
-    for result in ({"a\nb": 1.0}, {"large": 10**400}, True, "high", torch.zeros(2), taken):
+    for result in ({"a\nb": 1.0}, {"large": 10**400}, "high", torch.zeros(2), taken):
         with pytest.raises(ConfigError, match=r"eval\.metrics"):
             values_by_field({"a:b": result}, ALONE)
     with pytest.raises(ConfigError, match=r"eval\.metrics: 'a:c'"):
