@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from imagenet_cls.checkpoint.format import checkpoint_path
@@ -19,12 +18,10 @@ from imagenet_cls.data.index import describe_unread
 from imagenet_cls.data.samplers import samples_per_epoch
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.data.turbojpeg import find_turbojpeg
-from imagenet_cls.engine.build import batch_norm_images
 from imagenet_cls.engine.loaders import describe_workers
 from imagenet_cls.engine.meter import Meter
 from imagenet_cls.engine.parts import TrainingParts
 from imagenet_cls.engine.plan import Plan, part_sizes
-from imagenet_cls.models.adapt import batch_norm_layers
 from imagenet_cls.optim.groups import layer_lr_scales
 from imagenet_cls.report.jsonl import Record, describe_result
 from imagenet_cls.tasks import Task
@@ -70,7 +67,6 @@ def startup_table(
         "other GPUs": _unused_gpus(parts),
         "ranks": f"{context.world_size} (launcher: {context.rank_info.launcher})",
         "batch": _describe_batch(plan),
-        "BatchNorm batch": _batch_norm_batch(parts),
         "steps": f"{plan.total_steps} ({plan.steps_per_epoch} per epoch, "
         f"{count_of(plan.epochs, 'epoch')})",
         "optimizer": f"{config.optimizer.name}, lr {parts.schedule.horizon.peak_lr:g}, "
@@ -170,12 +166,6 @@ def start_warnings(parts: TrainingParts) -> list[str]:
             f"each epoch leaves out {left_out} of {samples} images, which do not fill a batch; "
             "a smaller train.global_batch_size leaves out fewer"
         )
-    val_targets = parts.data.val.targets
-    if val_targets is not None and config.eval.classes == "all":
-        sizes = class_sizes(val_targets, len(parts.data.classes))
-        absent = [parts.data.classes[i] for i in np.flatnonzero(sizes == 0)]
-        if absent:
-            warnings.append(f"no validation image has the class {join_names(absent)}")
     starts_from_scratch = not config.model.pretrained and config.model.checkpoint is None
     if starts_from_scratch and (config.model.head_only or config.model.freeze):
         warnings.append(
@@ -203,17 +193,6 @@ def same_images_warning(train: ImageSet, val: ImageSet) -> str | None:
         f"{len(shared)} of {len(val)} validation images are training images, such as "
         f"{val.name(first)}; name another data.val, or hold out some: {HOLD_OUT_ADVICE}"
     )
-
-
-def _batch_norm_batch(parts: TrainingParts) -> str:
-    """The images over which BatchNorm computes its statistics; "" for a model without."""
-    if not batch_norm_layers(parts.model, parts.config.model):
-        return ""
-    if parts.config.model.freeze_bn:
-        return "none: running statistics are frozen (model.freeze_bn)"
-    is_synced = parts.config.parallel.sync_bn and parts.plan.world_size > 1
-    images = " or ".join(map(str, batch_norm_images(parts.config, parts.plan)))
-    return f"{images} images{' over all ranks' if is_synced else ''}"
 
 
 def epoch_lines(

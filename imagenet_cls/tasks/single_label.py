@@ -1,9 +1,8 @@
 """Images with one class each: `data.labels` single."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,26 +80,25 @@ class SingleLabel:
         dtype = torch.float32 if context.device.type == "mps" else torch.float64
         # One tensor with a row for each model, so that one collective reduces all sums.
         rows = torch.zeros(len(names), 2 + 2 * num_classes, dtype=dtype, device=context.device)
-        sums = {name: Sums.of_row(row) for name, row in zip(names, rows, strict=True)}
         for logits, targets, _ in outputs:
-            for name in names:
-                add_batch(sums[name], logits[name], targets)
+            for name, row in zip(names, rows, strict=True):
+                add_batch(row, logits[name], targets)
         all_reduce_sum(rows, context)
         rows = rows.cpu().double()
         results: dict[str, dict[str, Any]] = {}
         for name, row in zip(names, rows, strict=True):
-            total = Sums.of_row(row)
-            images = total.class_images.sum().item()
-            has_images = total.class_images > 0
-            recalls = total.class_hits / total.class_images  # NaN without images
+            top5, loss, class_hits, class_images = parts_of_sums(row)
+            images = class_images.sum().item()
+            has_images = class_images > 0
+            recalls = class_hits / class_images  # NaN without images
             results[name] = {
-                "top1_pct": 100 * total.class_hits.sum().item() / images,
-                "top5_pct": 100 * total.top5.item() / images,
-                "loss": total.loss.item() / images,
+                "top1_pct": 100 * class_hits.sum().item() / images,
+                "top5_pct": 100 * top5.item() / images,
+                "loss": loss.item() / images,
                 "balanced_accuracy_pct": 100 * fmean(recalls[has_images].tolist()),
                 "images": int(images),
                 "class_pct": (100 * recalls).tolist(),
-                "class_images": total.class_images.int().tolist(),
+                "class_images": class_images.int().tolist(),
             }
         return results
 
@@ -191,33 +189,22 @@ def image_dtype(top: int) -> np.dtype:
     return np.dtype([*numbers, *ranked])
 
 
-@dataclass
-class Sums:
-    """Sums over the images for one model, as views of one tensor.
-
-    top5, loss: one element. class_hits, class_images: (classes,), of the images of each class.
+def parts_of_sums(row: Tensor) -> tuple[Tensor, ...]:
+    """Views of the sums over the images for one model, a row of 2 + 2 * classes elements: top-5
+    hits and loss, of one element each, and hits and images of each class.
     """
-
-    top5: Tensor
-    loss: Tensor
-    class_hits: Tensor
-    class_images: Tensor
-
-    @classmethod
-    def of_row(cls, row: Tensor) -> Self:
-        """The views of a row of 2 + 2 * classes elements."""
-        classes = (len(row) - 2) // 2
-        return cls(*row.split([1, 1, classes, classes]))
+    classes = (len(row) - 2) // 2
+    return row.split([1, 1, classes, classes])
 
 
-def add_batch(sums: Sums, logits: Tensor, targets: Tensor) -> None:
+def add_batch(row: Tensor, logits: Tensor, targets: Tensor) -> None:
     """Add the counts of a batch to the sums of a model, in place. logits: (B, classes). targets:
     (B,).
     """
+    top5, loss, class_hits, class_images = parts_of_sums(row)
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices
     is_target = best.eq(targets[:, None])
-    sums.top5 += is_target.sum()
-    dtype = sums.loss.dtype
-    sums.loss += functional.cross_entropy(logits, targets, reduction="none").sum(dtype=dtype)
-    sums.class_hits.index_add_(0, targets, is_target[:, 0].to(dtype))
-    sums.class_images.index_add_(0, targets, torch.ones_like(targets, dtype=dtype))
+    top5 += is_target.sum()
+    loss += functional.cross_entropy(logits, targets, reduction="none").sum(dtype=row.dtype)
+    class_hits.index_add_(0, targets, is_target[:, 0].to(row.dtype))
+    class_images.index_add_(0, targets, torch.ones_like(targets, dtype=row.dtype))
