@@ -48,8 +48,8 @@ the command line or in `_base_`, that is no file is one of this package: `config
     python tools/train.py configs/resnet50.yaml seed=1 'augment.scale=[0.2, 1.0]' optimizer.kwargs.nesterov=true
 
 The value of a text key is what follows `=`, also with ` #` or `: `, unless it begins with a quotation mark or a
-bracket. Other values are read as YAML. An empty value is `null`. If a key is given twice, the last value is used, and a
-line at the start says so. There are also [short keys](your_data.md#short-keys).
+bracket. Other values are read as YAML. An empty value is `null`. If a key is given twice, the last value is used. There
+are also [short keys](your_data.md#short-keys).
 
 Some keys may not be set together (below: "Not with"). One that is set on the command line replaces those of the config.
 
@@ -69,7 +69,7 @@ A key that is set without those that it needs (below: "Needs") has no effect and
 - `1e-4` is a number, also in `kwargs`. `yes`, `no`, `on` and `off` are booleans, except for text keys. `010` and dates
   are text. Quoted numbers are text in `kwargs`.
 - `???` marks a value that a later layer has to set.
-- Aliases (`*name`), merge keys (`<<`), tags (`!!...`), duplicate keys, and several documents in a file are errors.
+- Aliases (`*name`), tags (`!!...`), duplicate keys, and several documents in a file are errors.
 - Removed keys of earlier versions are ignored in a checkpoint, and in a config if they have their former defaults.
 
 ## Errors

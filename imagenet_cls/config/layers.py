@@ -43,16 +43,14 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
 class Layers:
     """The merged layers of a config.
 
-    errors: a line for each problem of a file or argument that can't be read. replaced: a line for
-    each argument that a later one replaces. removed: the values that were dropped because a layer
-    chose another model, optimizer or other component: for each key its value, and the key of that
-    choice, such as `model.name`.
+    errors: a line for each problem of a file or argument that can't be read. removed: the values
+    that were dropped because a layer chose another model, optimizer or other component: for each
+    key its value, and the key of that choice, such as `model.name`.
     """
 
     def __init__(self) -> None:
         self.tree = Tree()
         self.errors: list[str] = []
-        self.replaced: list[str] = []
         self.removed: dict[str, tuple[Any, str]] = {}
         self._files: set[str] = set()
 
@@ -132,14 +130,12 @@ class Layers:
         source: where the arguments come from, for messages.
         """
         arguments = Tree()
-        overrides = self._expand(overrides)
-        given_keys = [text.partition("=")[0].strip() for text in overrides]
-        last = {key: number for number, key in enumerate(given_keys)}
-        for number, (key, text) in enumerate(zip(given_keys, overrides, strict=True)):
-            if number != last[key]:
-                later = shorten(overrides[last[key]], 100)
-                self.replaced.append(f"{shorten(text, 100)} has no effect: {later} replaces it")
-                continue
+        last: dict[str, str] = {}
+        for text in self._expand(overrides):
+            key = text.partition("=")[0].strip()
+            last.pop(key, None)  # so that the order is that of the last ones
+            last[key] = text
+        for key, text in last.items():
             place = f"{source} {shorten(text, 100)!r}"
             _, equals, value = text.partition("=")
             names = key.split(".")

@@ -91,7 +91,7 @@ def _check(layers: Layers, overrides: Sequence[str], name: str) -> LoadedConfig:
     warnings: list[str] = []
     for found in (layers.removed_value_warnings(), unused_values(config)):
         warnings += format_problems(found, origins)
-    return LoadedConfig(config, origins, name, warnings, layers.replaced)
+    return LoadedConfig(config, origins, name, warnings)
 
 
 def take_removed_keys(tree: Tree) -> list[Problem]:

@@ -30,12 +30,8 @@ class Range:
     # Whether an end is itself not allowed.
     low_open: bool = False
     high_open: bool = False
-    # Whether 0 is allowed, too.
-    or_zero: bool = False
 
     def __contains__(self, number: float) -> bool:
-        if self.or_zero and number == 0:
-            return True
         above = number > self.low if self.low_open else number >= self.low
         below = number < self.high if self.high_open else number <= self.high
         # not math.isfinite, which overflows for long integers
@@ -44,7 +40,7 @@ class Range:
     def __str__(self) -> str:
         if not (self.low_open or self.high_open or self.high == math.inf):
             high = f"{self.high:,}" if isinstance(self.high, int) else f"{self.high:g}"
-            return f"{'0, or ' if self.or_zero else ''}{self.low:g} to {high}"
+            return f"{self.low:g} to {high}"
         low = f"more than {self.low:g}" if self.low_open else f"at least {self.low:g}"
         high = f"less than {self.high:g}" if self.high_open else f"at most {self.high:g}"
         return low if self.high == math.inf else f"{low} and {high}"
@@ -61,7 +57,7 @@ POSITIVE_SHARE = Range(0, 1, low_open=True)
 PERCENT = Range(0, 100)
 RATIO = Range(0.001, 1000)
 JITTER = Range(0, 1000)
-ALPHA = Range(0.001, 1000, or_zero=True)  # of a beta distribution: numpy draws NaN from tiny ones
+ALPHA = Range(0, 1000)  # of a beta distribution
 
 
 def height_width(size_px: Size) -> tuple[int, int]:

@@ -266,10 +266,9 @@ def _combination_problems(schedule: ScheduleConfig, epochs: int) -> list[Problem
             text = f"{format_value(values)} is not in ascending order, or has a number twice"
             found[f"kwargs.{name}"] = text
         elif values and values[-1] > length:
-            without = " without warm-up and cooldown" if length < epochs else ""
             found[f"kwargs.{name}"] = (
-                f"{values[-1]:g} is after the end of the run: {length:g} epochs{without} "
-                f"(train.epochs {epochs}); to end early use train.max_steps"
+                f"{values[-1]:g} is after the end of the run: {length:g} epochs without warm-up "
+                f"and cooldown (train.epochs {epochs}); to end early use train.max_steps"
             )
     if "factors" in kwargs and len(kwargs["factors"]) != len(kwargs["epochs"]):
         found["kwargs.factors"] = (

@@ -18,7 +18,6 @@ FILES: list[tuple[str | bytes, str]] = [
     (b"a: \xff\n", "x.yaml: "),
     ("a: b\x07\n", "x.yaml: "),
     ("- a\n- b\n", "x.yaml: "),
-    ("#" * (1 << 20), "x.yaml: "),
     ("optimizer: {name: adamv}", "x.yaml:1: optimizer.lr: has no value for optimizer.name=adamv"),
     # YAML that is damaged, or beyond the allowed subset
     ("model:\n\tname: x", "x.yaml:2: "),
@@ -28,7 +27,6 @@ FILES: list[tuple[str | bytes, str]] = [
     ("seed: &a [*a]", "x.yaml:1: aliases "),
     ("data: {<<: {root: a}}", "x.yaml:1: data.<<: unknown key"),
     ("model: {kwargs: {[1]: 2}}", "x.yaml:1: a key "),
-    (f"seed: {'[' * 100_000}", "x.yaml:1: nested "),
     # values of another type
     ("train: {epochs: 1.5}", "x.yaml:1: train.epochs: 1.5 "),
     ("ema: {warmup: 1}", "x.yaml:1: ema.warmup: 1 "),
@@ -135,7 +133,6 @@ RULES = [
     ("train.epochs=1000000", "train.epochs=1000001"),
     ("ema.decay=0", "ema.decay=1"),
     ("train.clip_norm=1e-9", "train.clip_norm=0"),
-    ("mix.mixup_alpha=0", "mix.mixup_alpha=1e-4"),
     ("optimizer.lr=1e19", "optimizer.lr=1e20"),
     (f"model.kwargs.a={10**400}", f"train.max_steps={10**400}"),
     ("model.kwargs.a=[1,'nan']", "model.kwargs.a=[1,[.nan]]"),
