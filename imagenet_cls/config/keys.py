@@ -95,6 +95,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "parallel.uneven": ("allow", "any number of ranks is allowed"),
     "parallel.output_device": (None, "the first of parallel.device_ids has the outputs"),
     "data.prefetch_batches": (2, "each worker prepares two batches ahead"),
+    "optimizer.lr_scaling": ("linear", "set optimizer.lr without optimizer.lr_base_batch"),
     "train.profile": (None, "profile the process: py-spy, nsys, or torch.profiler in a script"),
 }
 

@@ -461,11 +461,9 @@ class OptimizerConfig:
     name: str = key("sgd", code=("timm:",))
     # Peak learning rate. Changing `name` resets it.
     lr: float = key(REQUIRED, NOT_NEGATIVE)
-    # The global batch size that lr is meant for: another one scales lr. null: lr is used as
-    # written.
+    # The global batch size that lr is meant for: another one scales lr in proportion. null: lr is
+    # used as written.
     lr_base_batch: int | None = key(None, BATCH)
-    # How lr scales: linearly with the batch size, or with its square root.
-    lr_scaling: Literal["linear", "sqrt"] = key("linear", needs="optimizer.lr_base_batch")
     # Weight decay, as the optimizer defines it.
     weight_decay: float = key(0.0, NOT_NEGATIVE)
     # Weight decay of weights and biases of normalization layers. null: weight_decay.

@@ -178,7 +178,11 @@ def build_loss(
         built_in = losses[loss.name]
         weights = None
         if loss.class_weights is not None:
-            check_class_weights(loss, num_classes)
+            given = loss.class_weights
+            if isinstance(given, list) and len(given) != num_classes:
+                problem = f"{len(given)} numbers, but there are {num_classes} classes"
+                remedy = "give one for each, in the order of the classes"
+                raise ConfigError([f"loss.class_weights: {problem}; {remedy}"])
             weights = _WEIGHTS[labels](loss, class_samples, num_images).to(device)
 
         def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
@@ -187,14 +191,13 @@ def build_loss(
     else:
         factory = find_factory("loss", loss.name, losses)
         loss_function = factory(**loss.kwargs)
-    if not callable(loss_function):
-        raise UserError(
-            f"loss.name: {loss.name!r} returned {type(loss_function).__name__}.",
-            "Return a function of logits and targets.",
-        )
-    if isinstance(loss_function, nn.Module):
-        loss_function.to(device)
-    if loss.name not in losses:
+        if not callable(loss_function):
+            raise UserError(
+                f"loss.name: {loss.name!r} returned {type(loss_function).__name__}.",
+                "Return a function of logits and targets.",
+            )
+        if isinstance(loss_function, nn.Module):
+            loss_function.to(device)
         # A loss that counts its calls would make `train.compile` compile the model for each count.
         loss_function = torch.compiler.disable(loss_function)
 
@@ -214,18 +217,6 @@ def build_loss(
         return mean
 
     return mean_loss
-
-
-def check_class_weights(loss: LossConfig, num_classes: int) -> None:
-    """Raise ConfigError for another number of class weights than classes."""
-    given = loss.class_weights
-    if isinstance(given, list) and len(given) != num_classes:
-        raise ConfigError(
-            [
-                f"loss.class_weights: {len(given)} numbers, but there are {num_classes} classes; "
-                "give one for each, in the order of the classes"
-            ]
-        )
 
 
 def _class_weights(loss: LossConfig, class_samples: np.ndarray, num_images: int) -> Tensor:

@@ -124,22 +124,17 @@ def scaled_lr(optimizer: OptimizerConfig, global_batch_size: int) -> tuple[float
     """The learning rate for a global batch, and a sentence about the scaling (None if it is
     `optimizer.lr`).
 
-    linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1. sqrt: Krizhevsky 2014,
-    "One weird trick". Only the highest rate is scaled: `min_lr` and `warmup_start_lr` are absolute,
-    as in DeiT's script.
+    The rate is proportional to the batch: Goyal et al. 2017, "Accurate, Large Minibatch SGD",
+    section 2.1. Only the highest rate is scaled: `min_lr` and `warmup_start_lr` are absolute, as in
+    DeiT's script.
     """
     base = optimizer.lr_base_batch
     if base is None or base == global_batch_size:
         return optimizer.lr, None
     ratio = global_batch_size / base
-    factor = ratio
-    rule = "linearly"
-    if optimizer.lr_scaling == "sqrt":
-        factor = math.sqrt(ratio)
-        rule = "by the square root"
-    lr = optimizer.lr * factor
+    lr = optimizer.lr * ratio
     return lr, (
-        f"lr {optimizer.lr:g} for {base} images, scaled {rule} x {factor:.4g} to {lr:.4g} for "
+        f"lr {optimizer.lr:g} for {base} images, scaled linearly x {ratio:.4g} to {lr:.4g} for "
         f"{global_batch_size}"
     )
 

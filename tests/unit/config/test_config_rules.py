@@ -45,7 +45,6 @@ TEACHER = "distill.teacher.name=a distill.teacher.checkpoint=b"
             f"distill.kind=soft {TEACHER}",
         ),
         ("loss.effective_beta", "", "loss.class_weights=effective"),
-        ("optimizer.lr_scaling", "", "optimizer.lr_base_batch=512"),
         ("schedule.warmup_prefix", "", "schedule.warmup_epochs=5"),
         (
             "schedule.warmup_start_factor",

@@ -139,19 +139,10 @@ def test_schedule_longer_than_the_run_is_a_problem(name: str, kwargs: dict) -> N
 
 
 @pytest.mark.parametrize(
-    ("lr", "base", "batch", "scaling", "expected"),
-    [
-        (0.1, None, 1024, "linear", 0.1),
-        (0.1, 256, 256, "sqrt", 0.1),
-        (5e-4, 512, 1024, "linear", 1e-3),  # DeiT's
-        (5e-3, 2048, 512, "sqrt", 2.5e-3),
-    ],
+    ("lr", "base", "batch", "expected"),
+    [(0.1, None, 1024, 0.1), (0.1, 256, 256, 0.1), (5e-4, 512, 1024, 1e-3)],  # the last is DeiT's
 )
-def test_scaled_lr_equals_the_published_rules(
-    lr: float, base: int | None, batch: int, scaling: str, expected: float
-) -> None:
-    found, sentence = scaled_lr(
-        OptimizerConfig(lr=lr, lr_base_batch=base, lr_scaling=scaling), batch
-    )
+def test_lr_scales_with_the_batch(lr: float, base: int | None, batch: int, expected: float) -> None:
+    found, sentence = scaled_lr(OptimizerConfig(lr=lr, lr_base_batch=base), batch)
     assert found == pytest.approx(expected, rel=1e-12)
     assert (sentence is None) == (found == lr)
