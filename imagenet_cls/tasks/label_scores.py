@@ -60,20 +60,15 @@ def label_statistics(logits: Tensor, targets: Tensor, threshold: float) -> Label
 
 
 def average_precision(scores: np.ndarray, targets: np.ndarray) -> float:
-    """The sum of (R_n - R_{n-1}) P_n over the distinct scores, R recall and P precision of the
-    images with at least this score; NaN without a positive image.
-
-    As scikit-learn's average_precision_score. scores: float (N,). targets: 0 or 1, (N,).
+    """scikit-learn's average precision; NaN without a positive image. scores: float (N,). targets:
+    0 or 1, (N,).
     """
-    order = np.argsort(-scores, kind="stable")
-    ordered = scores[order]
-    hits = np.cumsum(targets[order], dtype=np.int64)
-    if len(hits) == 0 or hits[-1] == 0:
+    from sklearn.metrics import average_precision_score  # takes a second to import
+
+    if not targets.any():
         return float("nan")
-    is_last = np.append(ordered[1:] != ordered[:-1], True)
-    ends = np.flatnonzero(is_last)
-    new_hits = np.diff(hits[ends], prepend=0)
-    return float((new_hits * (hits[ends] / (ends + 1))).sum() / hits[-1])
+    # of a model that has diverged, scores may be NaN or infinite
+    return float(average_precision_score(targets, np.nan_to_num(scores)))
 
 
 class LabelOutputs:
