@@ -216,7 +216,8 @@ state, or what was not checked.
 
 For all recipes: random numbers differ from the source's; an epoch ends with the last whole batch; `train.precision` is
 `auto`; and torchvision's moving average copies the weights during the warm-up, where here the initial weights decay in
-the average. The parts of a step were compared with timm, torchvision and plain torch (`tests/parity/`).
+the average. The parts of a step and whole steps were compared with timm, torchvision and plain torch (`tests/parity/`,
+`tests/quick/`).
 
 """
 

@@ -30,7 +30,7 @@ from imagenet_cls.seeding import hash_key, seed_generators
 # part of the learning rate. This happens in some of the later steps.
 FIRST_STEPS, TIGHT, LOOSE = 3, (1e-4, 0.01), (1e-3, 1.0)
 # In the default tests; the others are nightly.
-FAST = "resnet_sgd_step"
+FAST = ("resnet_sgd_step", "resnet_rsb_a2")
 NAMES = sorted(path.stem for path in QUICK.glob("*.yaml"))
 Weights = dict[str, Tensor]
 
@@ -112,7 +112,7 @@ def teacher(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "name",
-    [name if name == FAST else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES],
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.nightly) for name in NAMES],
 )
 def test_quick_recipe_equals_plain_loop_and_learns(
     name: str,

@@ -190,21 +190,14 @@ def test_an_update_is_the_optimizers_own_step_on_the_clipped_gradient(
 @pytest.mark.parametrize(
     "name", ["sgd", "adamw", "rmsprop", "lamb", "timm:lookahead_adamw", "timm:lion", "timm:muon"]
 )
-def test_learning_rate_and_momentum_reach_every_group(name: str) -> None:
-    """The learning rate multiplied by `lr_scale`; the momentum unless it is None."""
+def test_learning_rate_reaches_every_group(name: str) -> None:
+    """Multiplied by `lr_scale`."""
     model, updater = updater_for(name)
-    updater.optimizer.param_groups[1]["lr_scale"] = 0.1
-    before = [dict(group) for group in updater.optimizer.param_groups]
-    key = "momentum" if "momentum" in before[0] else "betas"
-    for momentum in (0.85, None):
-        set_gradients(model, 0)
-        updater.update(0.5, momentum)
-        assert [group["lr"] for group in updater.optimizer.param_groups] == [
-            0.5,
-            pytest.approx(0.05),
-        ]
-        for group, old in zip(updater.optimizer.param_groups, before, strict=True):
-            assert group[key] == (0.85 if key == "momentum" else (0.85, *old["betas"][1:]))
+    groups = updater.optimizer.param_groups
+    groups[1]["lr_scale"] = 0.1
+    set_gradients(model, 0)
+    updater.update(0.5)
+    assert [group["lr"] for group in groups] == [0.5, pytest.approx(0.05)]
 
 
 def test_precision_on_a_cpu() -> None:
