@@ -1,26 +1,24 @@
-"""Random images, made on the device.
+"""Random images. A few batches of them are kept on the device, so that nothing is loaded."""
 
-With `data.name: synthetic`, `SyntheticLoader` and `synthetic_eval_batches` replace `TrainLoader`
-and `eval_batches`.
-"""
-
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 
 import torch
+from torch import Tensor
 
-from imagenet_cls.config.schema import COUNT, AugmentConfig, DataConfig, Size, height_width
+from imagenet_cls.config.schema import COUNT, DataConfig
 from imagenet_cls.data.image_set import Images, ImageSet, all_images
-from imagenet_cls.data.loader import TrainBatch, TrainLoader
+from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.transforms import draw_boxes, size_px_at
+from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.errors import Problem
 from imagenet_cls.lookup import kwargs_problems, number_problem
-from imagenet_cls.seeding import generator, hash_key, preserve_rng_state, seed_generators
+from imagenet_cls.seeding import generator, hash_key
 
-# Different micro-batches to choose from. Few, to save GPU memory.
-POOL_BATCHES = 4
+# Different micro-batches, or those of one step if these are more. Few, to save GPU memory.
+POOL_BATCHES = 2
 
 
 @dataclass(eq=False)
@@ -78,87 +76,48 @@ def _images(
     return SyntheticImages(part, count, num_classes, size_px)
 
 
-@dataclass
-class SyntheticLoader:
-    """As `TrainLoader`, but the batches are made on `device`, a few for each epoch, and used again
-    and again.
-
-    The key (seed, epoch, step, micro-batch, rank) chooses the batch, and (seed, rank, number in the
-    pool) decides its content. Size, splits and erasing are as in `augment`; the rest of it would
-    not change noise.
+class SyntheticLoader(TrainLoader):
+    """As `TrainLoader`, but without workers. The first batches of an epoch are kept on `device`,
+    and used again and again.
     """
 
-    num_classes: int
-    sampler: EpochSampler
-    augment: AugmentConfig
-    seed: int
-    device: torch.device
-    channels: int = 3
+    def __init__(
+        self,
+        source: ImageSet,
+        transform: TrainTransform,
+        sampler: EpochSampler,
+        seed: int,
+        device: torch.device,
+    ):
+        super().__init__(source, transform, sampler, seed, WorkerOptions())
+        self.device = device
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[TrainBatch]:
-        """Micro-batches of this rank, images and targets on the device. They share memory: don't
+        """Batches from `start_step` on, images and targets on the device. They share memory: don't
         change them.
         """
-        rank = self.sampler.rank
-        size_px = size_px_at(self.augment, epoch)
-        sizes = self.sampler.micro_batch_sizes
-        pools: dict[int, list[TrainBatch]] = {}
-        for size in set(sizes):
-            keys = [(self.seed, rank, number) for number in range(POOL_BATCHES)]
-            pools[size] = [self._batch(key, size, size_px) for key in keys]
-        for step in range(start_step, self.sampler.steps_per_epoch):
-            for micro_batch, size in enumerate(sizes):
-                key = hash_key("synthetic", self.seed, epoch, step, micro_batch, rank)
-                yield pools[size][key % POOL_BATCHES]
-
-    def _batch(self, key: tuple[int, int, int], batch_size: int, size_px: Size) -> TrainBatch:
-        splits = self.augment.splits
-        erasing = self.augment.erasing
-        shape = batch_size * splits, self.channels, *height_width(size_px)
-        images, targets = _random_batch(key, shape, self.num_classes, self.device)
-        targets = targets[:batch_size]
-        if erasing.prob == 0:
-            return TrainBatch(images, targets)
-        keys = [hash_key("synthetic sample", *key, row) for row in range(len(images))]
-        boxes = torch.zeros(len(images), erasing.max_count, 4, dtype=torch.int32)
-        with preserve_rng_state():
-            for row in range(batch_size if splits > 1 else 0, len(images)):
-                seed_generators(keys[row])
-                drawn = draw_boxes(erasing, size_px)
-                if drawn:
-                    boxes[row, : len(drawn)] = torch.tensor(drawn)
-        return TrainBatch(images, targets, boxes, torch.tensor(keys))
-
-    def close(self) -> None:
-        """Has no effect: there are no workers."""
+        per_step = len(self.sampler.micro_batch_sizes)
+        pool_size = max(POOL_BATCHES // per_step, 1) * per_step
+        pool = [
+            batch._replace(
+                images=batch.images.to(self.device), targets=batch.targets.to(self.device)
+            )
+            for batch in islice(super().epoch(epoch), pool_size)
+        ]
+        for number in range(start_step * per_step, self.sampler.steps_per_epoch * per_step):
+            yield pool[number % len(pool)]
 
 
-BatchLoader = TrainLoader | SyntheticLoader
-
-
-def synthetic_eval_batches(
-    num_classes: int,
+def repeat_first_batch(
+    batches: Iterable[tuple[Tensor, Tensor, Tensor]],
     indices: Sequence[int],
     batch_size: int,
-    size_px: Size,
-    seed: int,
     device: torch.device,
-    channels: int = 3,
-) -> Generator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """As `eval_batches`: (images, targets, indices), every index once, always the same images."""
-    shape = batch_size, channels, *height_width(size_px)
-    images, targets = _random_batch((seed, "eval", 0), shape, num_classes, device)
-    for start in range(0, len(indices), batch_size):
-        chunk = torch.tensor(list(indices[start : start + batch_size]), dtype=torch.int64)
-        yield images[: len(chunk)], targets[: len(chunk)], chunk
-
-
-def _random_batch(
-    key: tuple[int, int | str, int],
-    shape: tuple[int, int, int, int],
-    num_classes: int,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    draws = torch.Generator(device).manual_seed(hash_key("synthetic batch", *key))
-    images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=draws)
-    return images, torch.randint(0, num_classes, shape[:1], device=device, generator=draws)
+) -> Generator[tuple[Tensor, Tensor, Tensor]]:
+    """As `eval_batches`: (images, targets, indices), every index once, but always the images and
+    targets of the first of `batches`, on the device.
+    """
+    for images, targets, _ in islice(batches, 1):
+        images, targets = images.to(device), targets.to(device)
+        for chunk in torch.tensor(indices).split(batch_size):
+            yield images[: len(chunk)], targets[: len(chunk)], chunk

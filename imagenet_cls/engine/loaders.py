@@ -9,7 +9,7 @@ from imagenet_cls.config.schema import Config, DataConfig, height_width
 from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.loader import PREFETCH_BATCHES, TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
-from imagenet_cls.data.synthetic import BatchLoader, SyntheticLoader, synthetic_eval_batches
+from imagenet_cls.data.synthetic import SyntheticLoader, repeat_first_batch
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.engine.plan import Plan, ceil_div
 from imagenet_cls.parallel.cpus import cpus_per_rank
@@ -25,7 +25,7 @@ _MIN_CPUS_TO_RESERVE = 4
 
 def build_train_loader(
     config: Config, source: ImageSet, plan: Plan, context: RankContext, mean: Sequence[float]
-) -> BatchLoader:
+) -> TrainLoader:
     """The training loader of this rank. mean: fill color (0 to 1) of policies that move pixels out
     of the image.
     """
@@ -43,11 +43,9 @@ def build_train_loader(
         balance=data.balance,
         targets=source.required_targets("data.balance") if data.balance > 0 else None,
     )
-    if config.data.name == "synthetic":
-        return SyntheticLoader(
-            len(source.classes), sampler, config.augment, config.seed, context.device, data.channels
-        )
     transform = TrainTransform(config.augment, mean)
+    if data.name == "synthetic":
+        return SyntheticLoader(source, transform, sampler, config.seed, context.device)
     options = train_worker_options(data, plan, context)
     return TrainLoader(source, transform, sampler, config.seed, options, plan.epochs)
 
@@ -66,19 +64,12 @@ def build_val_batches(
     data, evaluation = config.data, config.eval
     shard = shard_for_eval(len(source), context.rank, context.world_size)
     batch_size = evaluation.batch_size * devices_per_rank
+    transform = EvalTransform(evaluation, mean)
     if data.name == "synthetic":
-        return synthetic_eval_batches(
-            len(source.classes),
-            shard,
-            batch_size,
-            evaluation.crop_px,
-            config.seed,
-            context.device,
-            data.channels,
-        )
+        batches = eval_batches(source, transform, shard, batch_size, WorkerOptions())
+        return repeat_first_batch(batches, shard, batch_size, context.device)
     num_batches = ceil_div(len(shard), batch_size)
     options = worker_options(data, context, num_batches, devices_per_rank)
-    transform = EvalTransform(evaluation, mean)
     return eval_batches(source, transform, shard, batch_size, options, endless)
 
 

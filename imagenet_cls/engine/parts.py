@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from imagenet_cls.config.schema import Config
 from imagenet_cls.data.datasets import DataSets
 from imagenet_cls.data.device import DevicePrefetch, TrainPreprocess
-from imagenet_cls.data.loader import TrainBatch
-from imagenet_cls.data.synthetic import BatchLoader
+from imagenet_cls.data.loader import TrainBatch, TrainLoader
 from imagenet_cls.engine.evaluate import Evaluation
 from imagenet_cls.engine.plan import Plan
 from imagenet_cls.engine.precision import autocast
@@ -64,7 +63,7 @@ class TrainingParts(ModelParts, Optimization):
     preprocess: TrainPreprocess
     autocast_dtype: torch.dtype | None  # None: fp32, no autocast
     updater: Updater
-    train_loader: BatchLoader
+    train_loader: TrainLoader
     evaluation: Evaluation
     metrics: dict[str, UserMetrics]  # by the kind of weights
     forward_backward: "ForwardBackward"  # `engine.train.forward_backward`, or `train.step`

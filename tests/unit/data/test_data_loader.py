@@ -16,15 +16,13 @@ import torch
 from imagenet_cls.config.schema import (
     AugmentConfig,
     ColorJitterConfig,
-    ErasingConfig,
     EvalConfig,
-    ProgressiveConfig,
 )
 from imagenet_cls.data.image_set import indexed_images
 from imagenet_cls.data.index import index_folder
-from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions, eval_batches
+from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler
-from imagenet_cls.data.synthetic import SyntheticLoader, synthetic_eval_batches
+from imagenet_cls.data.synthetic import SyntheticLoader, repeat_first_batch
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
 from imagenet_cls.seeding import seed_generators
 
@@ -115,36 +113,16 @@ def test_workers_ignore_signals_of_the_process_group_and_end_at_close(image_fold
     assert not multiprocessing.active_children()
 
 
-def test_synthetic_batches_are_a_function_of_their_key() -> None:
-    """With two splits, of which the second is erased, and images that grow."""
+def test_synthetic_batches_are_the_first_ones_again_and_again(image_folder: Path) -> None:
+    loader = train_loader(image_folder, 0)
+    first = list(loader.epoch(1))[:2]
+    steps = loader.sampler.steps_per_epoch
+    source = indexed_images(index_folder(image_folder / "train"))
     device = torch.device("cpu")
-    augment = AugmentConfig(
-        size_px=32,
-        splits=2,
-        erasing=ErasingConfig(prob=0.5),
-        progressive=ProgressiveConfig([0.0, 1.0], [16, 32], 16),
-    )
-
-    def batches(epoch: int, start: int = 0, rank: int = 0, seed: int = 1) -> list[TrainBatch]:
-        sampler = EpochSampler(64, 15, rank, 2, seed, accumulation=2)
-        return list(SyntheticLoader(10, sampler, augment, seed, device).epoch(epoch, start))
-
-    seed_generators(99)
-    next_draw = random.random()
-    seed_generators(99)
-    epochs = [batches(number) for number in range(3)]
-    assert random.random() == next_draw
-    for side, epoch in zip((16, 32, 32), epochs, strict=True):
-        for images, targets, boxes, keys in epoch:
-            assert images.shape == (8, 3, side, side) and targets.shape == (4,)
-            assert len(set(keys.tolist())) == 8
-            assert boxes.shape == (8, 1, 4) and not boxes[:4].any()
-    assert any(batch.boxes.any() for batch in epochs[2])
-    assert same(epochs[2][4:], batches(2, start=2))
-    other_rank = batches(2, rank=1)
-    assert [len(batch.targets) for batch in other_rank] == [4, 3] * 4
-    for other in (other_rank, batches(2, seed=2), epochs[1]):
-        assert not torch.equal(epochs[2][0].images, other[0].images)
-    evaluated = list(synthetic_eval_batches(10, range(3, 10), 4, 16, 1, device))
+    synthetic = SyntheticLoader(source, TrainTransform(AUGMENT), loader.sampler, 5, device)
+    assert same(list(synthetic.epoch(1)), first * steps)
+    assert same(list(synthetic.epoch(1, start_step=2)), first * (steps - 2))
+    batches = eval_batches(source, EvalTransform(EVAL), range(4), 4, WorkerOptions())
+    evaluated = list(repeat_first_batch(batches, range(3, 10), 4, device))
     assert [indices.tolist() for *_, indices in evaluated] == [[3, 4, 5, 6], [7, 8, 9]]
     assert [len(images) for images, *_ in evaluated] == [4, 3]
