@@ -10,7 +10,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -22,7 +21,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +38,6 @@ from imagenet_cls.text import first_line
 # Forked workers share the index's memory and start at once. Other start methods import torch again,
 # for seconds, and require picklable datasets. On macOS forked processes crash in system libraries.
 START_METHOD = "fork" if sys.platform == "linux" else None
-
-SHARED_MEMORY = Path("/dev/shm")
 
 PREFETCH_BATCHES = 2  # that each worker prepares ahead
 _MAX_TEMP_DIR_BYTES = 107 - len("/listener-12345678")  # of an AF_UNIX socket's path
@@ -424,8 +420,9 @@ def _check_alive(workers: list[BaseProcess]) -> None:
         if not worker.is_alive():
             raise ResourceError(
                 f"{_describe_worker(workers, number)} was killed (exit code {worker.exitcode}).",
-                f"Most often memory or /dev/shm ran out: {_USE_FEWER}. If the exit code is not "
-                "negative, look for os._exit in the dataset or in a library that it uses.",
+                f"Most often memory or /dev/shm ran out: {_USE_FEWER}, or give a container more "
+                "(docker run --shm-size=8g). If the exit code is not negative, look for os._exit "
+                "in the dataset or in a library that it uses.",
             )
 
 
@@ -467,25 +464,3 @@ def worker_exception_error(error: BaseException, worker_id: int) -> ResourceErro
     )
     reported.add_note("".join(traceback.format_exception(error)))
     return reported
-
-
-def check_shared_memory(held: Sequence[tuple[int, int]], local_ranks: int) -> None:
-    """Raise ResourceError where the workers of all ranks of this machine need more shared memory
-    than is free.
-
-    held: for each loader of a rank, the most images that its workers hold ready, and the bytes of
-    one. The loaders add up, since training workers keep their batches during an evaluation.
-    Containers often have 64 MiB, and a worker that finds it full is killed within the run.
-    """
-    if not SHARED_MEMORY.is_dir():  # not Linux
-        return
-    needed = local_ranks * sum(images * image_bytes for images, image_bytes in held)
-    usage = shutil.disk_usage(SHARED_MEMORY)
-    if needed > usage.free:
-        size_mib = math.ceil((usage.used + needed) / 2**20)
-        raise ResourceError(
-            f"{SHARED_MEMORY} has {usage.free / 2**20:,.0f} MiB free, and the batches that "
-            f"data workers hold ready need {needed / 2**20:,.0f} MiB.",
-            f"{_USE_FEWER.capitalize()}, or enlarge {SHARED_MEMORY} "
-            f"(docker run --shm-size={size_mib}m).",
-        )

@@ -21,11 +21,11 @@ from imagenet_cls.data.classes import may_lack_classes
 from imagenet_cls.data.datasets import DataSets, files_only, open_datasets
 from imagenet_cls.data.device import DevicePrefetch, Normalize, TrainPreprocess, build_mixing
 from imagenet_cls.data.image_set import ImageSet
-from imagenet_cls.data.loader import TrainBatch, check_shared_memory
+from imagenet_cls.data.loader import TrainBatch
 from imagenet_cls.data.samplers import class_quotas, samples_per_epoch
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.engine.evaluate import Evaluation
-from imagenet_cls.engine.loaders import build_train_loader, shared_memory_use
+from imagenet_cls.engine.loaders import build_train_loader
 from imagenet_cls.engine.model_with_loss import ModelWithLoss
 from imagenet_cls.engine.parts import ModelParts, Optimization, TrainingParts
 from imagenet_cls.engine.plan import Plan, part_sizes, plan_run
@@ -188,8 +188,6 @@ def build_data(
     samples = samples_per_epoch(len(data.train), config.data.repeats_multiple)
     plan = plan_run(config.train, samples, context.world_size, num_devices)
     check_ema_updates(config.ema, plan)
-    memory_use = shared_memory_use(config, len(data.val), plan, context)
-    check_shared_memory(memory_use, context.rank_info.local_world_size)
     return data, num_classes, plan
 
 

@@ -1,13 +1,12 @@
 """This rank's loaders for training and evaluation."""
 
 from collections.abc import Generator, Sequence
-from math import prod
 
 from torch import Tensor
 
-from imagenet_cls.config.schema import Config, DataConfig, height_width
+from imagenet_cls.config.schema import Config, DataConfig
 from imagenet_cls.data.image_set import ImageSet
-from imagenet_cls.data.loader import PREFETCH_BATCHES, TrainLoader, WorkerOptions, eval_batches
+from imagenet_cls.data.loader import TrainLoader, WorkerOptions, eval_batches
 from imagenet_cls.data.samplers import EpochSampler, shard_for_eval
 from imagenet_cls.data.synthetic import SyntheticLoader, repeat_first_batch
 from imagenet_cls.data.transforms import EvalTransform, TrainTransform
@@ -71,32 +70,6 @@ def build_val_batches(
     num_batches = ceil_div(len(shard), batch_size)
     options = worker_options(data, context, num_batches, devices_per_rank)
     return eval_batches(source, transform, shard, batch_size, options, endless)
-
-
-def shared_memory_use(
-    config: Config, num_val_images: int, plan: Plan, context: RankContext
-) -> list[tuple[int, int]]:
-    """The most images that this rank's workers hold in shared memory, and the bytes of one image: a
-    pair for training and a pair for evaluation.
-    """
-    if config.data.name == "synthetic":
-        return []
-    options = train_worker_options(config.data, plan, context)
-    batch = plan.device_micro_batch * plan.devices_per_rank * config.augment.splits
-    batches_of_run = plan.epochs * plan.steps_per_epoch * plan.accumulation
-    # each worker has one batch more than it prepares ahead
-    train_batches = options.num_workers * (PREFETCH_BATCHES + 1)
-    train_images = min(train_batches, batches_of_run) * batch
-    val_shard = ceil_div(num_val_images, context.world_size)
-    val_batch = config.eval.batch_size * plan.devices_per_rank
-    num_batches = ceil_div(val_shard, val_batch)
-    val_options = worker_options(config.data, context, num_batches, plan.devices_per_rank)
-    val_batches = val_options.num_workers * (PREFETCH_BATCHES + 1)
-    # They read ahead into the next evaluation.
-    val_images = val_batches * min(val_batch, val_shard)
-    train_bytes = config.data.channels * prod(height_width(config.augment.size_px))
-    val_bytes = config.data.channels * prod(height_width(config.eval.crop_px))
-    return [(train_images, train_bytes), (val_images, val_bytes)]
 
 
 def train_worker_options(data: DataConfig, plan: Plan, context: RankContext) -> WorkerOptions:

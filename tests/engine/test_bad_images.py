@@ -33,7 +33,6 @@ from imagenet_cls.config.load import load_config
 from imagenet_cls.data import loader
 from imagenet_cls.data.lists import BAD_IMAGES_FILE
 from imagenet_cls.engine.build import build
-from imagenet_cls.errors import ResourceError
 from imagenet_cls.extras.datasets.verify_data import verify_command
 
 EXCLUDE = {"data__exclude": "${data.root}/" + BAD_IMAGES_FILE}
@@ -194,26 +193,3 @@ def test_evaluation_after_an_unfinished_one_begins_with_the_first_image(folder: 
         assert indices == list(range(20))
         evaluation.close()
     assert not multiprocessing.active_children()
-
-
-def test_too_little_shared_memory_exits_with_5_before_the_first_step(
-    folder: Path, tmp_path: Path
-) -> None:
-    bad_image(folder).unlink()
-    # the eight batches of two epochs, 16 images of 65,536 px; 1 MiB for those of evaluations
-    sizes = {"augment__size_px": 65_536, "data__num_workers": 34}
-    error = fails(5, train_command, *of_folder(folder, tmp_path / "run", **sizes))
-    assert "need 1,572,865 MiB" in error and "data.num_workers" in error
-    assert not list((tmp_path / "run").rglob("metrics.jsonl"))
-
-
-def test_check_shared_memory_adds_loaders_and_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "SHARED_MEMORY", tmp_path)
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    images = free // (3 * 1000 * 1000) // 4
-    loaders = [(images, 3 * 1000**2)] * 2
-    loader.check_shared_memory(loaders, 1)
-    with pytest.raises(ResourceError):
-        loader.check_shared_memory(loaders, 8)
