@@ -151,18 +151,12 @@ def is_zip(name: str) -> bool:
 def tar_members(file: FileIO) -> Iterator[Member]:
     """The files of a tar. Raises DataError."""
     path = file.name
-    end = os.fstat(file.fileno()).st_size
     with explain_content_errors(DataError, path, "not a tar archive, or damaged", _DAMAGED_TAR):
         tar: Any = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="surrogateescape")
         while (member := tar.next()) is not None:
             tar.members.clear()  # tarfile keeps all
-            name = member.name.encode("utf-8", "surrogateescape")
-            if not member.offset_data <= tar.offset <= end:
-                raise DataError(
-                    f"{path}: cut short at byte {end}, or damaged, in {decode_name(name)}.",
-                    _DAMAGED,
-                )
             if not member.isdir():
+                name = member.name.encode("utf-8", "surrogateescape")
                 is_plain = member.isreg() and not member.issparse()
                 yield Member(name, member.offset_data, member.size, 0, is_plain)
         # tarfile takes a damaged header for the end of the archive.
@@ -175,18 +169,14 @@ def tar_members(file: FileIO) -> Iterator[Member]:
 def zip_members(file: FileIO) -> Iterator[Member]:
     """The files of a zip, from its directory. Raises DataError."""
     path = file.name
-    total = os.fstat(file.fileno()).st_size
     with explain_content_errors(DataError, path, "no zip archive, cut short or damaged", _DAMAGED):
         for info in zipfile.ZipFile(file).infolist():
             # zipfile decodes names without the flag of UTF-8 as code page 437.
             name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
-            is_inside = 0 <= info.header_offset <= total - info.compress_size
             # A damaged length hides the next entries in this one. zipfile does not count them.
-            hides_entries = any(_ENTRY in field for field in (name, info.extra, info.comment))
-            if hides_entries or not is_inside:
+            if any(_ENTRY in field for field in (name, info.extra, info.comment)):
                 raise DataError(
-                    f"{path}: a damaged zip directory at {decode_name(name)}, or cut short.",
-                    _DAMAGED,
+                    f"{path}: a damaged zip directory at {decode_name(name)}.", _DAMAGED
                 )
             if name.endswith(b"/"):  # a folder
                 continue

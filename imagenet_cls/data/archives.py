@@ -44,7 +44,6 @@ from imagenet_cls.text import format_value, join_names
 
 _NUMBER_RANGE = re.compile(r"\{(\d{1,6})\.\.(\d{1,6})\}")  # {0000..1023}
 _THREADS = 16  # they wait for the disk
-_MAX_MEMBER_BYTES = 1 << 30  # a damaged zip may claim any size
 _LAYOUT_REMEDY = (
     f"Name the images CLASS/NAME.jpg (ImageNet's archives: {PREPARE_COMMAND}); or, in a WebDataset "
     "shard (a .tar), KEY.jpg, each with its label in KEY.cls."
@@ -307,11 +306,11 @@ def _list_archive(path: Path, archive_index: int) -> _Members:
 
 
 def _check_member(path: str, name: bytes, member: Member) -> None:
-    """Raise DataError for a member that can't be read from its archive, or is too large."""
-    if not member.is_plain or max(member.size, member.compressed) > _MAX_MEMBER_BYTES:
+    """Raise DataError for a member that can't be read from its archive."""
+    if not member.is_plain:
         raise DataError(
-            f"{path}: {decode_name(name)} is a link, no plain file, encrypted, compressed by "
-            f"another method than deflate, or larger than {_MAX_MEMBER_BYTES} bytes.",
+            f"{path}: {decode_name(name)} is a link, no plain file, encrypted, or compressed by "
+            "another method than deflate.",
             _PLAIN_REMEDY,
         )
 
