@@ -160,12 +160,6 @@ def _read_rows(file: Path, folder: Path, multilabel: bool) -> tuple[list[_Row], 
     parse.
     """
     text = read_text(file, LIST_REMEDY)
-    if "\0" in text:
-        raise DataError(
-            f"{file}: not a text file.",
-            "Give a list of images in UTF-8, a folder of classes, or a .tar or .zip archive (of a "
-            ".tar.gz: gunzip FILE).",
-        )
     if file.suffix.lower() in (".csv", ".tsv"):
         return _csv_rows(file, text, folder, multilabel)
     rows: list[_Row] = []
@@ -249,17 +243,6 @@ def _csv_rows(
                 "Write a list for each part, and name them in data.train and data.val; or delete "
                 "the column.",
             )
-    binary = [i for i, found in values.items() if found <= {*_ZERO_OR_ONE, "true", "false"}]
-    # a single label may stand beside a binary column that is no class, and other columns
-    least = 2 if multilabel else max(2, len(values))
-    if rows and columns.label in binary and len(binary) >= least:
-        name = format_value(columns.others[columns.label])
-        raise DataError(
-            f"{file}: {len(binary)} columns have 0 and 1, so {name} may have the labels or be a "
-            "class.",
-            f"If each column is a class, rename {name} and set data.labels=multi; else delete the "
-            "other columns.",
-        )
     return rows, ()
 
 

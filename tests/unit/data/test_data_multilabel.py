@@ -77,15 +77,6 @@ def test_labels_and_columns_are_names_or_numbers_of_classes(
     assert index.classes == tuple(classes.split()) and index.targets.tolist() == rows
 
 
-def test_column_of_labels_beside_others_of_zeros_and_ones_may_be_a_class(folder: Path) -> None:
-    (folder / "t.csv").write_text("image,cat,label,dog\nimages/b.jpg,7,0,1.0\n")
-    assert index_list(folder / "t.csv", folder, None).classes == ("0",)
-    for cat, multilabel in ((7, True), (1, True), (1, False)):
-        (folder / "t.csv").write_text(f"image,cat,label,dog\nimages/b.jpg,{cat},0,1.0\n")
-        with pytest.raises(DataError, match="label"):
-            index_list(folder / "t.csv", folder, None, multilabel)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
