@@ -144,19 +144,12 @@ def index_folder(folder: Path | str) -> ImageIndex:
     """
     root = Path(folder)
     classes, content = list_classes(root)
-    folders = set(map(os.fsencode, classes))
     counts = []
     names = []
     # images in no class folder
     unread = Counter(suffix_of(name) for name in content.images)
     for name in classes:
         tree = list_tree(os.fsencode(root), os.fsencode(name))
-        below = {path.rpartition(b"/")[2] for path in tree if b"/" in path}
-        if len(classes) > 2 and below & folders == folders - {os.fsencode(name)}:
-            raise DataError(
-                f"{root}: its folder {name} holds folders with the names of all other classes.",
-                "Delete it if it is a copy of the dataset, or move it elsewhere.",
-            )
         images = images_of_tree(tree)
         counts.append(len(images))
         # an array for each class, since all names as Python objects take 100 MB
@@ -180,29 +173,22 @@ def index_folder(folder: Path | str) -> ImageIndex:
 def list_tree(base: bytes, folder: bytes) -> dict[bytes, FolderContent]:
     """The content of `base/folder` and of all folders below it, by their paths relative to `base`.
 
-    Links are followed. Raises DataError, also for a link to a folder that holds it.
+    Links are followed. Raises DataError, also for a link to a folder that holds it, which the
+    system does not follow without end.
     """
     tree: dict[bytes, FolderContent] = {}
-    # each with the device and inode numbers of the folders that it is in
-    pending: list[tuple[bytes, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
+    pending = [folder]
     while pending:
-        path, parents = pending.pop()
+        path = pending.pop()
         full_path = base + b"/" + path
         try:
-            content = list_folder(full_path)
-            status = os.stat(full_path)  # noqa: PTH116
+            tree[path] = content = list_folder(full_path)
         except OSError as error:
             raise DataError(
                 f"{os.fsdecode(full_path)}: {error.strerror}.",
-                "Give a path that exists, or check its permissions.",
+                "Give a path that exists, check its permissions, or remove the link.",
             ) from None
-        here = status.st_dev, status.st_ino
-        if here in parents:
-            raise DataError(
-                f"{os.fsdecode(full_path)}: a link to a folder that holds it.", "Remove the link."
-            )
-        tree[path] = content
-        pending += [(path + b"/" + name, parents | {here}) for name in content.folders]
+        pending += [path + b"/" + name for name in content.folders]
     return tree
 
 
@@ -221,7 +207,7 @@ def count_others(tree: Mapping[bytes, FolderContent]) -> Counter[bytes]:
 
 
 def list_folder(path: bytes) -> FolderContent:
-    """List one folder. Raises OSError."""
+    """List one folder. Raises OSError, also for a cycle of links."""
     images = []
     folders = []
     others = []
@@ -230,11 +216,7 @@ def list_folder(path: bytes) -> FolderContent:
             name = entry.name
             if is_hidden(name):
                 continue
-            try:
-                is_folder = entry.is_dir()
-            except OSError:  # a cycle of links, or no permission for the target of a link
-                is_folder = False
-            if is_folder:
+            if entry.is_dir():
                 folders.append(name)
             elif suffix_of(name) in IMAGE_SUFFIXES:
                 images.append(name)

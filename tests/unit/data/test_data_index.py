@@ -121,7 +121,6 @@ def test_class_folders_repeated_in_parts_are_an_error(
         (["a/1.jpg", "b/note.txt", "c/2/note.txt"], "", "b, c"),
         (["a/1.dcm", "b/1.dcm"], "", r"2 \.dcm"),
         (["train_images/1.jpg", "test_images/1.jpg"], "", r"data\.name=list"),
-        (["set/a/1.jpg", "set/b/1.jpg", "a/1.jpg", "b/1.jpg"], "", "folder set"),
         ([], "nowhere/train", "nowhere"),
     ],
 )
