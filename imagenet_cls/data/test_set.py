@@ -1,7 +1,6 @@
 """Images to evaluate apart from any training part, such as a separate test set."""
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,8 @@ from imagenet_cls.data.classes import chosen_classes
 from imagenet_cls.data.datasets import describe_part, select_images
 from imagenet_cls.data.files import open_part
 from imagenet_cls.data.image_set import ImageSet
-from imagenet_cls.data.index import list_folder, may_be_parts
 from imagenet_cls.data.targets import class_sizes
 from imagenet_cls.errors import DataError
-from imagenet_cls.text import join_names
 
 
 def locate_test_set(path: Path, config: DataConfig, list_root: str | None = None) -> DataConfig:
@@ -34,12 +31,6 @@ def locate_test_set(path: Path, config: DataConfig, list_root: str | None = None
         root = path
         parts = ("val", "val.tar", "val.zip")
         part = next((p for p in parts if (path / p).is_dir() or find_archives(path, p)), ".")
-        names = sorted(map(os.fsdecode, list_folder(os.fsencode(path)).folders))
-        if part == "." and may_be_parts(names):
-            commands = " or ".join(f"--data {shlex.quote(str(path / name))}" for name in names)
-            raise DataError(
-                f"{path}: holds the parts {join_names(names)}.", f"Name one: {commands}"
-            )
     elif archives:
         root = archives[0]
         part = str(path.relative_to(root))
