@@ -50,12 +50,6 @@ _HEIF_BRANDS = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", 
 
 # baseline, extended, progressive Huffman: what torchvision decodes
 _START_OF_FRAME = frozenset({0xC0, 0xC1, 0xC2})
-# Files that are no images, or none that Pillow reads, by their start in lower case.
-_OTHER_FORMATS = {
-    b"version https://git-lfs": "a pointer of Git LFS, without its file: run git lfs pull",
-    b"<!doctype html": "a page of HTML, such as of a download that failed",
-    b"<html": "a page of HTML, such as of a download that failed",
-}
 # Tags of TIFF, and values of them: gray images whose 0 is white; signed numbers.
 _PHOTOMETRIC_INTERPRETATION = 262
 _SAMPLE_FORMAT = 339
@@ -199,28 +193,16 @@ def _decode_with_pillow(data: bytes) -> torch.Tensor:
             with open_image(data) as image:
                 return rgb_tensor(image)
         except Image.UnidentifiedImageError:
-            reason = _unread_format(data) or "its format is unknown, or its start is damaged"
+            reason = "an empty file, of an unknown format, or its start is damaged"
+            if data[8:12] in _HEIF_BRANDS:
+                reason = "a damaged HEIF image, or without pillow-heif: pip install pillow-heif"
         except Image.DecompressionBombError:
             reason = f"more than the {MAX_PIXELS} pixels allowed"
         except (MemoryError, DataError):
             raise
         except Exception as error:  # Pillow's decoders raise any for damaged files
-            reason = (
-                _unread_format(data) or f"damaged, truncated or not supported ({first_line(error)})"
-            )
+            reason = f"damaged, truncated or not supported ({first_line(error)})"
     raise DataError(reason, "Replace the file.")
-
-
-def _unread_format(data: bytes) -> str | None:
-    """What a file is that Pillow does not read; None if that is unknown."""
-    if not data:
-        return "an empty file"
-    if data[8:12] in _HEIF_BRANDS:
-        return "a damaged HEIF image, or pillow-heif is missing: pip install pillow-heif"
-    for start, what in _OTHER_FORMATS.items():
-        if data.lstrip().lower().startswith(start):
-            return what
-    return None
 
 
 def _decodable_jpeg(data: bytes) -> tuple[int, int, int]:
