@@ -33,7 +33,9 @@ Target = int | torch.Tensor
 
 
 class Images(ABC):
-    """Images that are read by their numbers."""
+    """Images that are read by their numbers. classes: the names of their targets."""
+
+    classes: tuple[str, ...]
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -77,12 +79,11 @@ class Images(ABC):
     def subset_digest(self, subset: "ImageSet") -> str:
         """A hex digest of names, targets and classes of a set of these images."""
         is_all = np.array_equal(subset.numbers, np.arange(len(self)))
-        if is_all and subset.target_map is None:
+        if is_all and subset.classes == self.classes:
             return self.digest()
         digest = sha256(self.digest().encode() + subset.numbers.astype("<i8").tobytes())
-        if subset.target_map is not None:
-            classes = os.fsencode("\0".join(subset.classes))
-            digest.update(classes + subset.target_map.astype("<i8").tobytes())
+        if subset.classes != self.classes:
+            digest.update(os.fsencode("\0".join(subset.classes)))
         return digest.hexdigest()
 
 
@@ -91,16 +92,14 @@ class ImageSet:
     """A part of a dataset: some of the `images`, in the order of `numbers`, int64 (N,).
 
     targets: see `data.targets`; None if they are known only by reading the images. classes: the
-    names of the targets. target_map: the target here for each target that `images` have; -1: none;
-    None: the same. left_out: the number of images that `data.exclude` has left out. note: for the
-    user, such as what is not used.
+    names of the targets. left_out: the number of images that `data.exclude` has left out. note: for
+    the user.
     """
 
     images: Images
     numbers: np.ndarray
     targets: np.ndarray | None
     classes: tuple[str, ...]
-    target_map: np.ndarray | None = None
     left_out: int = 0
     note: str | None = None
 
@@ -125,15 +124,10 @@ class ImageSet:
 
     def _target(self, i: int, target: Target | None) -> Target:
         """The target of image `i`. target: as it was read."""
-        if target is None:
-            assert self.targets is not None
+        if self.targets is not None:
             return target_at(self.targets, i)
-        if self.target_map is None:
-            return target
-        if isinstance(target, int):
-            return int(self.target_map[target])
-        rows = map_targets(target.numpy()[None], self.target_map, len(self.classes))
-        return torch.from_numpy(rows[0])
+        assert target is not None
+        return target
 
     def name(self, i: int) -> str:
         return self.images.name(int(self.numbers[i]))
@@ -186,7 +180,8 @@ class ImageSet:
         allow_extra: bool = False,
     ) -> "ImageSet":
         """The same images with targets in the order of `classes`, matched by `match_classes`,
-        without the images of extra classes; images with several labels stay.
+        without the images of extra classes; images with several labels stay. Raises DataError if
+        the targets are not known.
         """
         if self.classes == tuple(classes):
             return self
@@ -194,17 +189,12 @@ class ImageSet:
             self.classes, classes, path, allow_missing=allow_missing, allow_extra=allow_extra
         )
         new = np.array(indices, np.int64)
-        kept = self
-        if self.targets is not None or (new < 0).any():
-            targets = self.required_targets("data.classes")
-            if targets.ndim == 1:
-                kept = self.select(np.flatnonzero(new[targets] >= 0))
-        mapped = None
-        if kept.targets is not None:
-            mapped = map_targets(kept.targets, new, len(classes))
-        earlier = self.target_map
-        target_map = new if earlier is None else np.where(earlier < 0, -1, new[earlier])
-        return replace(kept, targets=mapped, classes=tuple(classes), target_map=target_map)
+        targets = self.required_targets("data.classes")
+        kept = np.arange(len(targets))
+        if targets.ndim == 1:
+            kept = np.flatnonzero(new[targets] >= 0)
+        mapped = map_targets(targets[kept], new, len(classes))
+        return replace(self.select(kept), targets=mapped, classes=tuple(classes))
 
     def required_targets(self, key: str) -> np.ndarray:
         """The targets. Raises DataError without, for the key that needs them, and for targets that
@@ -230,9 +220,9 @@ class ImageSet:
         return targets
 
 
-def all_images(images: Images, targets: np.ndarray | None, classes: Sequence[str]) -> ImageSet:
-    """The set of all `images`. targets, classes: see `ImageSet`."""
-    return ImageSet(images, np.arange(len(images)), targets, tuple(classes))
+def all_images(images: Images, targets: np.ndarray | None) -> ImageSet:
+    """The set of all `images`. targets: see `ImageSet`."""
+    return ImageSet(images, np.arange(len(images)), targets, images.classes)
 
 
 def indexed_images(
@@ -243,7 +233,7 @@ def indexed_images(
 ) -> ImageSet:
     """The set of all images of an index. For the other arguments see `FileImages`."""
     images = FileImages(index, exclude_advice, decode, exif)
-    return all_images(images, index.targets, index.classes)
+    return all_images(images, index.targets)
 
 
 def target_at(targets: np.ndarray, i: int) -> Target:
@@ -320,6 +310,7 @@ class FileImages(EncodedImages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.classes = self.index.classes
         self._root = os.fsencode(self.index.root)
 
     def __len__(self) -> int:

@@ -148,7 +148,7 @@ def image_set_of(
         targets = None  # `MapImages.load` raises an error that explains it
     images = kind(dataset, name, classes, targets, config.labels)
     note = open_file_warning(dataset) if config.num_workers else None
-    return replace(all_images(images, targets, classes), note=note)
+    return replace(all_images(images, targets), note=note)
 
 
 def open_file_warning(dataset: Any) -> str | None:

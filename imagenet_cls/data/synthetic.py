@@ -29,7 +29,7 @@ class SyntheticImages(Images):
 
     part: str
     num_images: int
-    num_classes: int
+    classes: tuple[str, ...]
     size_px: int = 224
 
     def __len__(self) -> int:
@@ -40,20 +40,20 @@ class SyntheticImages(Images):
         image = torch.randint(
             0, 256, (3, self.size_px, self.size_px), dtype=torch.uint8, generator=draws
         )
-        return image, hash_key("synthetic target", self.part, number) % self.num_classes
+        return image, hash_key("synthetic target", self.part, number) % len(self.classes)
 
     def name(self, number: int) -> str:
         return f"synthetic/{self.part}[{number}]"
 
     def digest(self) -> str:
-        content = self.part, self.num_images, self.size_px, self.num_classes
+        content = self.part, self.num_images, self.size_px, len(self.classes)
         return sha256(repr(content).encode()).hexdigest()
 
 
 def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageSet:
     """A part. classes: not used."""
     images = _images("val" if part == config.val else "train", **config.kwargs)
-    return all_images(images, None, tuple(map(str, range(images.num_classes))))
+    return all_images(images, None)
 
 
 def problems(config: DataConfig) -> list[Problem]:
@@ -73,7 +73,7 @@ def _images(
     size_px: int = 224,
 ) -> SyntheticImages:
     count = train_images if part == "train" else val_images
-    return SyntheticImages(part, count, num_classes, size_px)
+    return SyntheticImages(part, count, tuple(map(str, range(num_classes))), size_px)
 
 
 class SyntheticLoader(TrainLoader):

@@ -46,6 +46,8 @@ TEST_IMAGES = (2, 359, 361)  # with two, some ranks have no image
 class Numbered(Images):
     """Images of 2 x 2 pixels whose pixels and target spell their own number."""
 
+    classes = tuple("abcdefg")
+
     def __init__(self, length: int):
         self.length = length
 
@@ -91,7 +93,7 @@ def results(context: RankContext, num_images: int) -> dict[str, Any]:
     model = Outputs(torch.randn(num_images, 7, generator=draws))
     unchanged = EvalTransform(EvalConfig(crop_px=2, resize_px=2))
     batches = eval_batches(
-        all_images(Numbered(num_images), None, "abcdefg"), unchanged, rows, 50, WorkerOptions()
+        all_images(Numbered(num_images), None), unchanged, rows, 50, WorkerOptions()
     )
     outputs = model_outputs({"single": model}, batches, lambda images: images, context.device, None)
     own = build_metrics(OWN_METRICS, 7, ["single"], context)

@@ -81,7 +81,7 @@ def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = Non
     """A part. classes: not used. Raises as `open_hub`."""
     given = (config.name, part, config.labels, config.decode, config.exif)
     images = open_hub(*given, **config.kwargs)
-    opened = all_images(images, images.targets, images.classes)
+    opened = all_images(images, images.targets)
     used = {config.train, "validation" if config.val == "val" else config.val, config.val}
     others = [name for name in images.parts if name not in used]
     if part != config.train or not others:

@@ -120,7 +120,7 @@ def test_image_too_thin_to_be_resized_is_named(tmp_path: Path) -> None:
     image.save(file)
     transform = EvalTransform(EvalConfig())
     own = MapImages([(image, 0)], "own/thin", ("a",), None, "single")
-    for images in (one_file(file), all_images(own, None, "a")):
+    for images in (one_file(file), all_images(own, None)):
         with pytest.raises(DataError, match="thin"):
             images.load_region(0, transform.needed_region)
     assert image_problem(one_file(file).files, 0, EvalConfig()) is not None

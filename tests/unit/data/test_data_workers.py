@@ -83,6 +83,8 @@ raise ValueError("a bug")
 class Numbers(Images):
     """16 images of 8 px. act: called when an image with an index in `at` is read."""
 
+    classes = ("a", "b")
+
     def __init__(self, act: Callable[[], object] | None = None, at: Collection[int] = (9,)):
         self.act = act
         self.at = at
@@ -103,7 +105,7 @@ class Numbers(Images):
 
 
 def numbers(act: Callable[[], object] | None = None, at: Collection[int] = (9,)) -> ImageSet:
-    return all_images(Numbers(act, at), None, "ab")
+    return all_images(Numbers(act, at), None)
 
 
 @pytest.fixture
