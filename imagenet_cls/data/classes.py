@@ -20,8 +20,7 @@ from imagenet_cls.text import format_value, join_names
 # The keys that hold out images of a dataset without validation images.
 HOLD_OUT_ADVICE = "data.val=null data.val_fraction=0.1"
 IMAGENET_CLASSES = 1000
-# Longer numbers are names of classes.
-_NUMBER = re.compile(r"-?[0-9]{1,9}")
+_NUMBER = re.compile(r"-?[0-9]+")
 # As Python, numpy and pandas write them. Other ids, such as `0_1` and `00e1`, are names.
 _FLOAT = re.compile(r"-?[0-9]+(\.[0-9]*)?(e[+-][0-9]+)?|nan|-?inf", re.IGNORECASE)
 _SEPARATOR = re.compile(r"\s*[;,|/]\s*|\s+")  # of several labels
@@ -119,8 +118,13 @@ def match_labels(
     if not are_numbers or (are_names and not numbers_are_indices):
         targets = {label: class_to_idx[label] for label in labels if label in class_to_idx}
         return targets, tuple(classes)
-    if not numbers_are_indices:
-        _check_not_names(labels, classes, path)
+    by_number = [name for name in classes if _FLOAT.fullmatch(name)]
+    if by_number and not numbers_are_indices:
+        raise DataError(
+            f"{path}: the label {format_value(min(labels))} may be the name of a class, such as "
+            f"{format_value(by_number[0])}, or the index of a class.",
+            "Write all labels as the classes are named, or name no class by a number.",
+        )
     targets = {label: int(label) for label in labels if 0 <= int(label) < len(classes)}
     return targets, tuple(classes)
 
@@ -132,7 +136,7 @@ def check_numbers(labels: Collection[str], path: Path | str) -> None:
     """
     if not all(map(_FLOAT.fullmatch, labels)):
         return
-    others = sorted(label for label in labels if not label.removeprefix("-").isdecimal())
+    others = sorted(label for label in labels if not _NUMBER.fullmatch(label))
     if others or len(set(map(int, labels))) < len(labels):
         raise DataError(
             f"{path}: all labels are numbers, and some, such as "
@@ -147,17 +151,13 @@ def _classes_named_by(
     labels: Collection[str], path: Path | str
 ) -> tuple[dict[str, int], tuple[str, ...]]:
     """`match_labels` of labels that name the classes themselves."""
-    # Labels are numbers if all are digits, and at least one has no more digits than `_NUMBER`.
-    are_decimal = all(label.removeprefix("-").isdecimal() for label in labels)
-    short = [label for label in labels if _NUMBER.fullmatch(label)]
-    if not are_decimal or not short:
+    if not all(map(_NUMBER.fullmatch, labels)):
         check_names(labels, path)
         names = sorted(labels)
         return {name: i for i, name in enumerate(names)}, tuple(names)
-    targets = {label: int(label) for label in short}
+    targets = {label: int(label) for label in labels}
     numbers = sorted(targets.values())
-    long = [label for label in labels if label not in targets]
-    if long or numbers != list(range(len(numbers))):
+    if numbers != list(range(len(numbers))):
         raise DataError(
             f"{path}: the {len(labels)} labels are numbers, but not 0 to {len(labels) - 1} "
             f"(one is {format_value(max(labels, key=len))}), so which outputs they are is not "
@@ -188,26 +188,6 @@ def check_names(labels: Collection[str], path: Path | str) -> None:
             "Correct the labels (several of an image: cat;dog, with data.labels=multi), or list "
             "all classes, one per line, in a classes.txt beside (hf: make it a ClassLabel).",
         )
-
-
-def _check_not_names(labels: Collection[str], classes: Sequence[str], path: Path | str) -> None:
-    """Raise DataError if a numeric label may be the name of a class, perhaps written in another
-    way: a spreadsheet turns 01 into 1.
-    """
-    named_by_number = {}
-    for name in classes:
-        try:
-            named_by_number[float(name)] = name
-        except ValueError:
-            continue
-    for label in sorted(labels):
-        if float(label) in named_by_number:
-            name = format_value(named_by_number[float(label)])
-            raise DataError(
-                f"{path}: the label {format_value(label)} may be the class {name} "
-                "or the index of a class, since not all labels are names of classes.",
-                "Write all labels as the classes are named, or name no class by a number.",
-            )
 
 
 # ---- names of classes
