@@ -64,8 +64,6 @@ def open_datasets(
                 "(data.val_fraction).",
             )
         opened[part] = images
-    if config.exclude is not None and not any(images.left_out for images in opened.values()):
-        notes.append(f"data.exclude: none of the images is in {config.exclude}")
     names = next(iter(opened.values())).classes
     return DataSets(opened, names, "; ".join(notes) or None)
 
