@@ -40,7 +40,6 @@ from imagenet_cls.text import first_line
 START_METHOD = "fork" if sys.platform == "linux" else None
 
 PREFETCH_BATCHES = 2  # that each worker prepares ahead
-_MAX_TEMP_DIR_BYTES = 107 - len("/listener-12345678")  # of an AF_UNIX socket's path
 _JOIN_SEC = 2.0
 _USE_FEWER = "use fewer data.num_workers"
 # Iterators of DataLoaders whose workers were killed. torch's clean-up, which runs when an iterator
@@ -380,11 +379,7 @@ def _start_workers(loader: DataLoader[Any]) -> tuple[Iterator[Any], list[BasePro
     """An iterator over the loader's batches, and its worker processes in order of their numbers."""
     # This makes the folder of the workers' sockets, which this process removes. A worker that makes
     # its own leaves it behind when it is killed.
-    if len(os.fsencode(get_temp_dir())) > _MAX_TEMP_DIR_BYTES:
-        raise ResourceError(
-            f"{get_temp_dir()}: this path is too long for the sockets of data workers.",
-            "Set TMPDIR to a shorter path.",
-        )
+    get_temp_dir()
     others = set(multiprocessing.active_children())
     handler = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL  # None: not set by Python
     iterator = iter(loader)

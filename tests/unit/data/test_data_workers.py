@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -144,17 +143,6 @@ def test_workers_of_a_process_with_killed_and_hung_workers_all_end(tmp_path: Pat
     pids = ended.stdout.splitlines()[-1].split()[1:]
     assert len(pids) == 2 and not any(Path("/proc", pid).exists() for pid in pids)
     assert not list(tmp_path.glob("pymp-*")), "folders of the workers' sockets"
-
-
-def test_temporary_folder_too_long_for_sockets_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise no batch would ever arrive."""
-    (tmp_path / ("x" * 100)).mkdir()
-    monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
-    with pytest.raises(ResourceError, match="TMPDIR"):
-        first_batch(numbers())
 
 
 def test_epoch_with_workers_hung_in_the_first_batch_raises(hang: Callable[[], object]) -> None:
