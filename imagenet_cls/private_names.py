@@ -6,7 +6,6 @@ used.
 """
 
 import atexit
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,21 +67,6 @@ def base_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     Lookahead's public `load_state_dict` would change the strides of the state.
     """
     return getattr(optimizer, "_base_optimizer", optimizer)
-
-
-def interpolate_antialiased(
-    images: torch.Tensor,
-    size: Sequence[int],
-    mode: str,
-    scales: Sequence[float | None],
-) -> torch.Tensor:
-    """`functional.interpolate(..., antialias=True)`, for mode `bilinear` or `bicubic`.
-
-    The public function takes a size or scales, not both. With both, this returns the first pixels
-    of the scaled images.
-    """
-    operator = getattr(torch._C._nn, f"_upsample_{mode}2d_aa")
-    return operator(images, size, False, *scales)
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:

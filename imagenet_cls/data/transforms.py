@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
-from torch.nn.functional import pad
+from torch.nn.functional import interpolate, pad
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
@@ -30,7 +30,6 @@ from imagenet_cls.data.decode import MAX_PIXELS
 from imagenet_cls.data.policies import build_policy, to_pil_image
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.errors import DataError
-from imagenet_cls.private_names import interpolate_antialiased
 from imagenet_cls.seeding import seed_generators
 
 # "nearest" is Pillow's, which torch calls nearest-exact (ties aside); torch's own `nearest` is off
@@ -228,31 +227,20 @@ def resize(
     image: torch.Tensor,
     size: Sequence[int],
     interpolation: str,
-    kept: Sequence[int] = (),
 ) -> torch.Tensor:
     """uint8 (C, H, W) -> uint8 (C, *size): torchvision's `F.resize` with antialiasing, the same
     bits, in less time.
 
-    kept: the numbers of first rows and columns that are needed; others may be missing.
-
     torch's AVX2 kernel is fastest on channels-last memory without gaps; it converts any other crop
     to planes first.
     """
-    size = list(size)
-    if list(image.shape[1:]) == size:
+    if image.shape[1:] == tuple(size):
         return image
+    size = list(size)
     is_channels_last = image.stride(0) == 1  # as decoders return it
     if HAS_AVX2 and is_channels_last and interpolation in RANDOM_INTERPOLATIONS:
-        images = image[None].contiguous(memory_format=torch.channels_last)
-        scales: list[float | None] = [None, None]
-        for dim, needed in enumerate(kept):
-            side = image.shape[dim + 1]
-            scale = size[dim] / side
-            # torch takes equal sides as not scaled, and computes the reciprocal of a scale
-            if side not in (size[dim], needed) and 1 / scale == side / size[dim]:
-                size[dim] = needed
-                scales[dim] = scale
-        return interpolate_antialiased(images, size, interpolation, scales)[0]
+        images = image.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
+        return interpolate(images, size, mode=interpolation, antialias=True)[0]
     return F.resize(image, size, interpolation=INTERPOLATIONS[interpolation], antialias=True)
 
 
@@ -317,8 +305,7 @@ class EvalTransform:
         size = self.resized_size(*image.shape[1:])
         top, left = map(first_of_crop, size, self.crop)
         height, width = self.crop
-        kept = [min(top + height, size[0]), min(left + width, size[1])]
-        image = resize(image, size, self.interpolation, kept)
+        image = resize(image, size, self.interpolation)
         image = image[:, top : top + height, left : left + width]
         rows = height - image.shape[1]
         columns = width - image.shape[2]

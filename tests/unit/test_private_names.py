@@ -102,16 +102,6 @@ def test_datasets_keep_their_targets_in_the_private_attribute(kind: type) -> Non
     assert f"self.{private_names.TARGETS}" in inspect.getsource(kind)
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_interpolate_antialiased_is_torchs_and_returns_the_first_pixels(mode: str) -> None:
-    images = torch.randint(256, (1, 3, 40, 60), dtype=torch.uint8)
-    expected = nn.functional.interpolate(images, [20, 15], mode=mode, antialias=True)
-    whole = private_names.interpolate_antialiased(images, [20, 15], mode, [None, None])
-    assert whole.equal(expected)
-    first = private_names.interpolate_antialiased(images, [9, 15], mode, [0.5, None])
-    assert first.equal(expected[:, :, :9])
-
-
 def test_run_exit_functions_runs_them() -> None:
     read, write = os.pipe()
     pid = os.fork()
