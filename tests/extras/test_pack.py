@@ -204,12 +204,12 @@ def encoded(form: str, **options: Any) -> bytes:
 
 
 @pytest.fixture
-def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Write a folder of Parquet files whose parts have these images, labels and classes."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
-    def write(images: list[bytes], labels: list[Any], *classes: str) -> Path:
+    def write(images: list[bytes], labels: list[Any], *classes: str) -> str:
         label = datasets.ClassLabel(names=list(classes))
         if isinstance(labels[0], list):
             label = datasets.List(label)
@@ -219,12 +219,12 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
         for part in ("train", "validation"):
             table = datasets.Dataset.from_dict(columns, features=features)
             table.to_parquet(tmp_path / "hub" / f"{part}-00000-of-00001.parquet")
-        return tmp_path / "hub"
+        return f"hf:{tmp_path / 'hub'}"
 
     return write
 
 
-def test_parquet_files_become_shards(rows: Callable[..., Path], packed: Packed) -> None:
+def test_parquet_files_become_shards(rows: Callable[..., str], packed: Packed) -> None:
     """An MPO file is a JPEG."""
     mpo = encoded("MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))])
     images = [encoded("PNG"), mpo, encoded("JPEG")]
@@ -234,22 +234,22 @@ def test_parquet_files_become_shards(rows: Callable[..., Path], packed: Packed) 
     assert [data.val.files.read(i) for i in range(3)] == images
 
 
-def test_lists_of_labels_become_shards(rows: Callable[..., Path], packed: Packed) -> None:
+def test_lists_of_labels_become_shards(rows: Callable[..., str], packed: Packed) -> None:
     folder = rows([encoded("PNG")] * 2, [[1, 0], []], "b", "a")
-    data = packed(f"hf:{folder}", "--multilabel", labels="multi")
+    data = packed(folder, "--multilabel", labels="multi")
     assert data.classes == ("b", "a") and data.val.targets.tolist() == [[1, 1], [0, 0]]
 
 
 @pytest.mark.parametrize("content", [encoded("PCX"), b"no image"])
 def test_row_that_training_can_not_read_is_an_error(
-    content: bytes, rows: Callable[..., Path], out: Path
+    content: bytes, rows: Callable[..., str], out: Path
 ) -> None:
     assert "train[0]" in fails(3, pack_command, rows([content], [0], "a"), out)
     assert not (out / "train").exists()
 
 
 def test_class_names_that_shards_cannot_hold_are_errors(
-    rows: Callable[..., Path], out: Path
+    rows: Callable[..., str], out: Path
 ) -> None:
     folder = rows([encoded("PNG")], [0], "a", "b\nc")
     fails(3, pack_command, folder, out)

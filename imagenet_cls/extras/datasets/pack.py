@@ -4,7 +4,6 @@
 """
 
 import argparse
-import glob
 import io
 import json
 import math
@@ -15,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,8 +53,8 @@ def pack_command(argv: Sequence[str]) -> None:
         "source",
         type=cli.not_empty,
         metavar="SOURCE",
-        help="a folder or archive with train and val; a config; hf:USER/NAME, hf:FOLDER, or a "
-        "folder with Parquet files (data.val=test names another part of these)",
+        help="a folder or archive with train and val; a config; hf:USER/NAME or hf:FOLDER "
+        "(data.val=test names another part of these)",
     )
     parser.add_argument("--out", type=cli.path, metavar="DIR", help="the same as OUT")
     add_data_options(parser)
@@ -106,12 +104,8 @@ def pack_command(argv: Sequence[str]) -> None:
 
 def load_data(source: str, overrides: Sequence[str], multilabel: bool) -> DataConfig:
     """The section `data` of the dataset that SOURCE names. Raises UsageError."""
-    root = Path(source).expanduser()
-    patterns = ("*.parquet", "data/*.parquet")
-    if any(glob.glob(pattern, root_dir=root) for pattern in patterns):  # noqa: PTH207 (no error)
-        source = f"hf:{root.resolve()}"
     config = load_config_if_given(source, overrides)
-    data = DataConfig(root=str(root)) if config is None else config.data
+    data = DataConfig(root=source) if config is None else config.data
     return replace(data, labels="multi") if multilabel else data
 
 
