@@ -176,8 +176,8 @@ def problems(config: DataConfig) -> list[Problem]:
 
 
 def classes_of_dataset(dataset: Any, name: str, targets: np.ndarray | None) -> tuple[str, ...]:
-    """Class names of a map-style dataset, from `classes`, `class_to_idx`, `num_classes` or its
-    targets, else DataError.
+    """Class names of a map-style dataset, from `classes`, `num_classes` or its targets, else
+    DataError.
     """
     classes = getattr(dataset, "classes", None)
     if classes is not None and len(classes):
@@ -189,9 +189,6 @@ def classes_of_dataset(dataset: Any, name: str, targets: np.ndarray | None) -> t
         # ImageNet has two cranes. `imagenet_order` ignores what follows a comma.
         counts = Counter(names)
         return tuple(f"{name}, {i}" if counts[name] > 1 else name for i, name in enumerate(names))
-    by_name = getattr(dataset, "class_to_idx", None)
-    if by_name:
-        return tuple(map(str, sorted(by_name, key=by_name.__getitem__)))
     count = getattr(dataset, "num_classes", None)
     if count is None:
         if targets is None or not len(targets):
