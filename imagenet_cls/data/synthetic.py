@@ -1,16 +1,15 @@
 """Random images. A few batches of them are kept on the device, so that nothing is loaded."""
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from hashlib import sha256
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from imagenet_cls.config.schema import COUNT, DataConfig
-from imagenet_cls.data.image_set import Images, ImageSet, all_images
+from imagenet_cls.data.image_set import ImageSet
 from imagenet_cls.data.loader import TrainBatch, TrainLoader, WorkerOptions
+from imagenet_cls.data.map_style import image_set_of
 from imagenet_cls.data.samplers import EpochSampler
 from imagenet_cls.data.transforms import TrainTransform
 from imagenet_cls.errors import Problem
@@ -21,59 +20,47 @@ from imagenet_cls.seeding import generator, hash_key
 POOL_BATCHES = 2
 
 
-@dataclass(eq=False)
-class SyntheticImages(Images):
-    """`num_images` random images of size_px by size_px with random targets. part: part of the key,
-    as `train`.
+class SyntheticImages:
+    """Map-style: random images of size_px by size_px with random targets. part: `train` or `val`,
+    a part of the key.
     """
 
-    part: str
-    num_images: int
-    classes: tuple[str, ...]
-    size_px: int = 224
+    def __init__(
+        self,
+        part: str,
+        train_images: int = 1_281_167,
+        val_images: int = 50_000,
+        num_classes: int = 1000,
+        size_px: int = 224,
+    ):
+        self.part = part
+        self.num_images = train_images if part == "train" else val_images
+        self.num_classes = num_classes
+        self.size_px = size_px
 
     def __len__(self) -> int:
         return self.num_images
 
-    def load(self, number: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
         draws = generator("synthetic", self.part, number)
-        image = torch.randint(
-            0, 256, (3, self.size_px, self.size_px), dtype=torch.uint8, generator=draws
-        )
-        return image, hash_key("synthetic target", self.part, number) % len(self.classes)
-
-    def name(self, number: int) -> str:
-        return f"synthetic/{self.part}[{number}]"
-
-    def digest(self) -> str:
-        content = self.part, self.num_images, self.size_px, len(self.classes)
-        return sha256(repr(content).encode()).hexdigest()
+        shape = 3, self.size_px, self.size_px
+        image = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draws)
+        return image, hash_key("synthetic target", self.part, number) % self.num_classes
 
 
 def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageSet:
     """A part. classes: not used."""
-    images = _images("val" if part == config.val else "train", **config.kwargs)
-    return all_images(images, None)
+    part = "val" if part == config.val else "train"
+    return image_set_of(SyntheticImages(part, **config.kwargs), config, part)
 
 
 def problems(config: DataConfig) -> list[Problem]:
     """All problems of the arguments."""
-    return kwargs_problems("data.kwargs", _images, config.kwargs, passed=("part",)) or [
+    return kwargs_problems("data.kwargs", SyntheticImages, config.kwargs, passed=("part",)) or [
         Problem(f"data.kwargs.{name}", text)
         for name, value in config.kwargs.items()
         if (text := number_problem(value, COUNT, whole=True))
     ]
-
-
-def _images(
-    part: str,
-    train_images: int = 1_281_167,
-    val_images: int = 50_000,
-    num_classes: int = 1000,
-    size_px: int = 224,
-) -> SyntheticImages:
-    count = train_images if part == "train" else val_images
-    return SyntheticImages(part, count, tuple(map(str, range(num_classes))), size_px)
 
 
 class SyntheticLoader(TrainLoader):
