@@ -167,15 +167,6 @@ def test_split_stays_if_the_data_were_moved_and_is_an_error_for_others(
             Path(file).unlink()
 
 
-def test_folder_of_several_parts_is_an_error_that_names_each(
-    run_folder: Path, tmp_path: Path
-) -> None:
-    for part in ("train", "valid", "test"):
-        shutil.copytree("testset", tmp_path / "sets" / part)
-    err = fails(3, evaluate_command, run_folder, *ALLOW, "--data", tmp_path / "sets")
-    assert f"--data {tmp_path}/sets/valid" in err
-
-
 def test_mistakes_in_the_place_are_errors_that_name_the_option(
     run_folder: Path, tmp_path: Path
 ) -> None:

@@ -134,13 +134,6 @@ def test_unusual_kinds_are_decoded_whole(
     assert chosen == box and torch.equal(pixels, decode_rgb(file.getvalue()))
 
 
-def test_file_of_another_size_than_the_callers_is_not_decoded(
-    library: TurboJpeg, photographs: list[Image.Image]
-) -> None:
-    data = encode(photographs[1].resize((64, 48)), "4:4:4")
-    assert library.decode(data, 47, 64, Box(8, 8, 16, 16)) is None
-
-
 GUARD = 4096
 
 
@@ -155,7 +148,7 @@ def decode_mutated_files(rank: int, ranks: int, folder: Path) -> None:
     """Run in a process of its own: compare regions of mutated files, and check the memory around
     the pixels.
     """
-    number = int((folder / "number").read_text())
+    number = 300
     library, draws, equal = find_turbojpeg(), np.random.default_rng(1), 0
     guarded: list[torch.Tensor] = []
     boxes: list[Box] = []
@@ -184,11 +177,9 @@ def decode_mutated_files(rank: int, ranks: int, folder: Path) -> None:
     assert equal > number / 20
 
 
-@pytest.mark.parametrize("number", [300, pytest.param(3000, marks=pytest.mark.nightly)])
 def test_mutated_files_equal_pixels_or_error_and_no_write_past_the_buffer(
-    library: TurboJpeg, rank_server: RankServer, tmp_path: Path, number: int
+    library: TurboJpeg, rank_server: RankServer, tmp_path: Path
 ) -> None:
-    (tmp_path / "number").write_text(str(number))
     rank_server.call(decode_mutated_files, 1, tmp_path)
 
 
@@ -211,10 +202,9 @@ def test_evaluation_depends_on_no_pixel_outside_of_the_needed_region(
     assert smaller > (10 if mode != "pad" else 0)
 
 
-@pytest.mark.parametrize("path", ["text.so", "nowhere.so"])
 def test_library_that_can_not_be_used_is_ignored(
-    library: TurboJpeg, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+    library: TurboJpeg, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.so").write_text("no library")
-    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / path))
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "text.so"))
     assert find_turbojpeg.__wrapped__().path == library.path
