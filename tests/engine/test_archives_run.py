@@ -1,15 +1,13 @@
 """Runs from archives end in the bits of a run from the folder that they hold."""
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import arguments, fails, saved_bytes, succeeds, train_here
+from helpers import arguments, saved_bytes, succeeds, train_here
 
-from imagenet_cls.commands.train import train_command
 from imagenet_cls.extras.datasets.pack import pack_command
 
 FOLDER = {
@@ -46,11 +44,3 @@ def test_run_continues_from_the_folder_in_archives_of_it(
     resumed = arguments(tmp_path / "data", run, **changes)
     train_here([*resumed, "--resume", "--allow-change", "data.train"])
     assert saved_bytes(run) == saved_bytes(whole)
-
-
-def test_archive_that_is_cut_short_ends_with_exit_code_3(digits: Path, tmp_path: Path) -> None:
-    changes = FOLDER | write_shards(digits, tmp_path / "data")
-    archive = tmp_path / "data" / "train" / "train-00003.tar"
-    os.truncate(archive, 50_000)
-    error = fails(3, train_command, *arguments(tmp_path / "data", tmp_path / "run", **changes))
-    assert str(archive) in error and not (tmp_path / "run").exists()

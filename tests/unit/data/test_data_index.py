@@ -1,20 +1,14 @@
 """Indexing folders: equal to torchvision's ImageFolder, and errors for the usual mistakes."""
 
-import contextlib
-import os
-import random
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from helpers import REPOSITORY, write_files
+from helpers import write_files
 from torchvision.datasets import ImageFolder
 
 from imagenet_cls.data.image_set import indexed_images
-from imagenet_cls.data.index import IMAGE_SUFFIXES, index_folder
+from imagenet_cls.data.index import index_folder
 from imagenet_cls.errors import DataError
 
 
@@ -57,12 +51,6 @@ def test_index_folder_skips_hidden_files_and_counts_other_files(tmp_path: Path) 
     assert [index.name(i) for i in range(len(index))] == images
     assert index.path(2).is_file() and index.digest
     assert index.unread == {b".txt": 2, b"": 1, b".eps": 1, b".png": 1}
-
-
-def test_suffixes_are_listed_on_the_page() -> None:
-    page = (REPOSITORY / "docs" / "data.md").read_text()
-    section = page.partition("## Image files\n")[2].partition("\n## ")[0].partition("\n\n")[0]
-    assert {suffix.encode() for suffix in re.findall(r"`(\.\w+)`", section)} == IMAGE_SUFFIXES
 
 
 def test_digest_depends_on_names_targets_and_classes_only(tmp_path: Path) -> None:
@@ -129,24 +117,6 @@ def test_index_folder_missing_or_wrong_layout_raises(
 ) -> None:
     with pytest.raises(DataError, match=expected):
         index_folder(touch(tmp_path, *names) / folder)
-
-
-def test_index_does_not_depend_on_the_order_of_the_file_system(
-    image_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = index_folder(image_folder / "train")
-
-    @contextlib.contextmanager
-    def shuffled(path: Any) -> Iterator[Iterator[os.DirEntry]]:
-        with scandir(path) as entries:
-            found = list(entries)
-            yield iter(random.sample(found, len(found)))
-
-    scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", shuffled)
-    for _ in range(3):
-        index = index_folder(image_folder / "train")
-        assert (index.digest, index.classes) == (expected.digest, expected.classes)
 
 
 def test_link_to_a_folder_that_holds_it_is_an_error(tmp_path: Path) -> None:

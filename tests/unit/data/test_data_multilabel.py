@@ -21,7 +21,6 @@ from imagenet_cls.data.image_set import ImageSet, target_at
 from imagenet_cls.data.lists import index_list
 from imagenet_cls.data.map_style import image_set_of
 from imagenet_cls.data.targets import class_sizes
-from imagenet_cls.data.test_set import locate_test_set, open_test_set
 from imagenet_cls.errors import DataError
 
 IMAGE = b"\xff\xd8 some image"
@@ -200,10 +199,3 @@ def test_all_images_are_split_and_keep_their_labels(changes: dict[str, Any], hel
     half = open_datasets(replace(config, fraction=0.5))
     assert rows_of(half.val) == val
     assert len(half.train) == len(train) // 2 and rows_of(half.train).items() <= train.items()
-
-
-def test_separate_test_set_has_the_rows_of_the_chosen_classes(folder: Path) -> None:
-    (folder / "t.csv").write_text(LISTS["short.csv"])
-    config = DataConfig("list", labels="multi", classes=["dog"])
-    source = open_test_set(locate_test_set(folder / "t.csv", config), None)
-    assert source.required_targets("").tolist() == [[0], [1], [0]]
