@@ -69,20 +69,11 @@ def decode_rgb(data: bytes) -> torch.Tensor:
     DataError with the reason, without the file's name, for broken, truncated and too large images
     (`MAX_PIXELS`), and as `rgb_tensor`.
     """
-    height, width, channels = _decodable_jpeg(data)
-    if channels not in (1, 3) or not 0 < height * width <= MAX_PIXELS:
-        return _decode_with_pillow(data)
-    turbojpeg = find_turbojpeg()
-    if turbojpeg is not None:
-        image = turbojpeg.decode(data, height, width, Box(0, 0, height, width))
-        # torchvision's libjpeg would print warnings to stderr, without the name of the file.
-        return _decode_with_pillow(data) if image is None else image
-    try:
-        return _DECODE_JPEG(
-            torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB.value
-        )
-    except RuntimeError:  # Pillow decides; it raises for truncated files too
-        return _decode_with_pillow(data)
+    return decode_region(data, whole_image, None)[0]
+
+
+def whole_image(height: int, width: int) -> Box:
+    return Box(0, 0, height, width)
 
 
 def open_image(data: bytes) -> Image.Image:
@@ -139,21 +130,25 @@ def decode_region(
     returns the box.
 
     turbojpeg: decodes only the region of most JPEGs, and may not notice an error elsewhere in the
-    file. Other files, those with errors or warnings, and those that exif (`data.exif`) rotates, are
-    decoded whole.
+    file; None: the whole image. Other files, those with errors or warnings, and those that exif
+    (`data.exif`) rotates, are decoded whole.
     """
     if exif == "apply" and exif_orientation(data) != 1:
         image = decode_upright(data)
         return image, choose(*image.shape[1:])
     height, width, channels = _decodable_jpeg(data)
-    if turbojpeg is None or channels not in (1, 3) or not 0 < height * width <= MAX_PIXELS:
-        image = decode_rgb(data)
+    if channels not in (1, 3) or not 0 < height * width <= MAX_PIXELS:
+        image = _decode_with_pillow(data)
         return image, choose(*image.shape[1:])
     box = choose(height, width)
-    region = turbojpeg.decode(data, height, width, box)
-    if region is not None:
-        return region, box
-    image = _decode_with_pillow(data)
+    library = find_turbojpeg()
+    if library is None:
+        found = _decode_with_torchvision(data)
+    else:
+        # torchvision's libjpeg would print warnings to stderr, without the name of the file.
+        region = whole_image(height, width) if turbojpeg is None else box
+        found = library.decode(data, height, width, region)
+    image = _decode_with_pillow(data) if found is None else found
     if image.shape[1:] != (height, width):
         raise DataError("the size in its header is not the size of its pixels", "Replace the file.")
     return image, box
@@ -183,6 +178,14 @@ def rgb_tensor(image: Image.Image) -> torch.Tensor:
                 "Convert the image to 8 or 16 bits.",
             )
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def _decode_with_torchvision(data: bytes) -> torch.Tensor | None:
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    try:
+        return _DECODE_JPEG(encoded, ImageReadMode.RGB.value)
+    except RuntimeError:  # Pillow decides; it raises for truncated files too
+        return None
 
 
 def _decode_with_pillow(data: bytes) -> torch.Tensor:

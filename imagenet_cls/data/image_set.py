@@ -16,10 +16,7 @@ import torch
 
 from imagenet_cls.data.archive_files import ArchiveChangedError
 from imagenet_cls.data.classes import match_classes
-from imagenet_cls.data.decode import (
-    ChooseBox,
-    decode_region,
-)
+from imagenet_cls.data.decode import ChooseBox, decode_region, whole_image
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.targets import map_targets
 from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
@@ -275,7 +272,7 @@ class EncodedImages(Images):
         return self.name(number)
 
     def load(self, number: int) -> tuple[torch.Tensor, None]:
-        image, _, _ = self.load_region(number, lambda height, width: Box(0, 0, height, width))
+        image, _, _ = self.load_region(number, whole_image)
         return image, None
 
     def load_region(self, number: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, None]:
