@@ -62,23 +62,20 @@ def reference_image(path: Path) -> torch.Tensor:
 
 def decode_rows(folder: Path, images: int) -> Iterator[Row]:
     """Whether whole images and regions have the pixels of torchvision's decoder."""
-    paths, turbojpeg, transform = (
-        sorted((folder / "train").glob("*/*"))[:images],
-        find_turbojpeg(),
-        TrainTransform(AugmentConfig()),
-    )
+    paths = sorted((folder / "train").glob("*/*"))[:images]
+    transform = TrainTransform(AugmentConfig())
     torch.manual_seed(0)
     same = same_regions = 0
     for path in paths:
         data, expected = path.read_bytes(), reference_image(path)
         same += torch.equal(decode_rgb(data), expected)
-        image, (top, left, height, width) = decode_region(data, transform.draw_crop, turbojpeg)
+        image, (top, left, height, width) = decode_region(data, transform.draw_crop)
         rows, columns = slice(top, top + height), slice(left, left + width)
         same_regions += torch.equal(image[:, rows, columns], expected[:, rows, columns])
     yield check(
         "pixels of torchvision's decoder", same == len(paths), f"{same} of {len(paths)} images"
     )
-    library = "with libjpeg-turbo 3" if turbojpeg is not None else "without libjpeg-turbo 3"
+    library = "without libjpeg-turbo 3" if find_turbojpeg() is None else "with libjpeg-turbo 3"
     note = f"{same_regions} of {len(paths)} images, {library}"
     yield check("the same in random regions", same_regions == len(paths), note)
 

@@ -368,9 +368,8 @@ def ours_region() -> Callable[[bytes, Crop], Any]:
     from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 
     torch.set_num_threads(1)
-    turbojpeg = find_turbojpeg()
-    assert turbojpeg is not None, "no libjpeg-turbo 3"
-    return lambda data, crop: decode_region(data, lambda height, width: Box(*crop), turbojpeg)
+    assert find_turbojpeg() is not None, "no libjpeg-turbo 3"
+    return lambda data, crop: decode_region(data, lambda height, width: Box(*crop))
 
 
 def torchvision_whole() -> Callable[[bytes, Crop], Any]:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image, PngImagePlugin
 from torchvision.io import ImageReadMode
 
-from imagenet_cls.data.turbojpeg import Box, TurboJpeg, find_turbojpeg
+from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
 from imagenet_cls.errors import DataError
 from imagenet_cls.text import first_line
 
@@ -69,7 +69,7 @@ def decode_rgb(data: bytes) -> torch.Tensor:
     DataError with the reason, without the file's name, for broken, truncated and too large images
     (`MAX_PIXELS`), and as `rgb_tensor`.
     """
-    return decode_region(data, whole_image, None)[0]
+    return decode_region(data, whole_image)[0]
 
 
 def whole_image(height: int, width: int) -> Box:
@@ -123,15 +123,15 @@ def exif_orientation(data: bytes) -> int:
 def decode_region(
     data: bytes,
     choose: ChooseBox,
-    turbojpeg: TurboJpeg | None,
+    decode: str = "auto",
     exif: str = "ignore",
 ) -> tuple[torch.Tensor, Box]:
     """As `decode_rgb`, but only the pixels in the box that `choose` returns are defined. Also
     returns the box.
 
-    turbojpeg: decodes only the region of most JPEGs, and may not notice an error elsewhere in the
-    file; None: the whole image. Other files, those with errors or warnings, and those that exif
-    (`data.exif`) rotates, are decoded whole.
+    decode, exif: keys of `data`. With `auto`, libjpeg-turbo 3 decodes only the region of most
+    JPEGs, and may not notice an error elsewhere in the file. Other files, those with errors or
+    warnings, and those that are rotated, are decoded whole.
     """
     if exif == "apply" and exif_orientation(data) != 1:
         image = decode_upright(data)
@@ -146,7 +146,7 @@ def decode_region(
         found = _decode_with_torchvision(data)
     else:
         # torchvision's libjpeg would print warnings to stderr, without the name of the file.
-        region = whole_image(height, width) if turbojpeg is None else box
+        region = whole_image(height, width) if decode == "whole" else box
         found = library.decode(data, height, width, region)
     image = _decode_with_pillow(data) if found is None else found
     if image.shape[1:] != (height, width):

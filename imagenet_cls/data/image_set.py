@@ -19,7 +19,7 @@ from imagenet_cls.data.classes import match_classes
 from imagenet_cls.data.decode import ChooseBox, decode_region, whole_image
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.targets import map_targets
-from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
+from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.errors import DataError
 from imagenet_cls.files import read_regular
 from imagenet_cls.text import first_line
@@ -252,9 +252,6 @@ class EncodedImages(Images):
     decode: str
     exif: str
 
-    def __post_init__(self) -> None:
-        self.turbojpeg = find_turbojpeg() if self.decode == "auto" else None
-
     @abstractmethod
     def read(self, number: int) -> bytes:
         """The content of the file of an image. Raises OSError or DataError (`reason_of`)."""
@@ -277,7 +274,7 @@ class EncodedImages(Images):
 
     def load_region(self, number: int, choose: ChooseBox) -> tuple[torch.Tensor, Box, None]:
         def decode(data: bytes) -> tuple[torch.Tensor, Box]:
-            return decode_region(data, choose, self.turbojpeg, self.exif)
+            return decode_region(data, choose, self.decode, self.exif)
 
         image, box = self.decoded(number, decode)
         return image, box, None
@@ -306,7 +303,6 @@ class FileImages(EncodedImages):
     exif: str = "ignore"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.classes = self.index.classes
         self._root = os.fsencode(self.index.root)
 

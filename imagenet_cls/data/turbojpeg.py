@@ -78,10 +78,6 @@ class TurboJpeg:
         self._close = _declare(library.tj3Destroy, handle)
         self._close.restype = None
 
-    # to be sent to data workers that are not forked (macOS)
-    def __reduce__(self) -> tuple[type, tuple[str]]:
-        return type(self), (self.path,)
-
     def decode(self, data: bytes, height: int, width: int, box: Box) -> torch.Tensor | None:
         """Decode a JPEG into uint8 (3, height, width), channels-last.
 

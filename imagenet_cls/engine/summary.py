@@ -146,11 +146,10 @@ def describe_decoder(source: ImageSet) -> str:
     images = source.images
     if not isinstance(images, EncodedImages):
         return ""
-    if images.turbojpeg is not None:
-        return f"regions, by {Path(images.turbojpeg.path).name}"
-    if find_turbojpeg() is None:
+    library = find_turbojpeg()
+    if library is None:
         return "whole images; faster with libjpeg-turbo: pip install turbojpeg"
-    return "whole images"
+    return "whole images" if images.decode == "whole" else f"regions, by {Path(library.path).name}"
 
 
 def start_warnings(parts: TrainingParts) -> list[str]:

@@ -26,7 +26,7 @@ from imagenet_cls.data.image_set import ImageSet, all_images, indexed_images
 from imagenet_cls.data.index import ImageIndex
 from imagenet_cls.data.map_style import MapImages
 from imagenet_cls.data.transforms import EvalTransform
-from imagenet_cls.data.turbojpeg import Box, find_turbojpeg
+from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.errors import DataError
 
 
@@ -137,7 +137,7 @@ def test_decode_upright_equals_pillows_exif_transpose(
         expected = torch.from_numpy(np.array(upright.convert("RGB"))).permute(2, 0, 1)
         assert torch.equal(decode_upright(data), expected), orientation
         choose = Mock(return_value=Box(5, 6, 7, 8))
-        image, _ = decode_region(data, choose, find_turbojpeg(), exif="apply")
+        image, _ = decode_region(data, choose, exif="apply")
         choose.assert_called_once_with(*expected.shape[1:])
         assert torch.equal(image[:, 5:12, 6:14], expected[:, 5:12, 6:14]), orientation
 

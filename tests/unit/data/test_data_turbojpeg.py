@@ -1,7 +1,6 @@
 """Decoding of regions: the pixels of the whole decode, also for damaged files."""
 
 import io
-import pickle
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -112,13 +111,9 @@ def test_file_after_damaged_ones_is_decoded_with_its_own_tables(
     good, box = encode(photographs[0].resize((120, 90)), "4:2:0"), Box(0, 0, 90, 120)
     for damaged in (without_quantization(good), good[: len(good) // 2]):
         with pytest.raises(DataError):
-            decode_region(damaged, lambda *_: box, library)
-        region, _ = decode_region(good, lambda *_: box, library)
+            decode_region(damaged, lambda *_: box)
+        region, _ = decode_region(good, lambda *_: box)
         assert torch.equal(region, decode_rgb(good))
-
-
-def test_library_is_pickled_for_workers_that_are_not_forked(library: TurboJpeg) -> None:
-    assert pickle.loads(pickle.dumps(library)).path == library.path
 
 
 @pytest.mark.parametrize(
@@ -130,7 +125,7 @@ def test_unusual_kinds_are_decoded_whole(
 ) -> None:
     box, file = Box(8, 8, 16, 16), io.BytesIO()
     photographs[1].resize((64, 48)).convert(mode).save(file, kind, **options)
-    pixels, chosen = decode_region(file.getvalue(), lambda *_: box, library)
+    pixels, chosen = decode_region(file.getvalue(), lambda *_: box)
     assert chosen == box and torch.equal(pixels, decode_rgb(file.getvalue()))
 
 
@@ -149,7 +144,7 @@ def decode_mutated_files(rank: int, ranks: int, folder: Path) -> None:
     the pixels.
     """
     number = 300
-    library, draws, equal = find_turbojpeg(), np.random.default_rng(1), 0
+    draws, equal = np.random.default_rng(1), 0
     guarded: list[torch.Tensor] = []
     boxes: list[Box] = []
 
@@ -166,7 +161,7 @@ def decode_mutated_files(rank: int, ranks: int, folder: Path) -> None:
     for data, *_ in random_files(photographs, number):
         data = mutate(data, draws)
         with patch.object(turbojpeg.torch, "empty", empty_with_guards), suppress(DataError):
-            region, _ = decode_region(data, choose, library)
+            region, _ = decode_region(data, choose)
         for memory in guarded:
             assert (memory[:GUARD] == 77).all(), "written before the pixels"
             assert (memory[-GUARD:] == 77).all(), "written after the pixels"
