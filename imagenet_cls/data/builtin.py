@@ -100,10 +100,9 @@ class ComposedDigits:
             count = int(torch.randint(1, 4, (), generator=random))
             places = torch.randperm(3, generator=random)[:count]
             row[places] = torch.randint(len(self.digits), (count,), generator=random)
-        self.targets = torch.stack([self._target(row) for row in self.places])
-
-    def _target(self, row: Tensor) -> Tensor:
-        return torch.zeros(10).index_fill(0, self.digits[row[row >= 0]], 1.0)
+        self.targets = torch.zeros(len(self.places), 10)
+        for row, target in zip(self.places, self.targets, strict=True):
+            target[self.digits[row[row >= 0]]] = 1.0
 
     def __len__(self) -> int:
         return len(self.places)

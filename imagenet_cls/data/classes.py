@@ -169,16 +169,12 @@ def _classes_named_by(
 
 
 def check_names(labels: Collection[str], path: Path | str) -> None:
-    """Raise DataError for labels that are no names of classes: a missing one, several in one, and
-    white space around a name.
-    """
+    """Raise DataError for labels that are no names of classes: a missing one, or several in one."""
     known = set(labels)
     for label in sorted(known):
         parts = set(_SEPARATOR.split(label))
         if label.strip().lower() in ("", "nan"):
             problem = "is a missing one"
-        elif label != label.strip():
-            problem = "has white space around it"
         elif label[0] in "[({" or {*"|;"} & {*label} or (len(parts) > 1 and parts <= known):
             problem = "may be several"
         else:

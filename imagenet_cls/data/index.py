@@ -100,10 +100,8 @@ class ImageIndex:
 
     def describe(self, i: int) -> str:
         """Path and number of image `i`, and its archive, for a message."""
-        path = str(self.path(i))
-        if self.byte_ranges is None or path.startswith(self.byte_ranges.archive(i)):
-            return f"{path} (image {i})"
-        return f"{path} (image {i} in {self.byte_ranges.archive(i)})"
+        place = "" if self.byte_ranges is None else f" in {self.byte_ranges.archive(i)}"
+        return f"{self.path(i)} (image {i}{place})"
 
     def select(self, rows: np.ndarray) -> "ImageIndex":
         """The same index with these rows only, in this order."""

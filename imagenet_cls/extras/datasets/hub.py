@@ -1,5 +1,6 @@
 """Datasets of the Hugging Face Hub, and folders in its formats, read by the library `datasets`."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -164,9 +165,7 @@ def _load_parts(name: str, subset: str | None, revision: str | None) -> dict[str
         ) from None
     if not sys.stderr.isatty():
         disable_progress_bars()
-    location = name.removeprefix(HUB)
-    if location.startswith("~"):
-        location = str(Path(location).expanduser())
+    location = os.path.expanduser(name.removeprefix(HUB))  # noqa: PTH111 (keeps ./)
     try:
         if any(Path(location, file).is_file() for file in ("state.json", "dataset_dict.json")):
             saved = load_from_disk(location)
