@@ -31,7 +31,7 @@ class Range:
     low_open: bool = False
     high_open: bool = False
 
-    def __contains__(self, number: float) -> bool:
+    def __contains__(self, number: Any) -> bool:
         above = number > self.low if self.low_open else number >= self.low
         below = number < self.high if self.high_open else number <= self.high
         # not math.isfinite, which overflows for long integers
