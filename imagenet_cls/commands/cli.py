@@ -202,6 +202,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     pairs = zip(argv, ["", *argv], strict=False)
     words = [word for word, before in pairs if (before, word) != ("--resume", "auto")]
     arguments, unknown = parser.parse_known_intermixed_args(words)
+    arguments.argv = list(argv)
     given = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     if errors := [f"{word}: {text}" for word in given if (text := keys.instead_of_option(word))]:
         raise ConfigError(errors)  # each says what to write instead

@@ -144,7 +144,7 @@ def load_with_data(
     ]
     if from_scratch:
         used = [text for text in FROM_SCRATCH if loaded.origins[key_of(text)].startswith("dataset")]
-        notes.append(f"from random weights: {' '.join(used)}")
+        notes.append(f"training from random weights sets {' '.join(used)}")
     return replace(loaded, notes=[*notes, *loaded.notes], data=data)
 
 
@@ -234,10 +234,11 @@ def few_images_notes(
     has_enough = train >= _ENOUGH_TRAIN and val >= _ENOUGH_VAL
     if has_enough or loaded.config.data.fold is not None or loaded.config.data.labels == "multi":
         return []
+    meaning = "chance moves the accuracy of a class by several points"
+    if train < _ENOUGH_TRAIN:
+        meaning = f"a class with fewer than {_ENOUGH_TRAIN} is hard to learn, and {meaning}"
     words = [source, *overrides, "--folds", "5", "--out", f"work_dirs/{loaded.name}_folds"]
     return [
-        f"few images: the smallest class has {train} for training (a class with fewer than "
-        f"{_ENOUGH_TRAIN} is hard to learn) and {val} for evaluation (with fewer than "
-        f"{_ENOUGH_VAL}, chance moves its accuracy by several points). Five runs that together "
-        f"evaluate every image: {command_line('sweep')} {shlex.join(words)}"
+        f"few images: the smallest class has {train} for training and {val} for evaluation, so "
+        f"{meaning}. Five runs evaluate every image: {command_line('sweep')} {shlex.join(words)}"
     ]

@@ -49,8 +49,9 @@ def train_on_rank(
         added = "model.pretrained=false"
         if loaded.data is not None:
             added = f"model=resnet18 {added} size=128"
-        words = f"{command_line('train')} {shlex.join(arguments.arguments)} {added}"
-        remedy = f"{error.remedy}\nOr train from random weights: {words}"
+        words = f"{command_line('train')} {shlex.join(arguments.argv)} {added}"
+        faster = "" if context.device.type == "cuda" else " (faster with size=64 epochs=10)"
+        remedy = f"{error.remedy}\nOr train from random weights{faster}: {words}"
         with_command = DownloadError(error.problem, remedy)
         with_command.printed_elsewhere = error.printed_elsewhere
         raise with_command from error

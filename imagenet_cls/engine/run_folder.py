@@ -145,8 +145,8 @@ class RunFolder:
             got = f"saved up to step {step_of(done[0])}" if done else "no checkpoint yet"
             raise UsageError(
                 f"{self.path} already holds a run ({got}).",
-                "--resume continues it, --overwrite removes it and starts again, --work-dir DIR "
-                "uses another folder.",
+                "--resume continues it with the same settings, --overwrite removes it and starts "
+                "again, --work-dir DIR uses another folder.",
             )
         if options.overwrite:
             self._check_overwrites_no_weights(config, options)

@@ -267,5 +267,6 @@ def final_message(
         f"  {page}  # curves" if page.exists() else f"  {command_line('report')} {run}  # curves",
         f"  {command_line('test')} {run} --report {report}{trusting}  # mistakes by class",
         f"  {command_line('predict')} {run} IMAGES{trusting}",
+        f"  {command_line('export')} {run}{trusting}  # ONNX",
     ]
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 from helpers import REPOSITORY, environment, fails, succeeds, write_files
@@ -136,6 +137,19 @@ def test_short_keys_work_beside_a_config_too(photos: Path, words: str) -> None:
     config = load_config_or_data(source, overrides).config
     assert (config.model.name, config.train.epochs) == ("resnet18", 3)
     assert (config.augment.size_px, config.eval.crop_px, config.optimizer.lr) == (32, 32, 0.1)
+
+
+def test_error_without_network_keeps_the_options_in_its_command(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no such host")
+
+    monkeypatch.setattr("socket.getaddrinfo", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(photos / "cache"))
+    words = ["photos", "epochs=3", "--work-dir", "a run"]
+    text = fails(5, train_command, *words)
+    assert shlex.join([*words, "model=resnet18", "model.pretrained=false", "size=128"]) in text
 
 
 def test_few_images_of_a_class_are_noted_with_a_command_for_folds(photos: Path) -> None:

@@ -9,6 +9,7 @@ import safetensors.torch
 import timm
 import torch
 import torchvision
+from helpers import write_files
 from torch import nn
 
 from imagenet_cls.config.schema import ModelConfig
@@ -66,9 +67,12 @@ def test_pretrained_without_network_is_a_resource_error(
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path))
+    write_files(tmp_path, {"models--timm--resnet34.a1_in1k/snapshots/1/model.safetensors": "-"})
     with pytest.raises(ResourceError) as caught:
         build_model(ModelConfig(name, pretrained=True), 5)
     assert host in str(caught.value) and file in str(caught.value)
+    assert "resnet34.a1_in1k" in str(caught.value), "what the cache has"
 
 
 @pytest.mark.parametrize("pretrained", [True, False])
