@@ -59,7 +59,7 @@ def config_problems(config: Config, world_size: int | None, training: bool = Tru
             import_from_cwd(name)
         except NameNotFoundError as error:
             return [Problem("imports", str(error))]
-    problems = model_problems(config.model, config.data.channels)
+    problems = model_problems(config.model)
     problems += data_problems(config.data)
     problems += metric_problems(config.eval.metrics)
     if training:

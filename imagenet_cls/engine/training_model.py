@@ -21,7 +21,7 @@ from imagenet_cls.errors import ConfigError, DataError
 from imagenet_cls.models.adapt import (
     checkpoint_activations,
     freeze,
-    output_for_zeros,
+    output_shape,
     set_training,
     split_batch_norm,
 )
@@ -39,7 +39,7 @@ from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import preserve_values
 from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
-from imagenet_cls.text import first_line, format_value
+from imagenet_cls.text import first_line
 
 
 def build_training_model(
@@ -221,13 +221,11 @@ def check_model_outputs(
     sizes += [("augment.size_px", size_px), ("eval.crop_px", config.eval.crop_px)]
     model.eval()
     for key, size in sizes:
-        outputs = _forward_zeros(model, config, key, size, "images")
-        shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else None
+        shape = _output_shape(model, config, key, size, "images")
         if shape != (1, num_classes):
-            found = shape or f"a {type(outputs).__name__}"
             raise ConfigError(
                 [
-                    f"model.name: {config.model.name} returns {found} for one image, not "
+                    f"model.name: {config.model.name} returns {shape} for one image, not "
                     f"{(1, num_classes)}"
                 ]
             )
@@ -235,36 +233,23 @@ def check_model_outputs(
     if smallest_norm_batch == 1:
         with preserve_rng_state(), preserve_values(model.buffers()):
             smallest = sizes_px(config.augment)[0]
-            _forward_zeros(
+            _output_shape(
                 model, config, "train.micro_batch_size", smallest, "a single training image"
             )
 
 
-def _forward_zeros(
+def _output_shape(
     model: nn.Module, config: Config, key: str, size_px: Size, input_name: str
-) -> object:
-    """The output for one input of zeros. Raises ConfigError for `key` where the model fails.
-    input_name: what the model gets, for the message.
+) -> tuple[int, ...] | str:
+    """`output_shape`, which raises ConfigError for `key` where the model fails. input_name: what
+    the model gets, for the message.
     """
-    channels = config.data.channels
-    kwargs = config.model.kwargs
     try:
-        return output_for_zeros(model, size_px, channels)
-    except (AttributeError, ValueError) as error:
-        # An AttributeError is a bug of the model, unless `model.kwargs` cause it: a timm ResNet
-        # that is built with two stages still calls the third one.
-        is_attribute_error = isinstance(error, AttributeError)
-        if is_attribute_error and not kwargs:
-            raise
-        name = config.model.name
-        if kwargs:
-            name += f" with model.kwargs={format_value(kwargs)}"
-        size = format_size(size_px)
-        if channels == 1:
-            size = f"1 channel and {size}"
+        return output_shape(model, size_px, config.data.channels)
+    except ValueError as error:
         raise ConfigError(
             [
-                f"{'model.kwargs' if is_attribute_error else key}: {name} does not take "
-                f"{input_name} of {size}: {error}"
+                f"{key}: {config.model.name} does not take {input_name} of "
+                f"{format_size(size_px)}: {error}"
             ]
         ) from error

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
 
 import torch
 from timm.layers import convert_splitbn_model
@@ -69,11 +68,7 @@ def freeze(model: nn.Module, config: ModelConfig, num_classes: int) -> str | Non
             parameter.requires_grad_(False)
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    fixed = sum(batch_norm_layers(model, config).values())
-    sentence = f"{trained:,} of {total:,} parameters are trained"
-    if fixed:
-        sentence += f"; {fixed} BatchNorm layers keep their running statistics"
-    return sentence
+    return f"{trained:,} of {total:,} parameters are trained"
 
 
 def set_training(model: nn.Module, config: ModelConfig) -> None:
@@ -116,27 +111,28 @@ def resize_model(model: nn.Module, size_px: Size, channels: int = 3) -> str | No
     was_training = model.training
     model.eval()
     try:
-        output_for_zeros(model, size_px, channels)
+        output_shape(model, size_px, channels)
         return None
     except ValueError:
         if not hasattr(model, "set_input_size"):
             raise
         with value_errors():
             model.set_input_size(img_size=height_width(size_px))  # type: ignore[operator]
-        output_for_zeros(model, size_px, channels)
+        output_shape(model, size_px, channels)
     finally:
         model.train(was_training)
     return f"made for another size; its position embeddings were resized for {format_size(size_px)}"
 
 
 @torch.no_grad()
-def output_for_zeros(model: nn.Module, size_px: Size, channels: int = 3) -> Any:
-    """The output for one image of zeros. Raises ValueError with the model's message for a size
-    that it can't take.
+def output_shape(model: nn.Module, size_px: Size, channels: int = 3) -> tuple[int, ...] | str:
+    """The shape of the output for one image of zeros; the type of an output without a shape. Raises
+    ValueError with the model's message for a size that it can't take.
     """
     device = next(model.parameters()).device
     with value_errors():
-        return model(torch.zeros(1, channels, *height_width(size_px), device=device))
+        output = model(torch.zeros(1, channels, *height_width(size_px), device=device))
+    return tuple(getattr(output, "shape", ())) or type(output).__name__
 
 
 @contextmanager

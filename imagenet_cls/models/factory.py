@@ -161,8 +161,6 @@ def describe_initial_weights(config: ModelConfig, model: nn.Module, num_classes:
     head is new.
     """
     if not config.pretrained:
-        if is_user_factory(config.name):
-            return f"starts from scratch: weights as initialized by {config.name}"
         return "starts from scratch"
     source, old_outputs = published_weights(config, model)
     sentence = f"starts from published weights ({source})"
@@ -320,8 +318,8 @@ def published_evaluation(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def model_problems(config: ModelConfig, channels: int = 3) -> list[Problem]:
-    """Problems of the section that show without building the model. channels: `data.channels`.
+def model_problems(config: ModelConfig) -> list[Problem]:
+    """Problems of the section that show without building the model.
 
     timm's and torchvision's factories take `**kwargs`, as `create_model` does, so `build_model`
     finds the unknown ones.
@@ -331,9 +329,6 @@ def model_problems(config: ModelConfig, channels: int = 3) -> list[Problem]:
     is_torchvision = config.name.startswith(TORCHVISION)
     if problem := _name_problem(config.name):
         return [problem]
-    if is_torchvision and channels != 3:
-        text = f"{channels} needs a model of timm or your own; torchvision's take 3"
-        return [Problem("data.channels", text)]
     problems = kwargs_problems("model.kwargs", timm.create_model, config.kwargs, RESERVED)
     find = _torchvision_problems if is_torchvision else _timm_weights_problems
     return problems + find(config)

@@ -14,7 +14,7 @@ from imagenet_cls.config.schema import (
     format_size,
 )
 from imagenet_cls.errors import CheckpointError, ConfigError, Problem, ResourceError
-from imagenet_cls.models.adapt import output_for_zeros
+from imagenet_cls.models.adapt import output_shape
 from imagenet_cls.models.factory import (
     build_model,
     model_mean_std,
@@ -171,13 +171,12 @@ def _check_outputs(
 ) -> None:
     for size_px in sizes_px:
         try:
-            outputs = output_for_zeros(teacher, size_px)
+            shape = output_shape(teacher, size_px)
         except ValueError as error:
             size = format_size(size_px)
             raise ConfigError(
                 [f"distill.teacher.name: {config.name} can't take {size}: {error}"]
             ) from error
-        shape = tuple(getattr(outputs, "shape", ())) or type(outputs).__name__
         if shape != (1, num_classes):
             raise ConfigError(
                 [

@@ -129,12 +129,6 @@ def test_pretrained_model_of_one_channel_equals_timms(tmp_path: Path) -> None:
     assert build_model(model, 1000).conv1[0].weight.shape[1] == 3
 
 
-def test_one_channel_needs_a_model_that_takes_it() -> None:
-    assert model_problems(ModelConfig("resnet18"), channels=1) == []
-    (problem,) = model_problems(ModelConfig("torchvision:resnet18"), channels=1)
-    assert problem.key == "data.channels"
-
-
 @pytest.mark.parametrize(
     ("name", "kwargs", "outputs", "source"),
     [
