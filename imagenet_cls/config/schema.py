@@ -178,7 +178,7 @@ class DataConfig:
 
     # `folder` (root/train/CLASS/*.JPEG, [archives or shards](docs/data.md#archives)), `list` (`path
     # label` lines or CSV), `digits` (scikit-learn's, written under root once), `synthetic` (random,
-    # made on the device), `torchvision:CIFAR10`, `hf:USER/NAME` ([The Hugging Face
+    # kept on the device), `torchvision:CIFAR10`, `hf:USER/NAME` ([The Hugging Face
     # Hub](docs/data.md#the-hugging-face-hub)), or `my_module:my_factory`.
     name: str = key("folder", code=DATA_PREFIXES)
     # The dataset's folder, or an archive with the folders `train` and `val`.
