@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import FileIO
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -229,8 +229,8 @@ def _with_class_folders(
     part_folder: see `_prefix_of_classes`. others: the paths of the other files. Raises DataError,
     also for a repeated name.
     """
-    names = index.names
-    folders = [name[: max(name.rfind(b"/"), 0)] for name in names.tolist()]
+    names = index.names.tolist()
+    folders = [name.rpartition(b"/")[0] for name in names]
     prefix = _prefix_of_classes(set(folders), part_folder)
     class_of = {
         folder: os.fsdecode(folder.removeprefix(prefix).partition(b"/")[0])
@@ -244,26 +244,24 @@ def _with_class_folders(
             f"{found or 'no folder'}.",
             _LAYOUT_REMEDY,
         )
+    rows = [row for row, folder in enumerate(folders) if folder in class_of]
+    rows.sort(key=lambda row: (class_of[folders[row]], folders[row], names[row]))
+    below = [names[row].removeprefix(prefix) for row in rows]
+    for name, following in pairwise(below):
+        if name == following:
+            raise DataError(
+                f"{index.root}: it contains {decode_name(name)} twice.", "Make the archive again."
+            )
     classes = sorted(set(class_of.values()))
+    packed = np.array(below)
+    check_level(index.root, classes, packed)
     class_to_idx = {name: i for i, name in enumerate(classes)}
-    in_order = sorted(class_of, key=lambda folder: (class_of[folder], folder))
-    class_index = np.array([class_to_idx[class_of[folder]] for folder in in_order])
-    position_of = {folder: i for i, folder in enumerate(in_order)}
-    positions = np.array([position_of.get(folder, -1) for folder in folders])
-    del folders  # frees them before the names are Python objects, too
-    order = np.lexsort((names, positions))
-    outside, order = np.split(order, [np.count_nonzero(positions < 0)])
-    equal = np.flatnonzero(names[order[1:]] == names[order[:-1]])
-    if len(equal):
-        repeated = decode_name(names[order[equal[0]]])
-        raise DataError(f"{index.root}: it contains {repeated} twice.", "Make the archive again.")
-    below = np.array([name[len(prefix) :] for name in names[order].tolist()])
-    check_level(index.root, classes, below)
-    unread = chain(others, names[outside].tolist())
+    outside = {*range(len(names))}.difference(rows)
+    unread = chain(others, (names[row] for row in outside))
     return replace(
-        index.select(order),
-        names=below,
-        targets=class_index[positions[order]],
+        index.select(np.array(rows)),
+        names=packed,
+        targets=np.array([class_to_idx[class_of[folders[row]]] for row in rows]),
         classes=tuple(classes),
         unread=Counter(suffix_of(name) for name in unread if name.startswith(prefix)),
     )

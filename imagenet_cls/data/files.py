@@ -10,19 +10,13 @@ from imagenet_cls.data.image_set import ImageSet, indexed_images
 from imagenet_cls.data.index import ImageIndex, index_folder, list_classes
 from imagenet_cls.data.lists import index_list
 from imagenet_cls.errors import DataError, Problem
-from imagenet_cls.text import command_line
 
 
 def open_part(config: DataConfig, part: str, classes: Sequence[str] | None = None) -> ImageSet:
     """A part. classes: the training classes, for the labels of lists and shards; class folders are
     not matched to them. Raises DataError.
     """
-    index = _index_part(config, part, classes)
-    advice = (
-        f"{command_line('verify-data')} CONFIG lists such images for data.exclude (a training that "
-        "has begun also needs --resume; in Python: resume=True)"
-    )
-    return indexed_images(index, advice, config.decode, config.exif)
+    return indexed_images(_index_part(config, part, classes), config.decode, config.exif)
 
 
 def problems(config: DataConfig) -> list[Problem]:

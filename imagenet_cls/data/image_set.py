@@ -22,7 +22,7 @@ from imagenet_cls.data.targets import map_targets
 from imagenet_cls.data.turbojpeg import Box
 from imagenet_cls.errors import DataError
 from imagenet_cls.files import read_regular
-from imagenet_cls.text import first_line
+from imagenet_cls.text import command_line, first_line
 
 _MAX_SIZES = 1000
 T = TypeVar("T")
@@ -222,15 +222,9 @@ def all_images(images: Images, targets: np.ndarray | None) -> ImageSet:
     return ImageSet(images, np.arange(len(images)), targets, images.classes)
 
 
-def indexed_images(
-    index: ImageIndex,
-    exclude_advice: str | None = None,
-    decode: str = "auto",
-    exif: str = "ignore",
-) -> ImageSet:
-    """The set of all images of an index. For the other arguments see `FileImages`."""
-    images = FileImages(index, exclude_advice, decode, exif)
-    return all_images(images, index.targets)
+def indexed_images(index: ImageIndex, decode: str = "auto", exif: str = "ignore") -> ImageSet:
+    """The set of all images of an index. For the other arguments see `EncodedImages`."""
+    return all_images(FileImages(index, decode, exif), index.targets)
 
 
 def target_at(targets: np.ndarray, i: int) -> Target:
@@ -292,13 +286,9 @@ class EncodedImages(Images):
 
 @dataclass(eq=False)
 class FileImages(EncodedImages):
-    """Image files of an `ImageIndex`, in folders or in archives.
-
-    exclude_advice: how to leave bad images out, for the error about one.
-    """
+    """Image files of an `ImageIndex`, in folders or in archives."""
 
     index: ImageIndex
-    exclude_advice: str | None = None
     decode: str = "auto"
     exif: str = "ignore"
 
@@ -320,9 +310,10 @@ class FileImages(EncodedImages):
                 f"Replace it (cp GOOD_FILE {path}), or delete it (rm {path}), and its line if the "
                 "dataset is a list file."
             )
-        if self.exclude_advice is None:
-            return remedy
-        return f"{remedy}\nOr leave it out: {self.exclude_advice}"
+        return (
+            f"{remedy}\nOr list such images by {command_line('verify-data')}, for data.exclude; a "
+            "training that has begun also needs --resume."
+        )
 
     def read(self, number: int) -> bytes:
         if self.index.byte_ranges is not None:

@@ -29,9 +29,7 @@ _STOP_ON_WARNING = 0
 _SUBSAMPLING = 4
 _WIDTH = 5
 _HEIGHT = 6
-_PRECISION = 7
 _COLORSPACE = 8
-_LOSSLESS = 15
 _YCBCR = 1
 _GRAY = 2
 # Width of an MCU (block of coded pixels) by TJSAMP: 4:4:4, 4:2:2, 4:2:0, gray. Others are rare, and
@@ -95,8 +93,7 @@ class TurboJpeg:
             mcu_width = _MCU_WIDTH.get(get(_SUBSAMPLING))
             if mcu_width is None or get(_COLORSPACE) not in (_YCBCR, _GRAY):
                 return None
-            found = get(_HEIGHT), get(_WIDTH), get(_PRECISION), get(_LOSSLESS)
-            if found != (height, width, 8, 0):
+            if (get(_HEIGHT), get(_WIDTH)) != (height, width):
                 return None
             # The left edge must be the edge of an MCU. Upsampling of chroma reads the neighboring
             # column, which has two columns of pixels, and repeats it at an edge.
