@@ -319,6 +319,7 @@ def test_resume_from_another_run_ends_in_the_same_bits(
         (show_batch_command, "a.png", "demo --out a.png"),
         (find_lr_command, "a.png", "demo --out a.png"),
         (report_command, "report.html", "run run2"),
+        (evaluate_command, "a.html", "demo run --report a.html"),
         (verify_command, "labels.csv", "photos --out labels.csv"),
         (verify_command, "photos/a/0.png", "photos --out photos/a/0.png"),
         (sweep_command, "sweep/table.csv", "demo seed=0 --out sweep"),
@@ -329,8 +330,10 @@ def test_file_of_the_user_is_not_replaced(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path, {"run/metrics.jsonl": "", "run2/metrics.jsonl": "", "sweep/a": ""})
-    Path("photos/a").mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save("photos/a/0.png")
+    for label in "ab":
+        Path("photos", label).mkdir(parents=True)
+        for number in range(10):
+            Image.new("RGB", (8, 8)).save(f"photos/{label}/{number}.png")
     file = Path(name)
     if not file.exists():
         file.write_text("mine")

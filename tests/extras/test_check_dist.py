@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, free_port, python_path, run
+from helpers import REPOSITORY, python_path, run
 from test_launchers import run_together
 
 CHECK = str(REPOSITORY / "tools" / "check_dist.py")
@@ -43,14 +43,3 @@ def test_rank_with_another_library_or_a_wrong_sum_is_named(
     done = run_together([(command, env) for env in ranks])
     assert [process.returncode for process in done] == [code, code]
     assert problem in done[0].stderr and "rank 1" in done[0].stderr
-
-
-def test_missing_rank_exits_5_and_is_named() -> None:
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    done = run(
-        [sys.executable, CHECK, "device=cpu", "parallel.timeout_sec=2"],
-        **variables,
-        MASTER_PORT=free_port(),
-    )
-    assert (done.returncode, done.stdout) == (5, "")
-    assert "\nmissing: rank 1 of 2\n" in done.stderr and len(done.stderr.splitlines()) <= 3

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import RankServer, destroy_process_groups, join_ranks
-from helpers import DEMO, fails, plain, succeeds
+from helpers import DEMO, plain, succeeds
 from PIL import Image
 from safetensors.torch import save_file
 from sklearn import metrics
@@ -173,16 +173,6 @@ def test_page_of_many_classes_has_no_confusion_matrix() -> None:
     assert len(page) < 600_000
     assert [row[0] for row in tables_of(page)[0]] == ["weights", "raw", "ema"]
     assert "own 0.25" in tables_of(page)[0][1][1]
-
-
-def test_command_replaces_only_its_own_page(folder: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    line = [*words(folder), "--report", page]
-    for _ in range(2):
-        succeeds(evaluate_command, *line)
-    page.write_text("my own")
-    assert "page.html" in fails(2, evaluate_command, *line)
-    fails(2, evaluate_command, *words(folder), "--report", tmp_path)
 
 
 def test_masked_evaluation_is_stated_and_has_only_the_present_classes(

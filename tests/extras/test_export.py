@@ -175,16 +175,6 @@ def gray(num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(256, num_classes))
 
 
-def values_decide(num_classes: int) -> nn.Module:
-    class Model(nn.Linear):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            if images.sum() > 1e9:
-                images = -images
-            return super().forward(images.mean((2, 3)))
-
-    return Model(3, num_classes)
-
-
 def eigenvalues(num_classes: int) -> nn.Module:
     class Model(nn.Linear):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -193,23 +183,14 @@ def eigenvalues(num_classes: int) -> nn.Module:
     return Model(4, num_classes)
 
 
-@pytest.mark.parametrize(
-    ("model", "suffix", "reason"),
-    [("values_decide", "pt2", "values_decide"), ("eigenvalues", "onnx", "aten.linalg_eig")],
-)
 def test_model_that_can_not_be_exported_is_explained(
-    model: str,
-    suffix: str,
-    reason: str,
-    train_on_digits: Callable[..., Path],
-    tmp_path: Path,
+    train_on_digits: Callable[..., Path], tmp_path: Path
 ) -> None:
-    name = f"{__name__}:{model}"
+    name = f"{__name__}:eigenvalues"
     run = train_on_digits(train__max_steps=1, model__name=name)
-    file = tmp_path / f"model.{suffix}"
-    words = [run, "--out", file, "--allow-import", name]
-    err = fails(4, export_command, *words)
-    assert reason in err and not file.exists()
+    file = tmp_path / "model.onnx"
+    err = fails(4, export_command, run, "--out", file, "--allow-import", name)
+    assert "aten.linalg_eig" in err and not file.exists()
     assert logging.root.manager.disable == logging.NOTSET
 
 

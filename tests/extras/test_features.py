@@ -1,10 +1,7 @@
 """Features: equal to timm's, and written by predict.py."""
 
-import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ from torch import nn
 
 import imagenet_cls
 from imagenet_cls.commands.predict import predict_command
-from imagenet_cls.commands.test import evaluate_command
 from imagenet_cls.engine.evaluate import compute_logits
 from imagenet_cls.errors import UsageError
 from imagenet_cls.extras.weights.feature_model import FeatureModel
@@ -121,13 +117,3 @@ def test_predict_refuses_options_without_sense_and_keeps_existing_files(
     ):
         fails(2, predict_command, source, threes[0], "--features", file, *options)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
-
-
-def test_full_disk_leaves_no_output(
-    run: Path, threes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
-    fails(5, predict_command, run, threes[0], "--features", tmp_path / "out.npz")
-    fails(5, evaluate_command, run, "--out", tmp_path / "rows.csv")
-    assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import arguments, fails, losses, succeeds, train_here
+from helpers import arguments, losses, succeeds, train_here
 from PIL import Image
 
 from imagenet_cls.extras.before_training import lr_range
@@ -16,10 +16,6 @@ from imagenet_cls.extras.before_training.lr_range import LrRange
 
 def words(digits: Path, **changes: object) -> list[str]:
     return arguments(digits, "unused", **changes)[:-2]
-
-
-def test_missing_data_exits_3(tmp_path: Path) -> None:
-    assert "none" in fails(3, find_lr_command, *words(tmp_path / "none", data__name="folder"))
 
 
 def geometric(

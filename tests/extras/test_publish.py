@@ -91,19 +91,13 @@ def test_folder_loads_in_transformers_with_equal_logits_and_pixels(
 def test_card_names_initial_weights_and_what_timm_lacks(
     run: Path, train_vit: Callable[..., Path], tmp_path: Path
 ) -> None:
-    tuned = train_vit(model__checkpoint=run, eval__flip_tta="true", data__exif="apply")
+    changes = {"data__channels": 1, "data__mean": "[0.1]", "data__std": "[0.4]"}
+    changes |= {"eval__flip_tta": "true", "data__exif": "apply"}
+    tuned = train_vit(model__checkpoint=run, **changes)
     succeeds(publish_command, tuned, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "**Initial weights:** run; see their license" in card and str(run) not in card
     assert "but in the result:** eval.flip_tta, data.exif" in card
-
-
-def test_card_of_a_gray_model_says_how_to_convert_images(
-    train_vit: Callable[..., Path], tmp_path: Path
-) -> None:
-    gray = train_vit(data__channels=1, data__mean="[0.1]", data__std="[0.4]")
-    succeeds(publish_command, gray, tmp_path / "out")
-    card = (tmp_path / "out" / "README.md").read_text()
     assert 'convert("L")' in card and "transformers.pipeline" not in card
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import MULTILABEL, arguments, succeeds
+from helpers import arguments, succeeds
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -46,13 +46,6 @@ def test_images_are_those_of_the_epoch(digits: Path, tmp_path: Path, drawn: dict
 
     alone, again, later = images(), images(), images("--epoch", 1)
     assert np.array_equal(alone, again) and not np.array_equal(alone, later)
-
-
-def test_labels_of_a_multilabel_batch(tmp_path: Path, drawn: dict[str, Any]) -> None:
-    words = [*arguments(tmp_path, tmp_path)[:-2], *MULTILABEL]
-    succeeds(show_batch.show_batch_command, *words, "--out", tmp_path / "batch.png")
-    labels = drawn["labels"]
-    assert set("".join(labels)) <= set("0123456789; ") and any("; " in text for text in labels)
 
 
 def test_target_as_text() -> None:
