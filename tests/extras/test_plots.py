@@ -19,7 +19,6 @@ from imagenet_cls.extras.pages.curves import (
     run_charts,
 )
 from imagenet_cls.extras.pages.figures import GREY, Chart, picture, svg, write_figure
-from imagenet_cls.extras.pages.sweep_charts import sweep_charts
 
 NAMES = [f"<b>{number}" for number in range(12)]
 
@@ -103,16 +102,3 @@ def test_band_of_a_group_is_mean_and_deviation() -> None:
         )
         == 12
     )
-
-
-def test_charts_of_a_sweep_have_the_runs_and_their_means() -> None:
-    settings = [
-        ({"lr": lr, "model.name": name}, [90 * float(lr), 92 * float(lr)])
-        for lr in ("1e0", "0.5")
-        for name in ("a", "b")
-    ]
-    by_lr, by_name, pairs = sweep_charts("top-1", [*settings, ({"lr": "2.0"}, [])])
-    assert (by_lr.title, by_name.title) == ("top-1 by lr", "top-1 by model.name")
-    lines = [points.tolist() for points in drawn(by_lr).values()]
-    assert lines[0] == [[0, 45], [0, 46]] * 2 and lines[-1] == [[0, 45.5], [1, 91]]
-    assert {"45.5", "91"} <= {*re.findall(">([0-9.]+)</text>", svg(pairs))}

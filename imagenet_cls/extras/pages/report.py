@@ -16,8 +16,6 @@ from imagenet_cls.report.jsonl import read_metrics
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from imagenet_cls.extras.pages.runs_page import Sweep
-
 _WATCH_SEC = 10
 
 
@@ -92,14 +90,13 @@ def write_page(
     out: Path,
     axis: str = AXES[0],
     group_by: str | None = None,
-    sweep: "Sweep | None" = None,
     refresh_sec: int | None = None,
 ) -> None:
     """Write the page of run folders, see `runs_page`. Raises a UserError."""
     from imagenet_cls.extras.pages.runs_page import read_run, run_names, runs_page
 
     records = [read_run(run, name) for run, name in zip(runs, run_names(runs), strict=True)]
-    page = runs_page(records, out.parent, axis, group_by, sweep, refresh_sec)
+    page = runs_page(records, out.parent, axis, group_by, refresh_sec)
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_output(out, page)

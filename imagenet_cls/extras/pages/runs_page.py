@@ -28,15 +28,15 @@ from imagenet_cls.extras.pages.curves import (
     run_charts,
 )
 from imagenet_cls.extras.pages.evaluation_charts import chart_of_classes
-from imagenet_cls.extras.pages.figures import COLORS, Chart, svg
+from imagenet_cls.extras.pages.figures import COLORS, svg
 from imagenet_cls.extras.pages.render import DURATION, data_url, render, utf8_text
-from imagenet_cls.extras.sweep.plan import REPEATS
 from imagenet_cls.files import is_locked
 from imagenet_cls.optim.schedule import scaled_lr
 from imagenet_cls.report.jsonl import Record, read_metrics, user_metrics
 from imagenet_cls.text import command_line, first_line, join_names
 
 _MAX_COLUMNS = 6  # differing keys that are columns of the table of runs
+_REPEATS = ("seed", "data.fold")  # keys whose values are no other setting
 _COLORED_GROUPS = 5  # of many runs
 # Results of a run: title, key of `run_statistics`, format.
 _RESULTS = (
@@ -77,18 +77,6 @@ class RunRecords:
 
     def curves(self, axis: str) -> Curves:
         return curves_of(self.metrics, axis, self.state.get("steps_per_epoch"), self.batch)
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """columns, rows: of the table of settings, see `table` in templates/macros.html. conclusion:
-    about the best setting.
-    """
-
-    charts: Sequence[Chart]
-    columns: Sequence[tuple[str, str]]
-    rows: Sequence[Sequence[Any]]
-    conclusion: str
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
@@ -188,15 +176,14 @@ def runs_page(
     folder: Path,
     axis: str = "epoch",
     group_by: str | None = None,
-    sweep: Sweep | None = None,
     refresh_sec: int | None = None,
 ) -> bytes:
     """The page of the runs, best first. Raises CheckpointError for records with missing values, and
     UsageError for a key in which the runs do not differ.
 
     folder: of the page, from which the links to checkpoints lead. axis: of `curves.AXES`. group_by:
-    the key by whose values curves are colored. sweep: what the runs are of. refresh_sec: after how
-    many seconds a browser loads the page again.
+    the key by whose values curves are colored. refresh_sec: after how many seconds a browser loads
+    the page again.
     """
     rows = []
     for run in runs:
@@ -231,8 +218,6 @@ def runs_page(
         "runs.html",
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         notes=[run.note for run in runs if run.note],
-        sweep=sweep,
-        sweep_charts=[(chart, svg(chart)) for chart in sweep.charts] if sweep else [],
         runs=runs,
         statistics=statistics,
         states=states,
@@ -283,14 +268,14 @@ def group_runs(
         )
     if len(runs) <= FEW and not group_by:
         return [Group(run.name, [i], COLORS[i]) for i, run in enumerate(runs)]
-    keys = [group_by] if group_by else [key for key in differences if key not in REPEATS]
+    keys = [group_by] if group_by else [key for key in differences if key not in _REPEATS]
     members: dict[str, list[int]] = {}
     for number, run in enumerate(runs):
         setting = ", ".join(f"{key}={differences[key][number]}" for key in keys if run.config)
         members.setdefault(setting or run.name, []).append(number)
 
     def order(group: tuple[str, Sequence[int]]) -> tuple[int, float]:
-        """As of the settings of a sweep: those with the most results first."""
+        """Those with the most results first."""
         found = [statistics[number]["best"] for number in group[1]]
         values = [value for value in found if value is not None]
         return len(values), fmean(values or [-math.inf])
