@@ -55,7 +55,7 @@ def test_pages_of_a_run_and_an_evaluation_in_a_browser(
     browser: Browser, run: Path, tmp_path: Path
 ) -> None:
     succeeds(report_command, run, "--out", tmp_path / "page.html")
-    check_page(browser, tmp_path / "page.html", ["done, 22 steps", "step-0000022"])
+    check_page(browser, tmp_path / "page.html", ["step 22 of 22", "step-0000022"])
     page = tmp_path / "evaluation.html"
     succeeds(evaluate_command, run, "--report", page, "--allow-import", "helpers:plain")
     check_page(browser, page, ["Confusion matrix", "Most confident mistakes", "eval.crop_px"])
@@ -106,7 +106,7 @@ def test_page_has_no_layout_problems_and_its_table_is_the_legend(
     assert sorted(named) == sorted(run_names(runs))
     assert browser.evaluate("document.querySelectorAll('main em').length") == 1  # the best run
     colors = browser.evaluate(f"{ROWS}.map((row) => row.style.getPropertyValue('--run'))")
-    assert len(set(colors)) == (count if count < 12 else 6)
+    assert len(set(colors)) == min(count, 12)
     assert set(browser.evaluate(SHOWN)) == set(range(count))
     titles = "[...document.querySelectorAll('.plot title')].map((title) => title.textContent)"
     assert set(browser.evaluate(titles)) == set(named)

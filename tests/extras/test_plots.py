@@ -11,16 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from imagenet_cls.extras.pages.curves import (
-    Curves,
-    Group,
-    comparison_charts,
-    curves_of,
-    run_charts,
-)
+from imagenet_cls.extras.pages.curves import comparison_charts, curves_of, run_charts
 from imagenet_cls.extras.pages.figures import GREY, Chart, picture, svg, write_figure
-
-NAMES = [f"<b>{number}" for number in range(12)]
 
 
 def drawn(chart: Chart) -> dict[Any, np.ndarray]:
@@ -61,44 +53,24 @@ def test_curves_of_a_run_are_its_records(tmp_path: Path, monkeypatch: pytest.Mon
     assert Image.open(tmp_path / "curves.png").width > 1000
 
 
-def test_axes_of_a_run_whose_batch_changed() -> None:
-    """Two epochs of ten steps, then a half of five steps of twice the batch."""
+def test_epochs_of_a_run_whose_batch_changed() -> None:
+    """Two epochs of ten steps, then a part of one of five steps of twice the batch."""
     records = train_records(20)
-    later = {"epoch": 2, "images_per_sec": 64.0}
-    records += [records[-1] | later | {"step": step} for step in (21, 22)]
-    records.append({"kind": "eval", "step": 20, "weights": "raw", "seconds": 60.0})
-    places = {axis: curves_of(records, axis, 5, 64) for axis in ("epoch", "images", "minutes")}
-    at = {axis: np.interp([10, 22], run.steps, run.places) for axis, run in places.items()}
-    assert at["epoch"].tolist() == [1.0, pytest.approx(2.4)]
-    assert at["images"].tolist() == [320, pytest.approx(768)]
-    assert at["minutes"][1] == pytest.approx((768 / 64 + 60) / 60)
+    records += [records[-1] | {"epoch": 2, "step": step} for step in (21, 22)]
+    run = curves_of(records, 5)
+    assert np.interp([10, 22], run.steps, run.epochs).tolist() == [1.0, pytest.approx(2.4)]
 
 
-def test_band_of_a_group_is_mean_and_deviation() -> None:
-    def run(number: int) -> Curves:
-        results = [
-            {"kind": "eval", "weights": "raw", "step": step, "top1_pct": 50.0 + number, "loss": 1.0}
-            for step in (10, 20)
-        ]
-        return curves_of(train_records(20) + results)
-
-    runs = [run(number) for number in range(12)]
-    groups = [Group("lr=0.1", range(4), "#123456"), Group("lr=0.2", range(4, 12), None)]
+def test_curves_of_many_runs_are_named_and_the_best_is_on_top() -> None:
+    runs = []
+    for number in range(12):
+        result = {"kind": "eval", "weights": "raw", "step": 20, "top1_pct": 50.0, "loss": 1.0}
+        runs.append(curves_of([*train_records(20), result | {"top1_pct": 90.0 - number}]))
+    colors = ["#123456", *[GREY] * 11]
+    charts = comparison_charts(runs, ["raw"] * 12, colors)
     axes = Figure().subplots()
-    comparison_charts(runs, ["raw"] * 12, groups)[1].draw(axes)
-    (band,) = axes.collections
-    points = band.get_paths()[0].vertices
-    assert points[:, 1].min() == pytest.approx(51.5 - np.std(range(4), ddof=1))
-    colors = [line.get_color() for line in axes.lines]
-    assert colors == [GREY] * 8 + ["#123456"] * 5  # the mean is the last one
-    assert (
-        len(
-            set(
-                re.findall(
-                    'class="run-[0-9]+"',
-                    svg(comparison_charts(runs, ["raw"] * 12, groups)[1], NAMES),
-                )
-            )
-        )
-        == 12
-    )
+    charts[1].draw(axes)
+    assert [line.get_color() for line in axes.lines] == colors[::-1]
+    assert axes.lines[-1].get_xydata().tolist() == [[2.0, 90.0]]
+    page = svg(charts[1], [f"<b>{number}" for number in range(12)])
+    assert len({*re.findall('class="run-[0-9]+"', page)}) == 12

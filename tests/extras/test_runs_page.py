@@ -4,18 +4,15 @@ import json
 import os
 import re
 import shutil
-import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-import helpers
+import numpy as np
 import pytest
 from helpers import (
-    REPOSITORY,
     arguments,
     edit_state,
     fails,
@@ -28,10 +25,11 @@ from helpers import (
 from PIL import Image
 
 from imagenet_cls.config.metrics import BY_NAME
-from imagenet_cls.extras.pages import report
+from imagenet_cls.config.schema import Config
+from imagenet_cls.extras.pages import runs_page
+from imagenet_cls.extras.pages.curves import curves_of
 from imagenet_cls.extras.pages.report import report_command
 from imagenet_cls.extras.pages.runs_page import read_run, run_statistics
-from imagenet_cls.files import take_lock
 
 SHARED = {"step": 1, "epoch": 0, "loss": 1.0, "top1_pct": 50.0}
 TRAIN = {"kind": "train", "lr": 0.1, "data_wait_pct": 0.0} | SHARED
@@ -60,13 +58,6 @@ def cells(page: str) -> list[str]:
     return re.findall(r"<td[^>]*>(.*?)</td>", page)
 
 
-def write_records(folder: Path, *written: dict[str, Any]) -> Path:
-    """A run folder with these metrics alone."""
-    lines = [json.dumps(record) + "\n" for record in written]
-    write_files(folder, {"metrics.jsonl": "".join(lines)})
-    return folder
-
-
 def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(run, tmp_path / os.fsdecode(b"other\xff")))
     config = (other / "config.yaml").read_text()
@@ -87,54 +78,33 @@ def test_page_of_a_finished_and_an_interrupted_run(run: Path, tmp_path: Path) ->
     assert links and all((path / "manifest.json").is_file() for path in checkpoints)
 
 
-def test_state_of_a_run(run: Path, copy: Path, tmp_path: Path) -> None:
-    """Running while another process has the lock; stopped early."""
+def test_state_of_a_run(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped early; running while another process has the lock."""
 
     def stop_early(state: dict[str, Any]) -> None:
         state["progress"]["stopped_early"] = True
         state["plan"]["total_steps"] = 44
 
     edit_state(newest(copy), stop_early)
-    page = tmp_path / "page.html"
-    tool = REPOSITORY / "tools" / "report.py"
-    saving = Path(shutil.copytree(run, tmp_path / "saving"))
-    shutil.rmtree(newest(saving))
-    with take_lock(saving, ""):
-        done = helpers.run([sys.executable, tool, saving, copy, "--out", page])
-    assert done.returncode == 0
-    found = cells(page.read_text())
-    assert "running: step 22 of 22" in found and "stopped early: step 22 of 44" in found
-
-
-def test_epochs_and_ranks_of_a_run_that_resumed_with_another_batch(
-    copy: Path, tmp_path: Path
-) -> None:
-    """22 steps, at the end of the third epoch. The batch of the first intervals is unknown. SLURM
-    and MPI do not set WORLD_SIZE, which env.json would have.
-    """
-
-    def resume(state: dict[str, Any]) -> None:
-        state["plan"]["offset"] = 11
-        state["world_size"] = 8
-
-    edit_state(newest(copy), resume)
-    page = page_of(tmp_path / "page.html", copy)
-    assert "3 of 3" in page and "2 of 2" not in page
+    assert read_run(copy, "run").state == "stopped early: step 22 of 44"
+    shutil.rmtree(newest(copy))
+    monkeypatch.setattr(runs_page, "is_locked", lambda folder: True)
+    assert read_run(copy, "run").state == "running: step 22 of 22"
 
 
 def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_path: Path) -> None:
     train, results = records(run, "train"), records(run, "eval")
     intervals = [record for record in train if "images_per_sec" in record]
-    assert [record["step"] for record in intervals] == [5, 10, 11, 15, 20, 22]
     speeds = [record["images_per_sec"] for record in intervals]
-    steps = [5, 5, 1, 4, 5, 2]
-    seconds = sum(count * 128 / speed for count, speed in zip(steps, speeds, strict=True))
+    ends = [record["step"] for record in intervals]
+    assert ends == [5, 10, 11, 15, 20, 22]
+    seconds = sum(np.diff([0, *ends]) * 128 / speeds)
     seconds += sum(record["seconds"] for record in results)
     best = max(results, key=lambda record: record["top1_pct"])
     page = page_of(tmp_path / "page.html", run)
     found = cells(page)
     expected = {
-        "state": "done, 22 steps",
+        "state": "done: step 22 of 22",
         "best validation top-1": BY_NAME["top1"].format(best["top1_pct"], 2, best["images"]),
         "last validation top-1, %": f"{results[-1]['top1_pct']:.2f}",
         "last training loss": f"{train[-1]['loss']:.4f}",
@@ -142,42 +112,32 @@ def test_every_figure_of_the_page_is_from_the_files_of_the_run(run: Path, tmp_pa
         "images per second": f"{median(speeds):,.0f}",
         "waiting for data, %": f"{fmean(record['data_wait_pct'] for record in intervals):.1f}",
         "last validation mean_target": f"{results[-1]['mean_target']:.4f}",
+        "optimizer.lr": "0.03",
     }
-    first = found.index("state")
-    assert dict(zip(found[first:][::2], found[first:][1::2], strict=False)) | expected == dict(
-        zip(found[first:][::2], found[first:][1::2], strict=False)
-    )
+    assert expected == {name: found[found.index(name) + 1] for name in expected}
     assert f">step-{best['step']:07d}</a>, best" in page
     versions = json.loads((run / "env.json").read_text())["versions"]
     assert all(f"<span>{name} {value}</span>" in page for name, value in versions.items())
-    assert found[found.index("optimizer.lr") + 1] == "0.03"
 
 
-def test_hours_of_a_run_that_continues_another_are_of_its_own_steps(
-    run: Path, tmp_path: Path
-) -> None:
+def test_time_of_a_run_that_continues_another_is_of_its_own_steps() -> None:
     lines = [TRAIN | {"step": step} for step in range(5001, 5021)]
     lines[-1]["images_per_sec"] = 64.0
-    write_records(tmp_path, *lines, EVAL | {"step": 5020})
-    shutil.copy(run / "config.yaml", tmp_path)
-    hours = run_statistics(read_run(tmp_path, "run"))["hours"]
-    assert 3600 * hours == pytest.approx(20 * 128 / 64 + 1)
+    curves = curves_of([*lines, EVAL | {"step": 5020}])
+    seconds = 3600 * run_statistics(curves, Config())["hours"]
+    assert seconds == pytest.approx(20 * Config().train.global_batch_size / 64 + 1)
 
 
-def test_last_result_is_of_the_weights_with_the_best_one(tmp_path: Path) -> None:
+def test_last_result_is_of_the_weights_with_the_best_one() -> None:
     values = [(10, "raw", 60.0), (10, "ema", 20.0), (20, "raw", 50.0), (20, "ema", 55.0)]
     keys = ("step", "weights", "top1_pct")
     lines = [EVAL | dict(zip(keys, value, strict=True)) for value in values]
-    run = write_records(tmp_path / "run", *lines)
-    found = run_statistics(read_run(run, "run"))
+    found = run_statistics(curves_of(lines), None)
     assert [found["best"], found["best_record"]["weights"], found["last"]] == [60.0, "raw", 50.0]
-    other = write_records(tmp_path / "other", EVAL | {"top1_pct": 61.5})
-    page = page_of(tmp_path / "page.html", run, other)
-    assert "<strong>60.75</strong>" in page  # the median of two runs is their mean
 
 
 def test_page_of_a_run_with_its_classes_and_first_images(copy: Path, tmp_path: Path) -> None:
-    """A class without images is left out. The rate of the optimizer is the one for the batch."""
+    """A class without images is left out."""
     (copy / "classes.json").write_text(
         json.dumps(
             {
@@ -189,80 +149,50 @@ def test_page_of_a_run_with_its_classes_and_first_images(copy: Path, tmp_path: P
     )
     (copy / "plots").mkdir()
     Image.new("RGB", (20, 10)).save(copy / "plots" / "first_batch.jpg")
-    config = (copy / "config.yaml").read_text()
-    (copy / "config.yaml").write_text(config.replace("lr_base_batch: null", "lr_base_batch: 64"))
     page = page_of(tmp_path / "page.html", copy)
     assert "Accuracy by class, epoch 2" in page and "First images of the training" in page
     texts = re.findall("<text[^>]*>(.*?)</text>", page)
     assert {"a$b$ (4)", "&lt;b&gt; (8)"} <= {*texts} and "none (0)" not in texts
-    assert "0.06 (0.03 for a batch of 64)" in cells(page)
     (copy / "classes.json").write_text("[3]")
     assert "classes.json" in fails(4, report_command, copy)
-
-
-def test_curves_are_grouped_by_a_key(run: Path, copy: Path, tmp_path: Path) -> None:
-    config = (copy / "config.yaml").read_text()
-    (copy / "config.yaml").write_text(config.replace("lr: 0.03", "lr: 0.07", 1))
-    out = tmp_path / "page.html"
-    succeeds(report_command, run, copy, "--out", out, "--group-by", "optimizer.lr")
-    assert all(f"optimizer.lr={value}" in out.read_text() for value in (0.03, 0.07))
-    fails(2, report_command, run, copy, "--out", out, "--group-by", "seed")
-
-
-def test_watched_page_reloads_until_the_run_ends(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pages: list[str] = []
-    monkeypatch.setattr(report, "is_locked", lambda run: not pages)
-    monkeypatch.setattr(time, "sleep", lambda _: pages.append((copy / "report.html").read_text()))
-    succeeds(report_command, copy, "--watch")
-    pages.append((copy / "report.html").read_text())
-    assert ['http-equiv="refresh"' in page for page in pages] == [True, False]
 
 
 def test_new_run_has_a_page(run: Path, tmp_path: Path) -> None:
     """Records without an evaluation, with a loss that is not finite; no config, checkpoint or
     versions.
     """
-    empty = write_records(tmp_path / "empty")
-    new = write_records(tmp_path / "new", TRAIN | {"loss": "NaN"})
-    page = page_of(tmp_path / "page.html", run, empty, new)
+    new = json.dumps(TRAIN | {"loss": "NaN"}) + "\n"
+    write_files(tmp_path, {"empty/metrics.jsonl": "", "new/metrics.jsonl": new})
+    page = page_of(tmp_path / "page.html", run, tmp_path / "empty", tmp_path / "new")
     assert "interrupted: step 1, no checkpoint" in page and page.count("is not compared") == 2
 
 
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("metrics.jsonl", {"kind": "train", "step": 1}),
-        ("metrics.jsonl", {"kind": "eval", "step": 1, "weights": "raw", "seconds": 1.0}),
+        ("metrics.jsonl", TRAIN | {"loss": None}),
         ("env.json", {"code": 3}),
-        ("checkpoints/step-0000022/state.json", {"plan": 3}),
+        ("checkpoints/step-0000022/state.json", {"plan": 3, "progress": 3}),
     ],
 )
-def test_invalid_content_is_an_error_that_names_the_file(
+def test_invalid_content_is_an_error_that_names_the_run(
     run: Path, copy: Path, tmp_path: Path, file: str, content: dict[str, object]
 ) -> None:
     (copy / file).write_text(json.dumps(content) + "\n")
     err = fails(4, report_command, run, copy, "--out", tmp_path / "page.html")
-    assert f"{copy}/{file}:" in err and not (tmp_path / "page.html").exists()
+    assert str(copy) in err and not (tmp_path / "page.html").exists()
 
 
 def test_page_is_in_the_run_folder_or_for_several_runs_in_the_current_folder(
     run: Path, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Other files and folders among several paths are left out."""
     monkeypatch.chdir(tmp_path)
     assert succeeds(report_command, "copy") == "wrote copy/report.html\n"
-    assert succeeds(report_command, "copy", run) == "wrote report.html\n"
-
-
-def test_other_files_and_folders_among_several_paths_are_left_out(
-    run: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "average").mkdir()
-    others = [tmp_path / "average", run / "config.yaml"]
-    out = succeeds(report_command, *others, run, "--out", tmp_path / "page.html")
-    assert all(f"left out {path}: " in out for path in others)
-    assert (tmp_path / "page.html").read_text().count("<h2>Results</h2>") == 1
+    others = [tmp_path, run / "config.yaml"]
+    *left_out, wrote = succeeds(report_command, *others, "copy", run).splitlines()
+    assert wrote == "wrote report.html" and len(left_out) == 2
+    assert "<title>2 runs</title>" in Path("report.html").read_text()
 
 
 def test_wrong_folders_and_names_are_usage_errors(run: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from imagenet_cls.report.jsonl import Record
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-AXES = ("epoch", "step", "images", "minutes")
 _MOST_POINTS = 200  # of a curve; each is a mean
 _ALL_POINTS = 12_000  # of a figure
 _WINDOW = 15  # points of a curve over which it is smoothed
@@ -27,19 +26,19 @@ Points = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Curves:
-    """The records of a run, and its axis.
+    """The records of a run over its epochs.
 
-    axis: of `AXES`. steps, places: where steps are on the axis, for interpolation.
+    steps, epochs: where steps are on the axis, for interpolation.
     """
 
     records: Sequence[Record]
-    axis: str
+    steps_per_epoch: int
     steps: np.ndarray
-    places: np.ndarray
+    epochs: np.ndarray
 
     def points(self, key: str, kind: str, most: int = _MOST_POINTS) -> Points:
-        """Places and values of a field, at most `most` of them: means of neighboring values, each
-        at the last of their places. Values that are not finite are NaN, which leaves a gap.
+        """Epochs and values of a field, at most `most` of them: means of neighboring values, each
+        at the last of their epochs. Values that are not finite are NaN, which leaves a gap.
 
         kind: `train`, or the weights of an evaluation.
         """
@@ -51,43 +50,23 @@ class Curves:
         cuts = range(size, len(found), size)
         means = [part.mean() for part in np.split(values, cuts) if len(part)]
         last_steps = [part[-1] for part in np.split(steps, cuts) if len(part)]
-        return np.interp(last_steps, self.steps, self.places), np.array(means)
+        return np.interp(last_steps, self.steps, self.epochs), np.array(means)
 
 
-def curves_of(
-    records: Sequence[Record],
-    axis: str = "epoch",
-    steps_per_epoch: int | None = None,
-    batch: int | None = None,
-) -> Curves:
-    """The curves of a run. steps_per_epoch: None if the records are all that is known. batch: the
-    global batch size, for the axes `images` and `minutes`; without it there is nothing to draw.
-
-    Images are counted by epochs, since the batch may change where a run is resumed. Minutes are of
-    training steps and evaluations, from the speed of each logging interval.
+def curves_of(records: Sequence[Record], steps_per_epoch: int | None = None) -> Curves:
+    """The curves of a run. steps_per_epoch: None if the records are all that is known. Without a
+    training step there is nothing to draw.
     """
     train = [record for record in records if record["kind"] == "train"]
-    if not train or axis == "step":
-        steps = np.array([0, max((record["step"] for record in records), default=1)])
-        return Curves(records, axis, steps, steps if axis == "step" else steps * np.nan)
+    if not train:
+        return Curves(records, 0, np.zeros(1), np.full(1, np.nan))
     last_steps = {record["epoch"]: record["step"] for record in train}
     steps = np.array([train[0]["step"] - 1, *last_steps.values()])
-    places = np.array([train[0]["epoch"], *(epoch + 1.0 for epoch in last_steps)])
+    epochs = np.array([train[0]["epoch"], *(epoch + 1.0 for epoch in last_steps)])
     length = steps_per_epoch or steps[1] - steps[0]
     # the last epoch may be unfinished
-    places[-1] = min(places[-1], places[-2] + (steps[-1] - steps[-2]) / length)
-    if axis == "epoch":
-        return Curves(records, axis, steps, places)
-    places = (places - places[0]) * length * (batch or np.nan)
-    if axis == "images":
-        return Curves(records, axis, steps, places)
-    intervals = [record for record in train if record.get("images_per_sec")]
-    ends = np.array([steps[0], *(record["step"] for record in intervals)])
-    speeds = np.array([record["images_per_sec"] for record in intervals])
-    seconds = np.diff(np.interp(ends, steps, places)) / speeds
-    of_evaluations = {r["step"]: r["seconds"] for r in records if r["kind"] == "eval"}
-    spent = [sum(s for step, s in of_evaluations.items() if step <= end) for end in ends]
-    return Curves(records, axis, ends, (np.append(0, seconds.cumsum()) + spent) / 60)
+    epochs[-1] = min(epochs[-1], epochs[-2] + (steps[-1] - steps[-2]) / length)
+    return Curves(records, length, steps, epochs)
 
 
 def main_metrics(records: Iterable[Record]) -> list[Metric]:
@@ -137,10 +116,10 @@ def _draw_run(run: Curves, key: str, unit: str, axes: "Axes") -> None:
         if record["kind"] == "event" and record["message"].startswith("resumed from ")
     ]
     label = "resumed"
-    for place in np.interp(sorted(set(resumed)), run.steps, run.places) if resumed else []:
+    for place in np.interp(sorted(set(resumed)), run.steps, run.epochs) if resumed else []:
         axes.axvline(place, color=GREY, linestyle=":", label=label)
         label = "_"  # one entry in the legend
-    axes.set_xlabel(run.axis)
+    axes.set_xlabel("epoch")
     axes.set_ylabel(unit)
     if key not in _NOISY:
         axes.set_ylim(bottom=0)
@@ -157,23 +136,11 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.where(is_known, sums / np.maximum(counts, 1), np.nan)
 
 
-@dataclass(frozen=True)
-class Group:
-    """Runs of one setting. runs: their numbers. color: None for gray."""
-
-    label: str
-    runs: Sequence[int]
-    color: str | None
-
-
 def comparison_charts(
-    runs: Sequence[Curves], weights: Sequence[str], groups: Sequence[Group]
+    runs: Sequence[Curves], weights: Sequence[str], colors: Sequence[str]
 ) -> list[Chart]:
-    """Loss, top-1 or mAP, and learning rate of runs. weights: of the evaluations to draw, for each
-    run.
-
-    Each of up to `FEW` runs has a color, and its training loss a thin line. Of more, groups have
-    the mean and the standard deviation of their runs.
+    """Loss, top-1 or mAP, and learning rate of runs, the best first. weights: of the evaluations to
+    draw, for each run. Of up to `FEW` runs the training loss is a thin line.
     """
     titles = {
         "loss": ("Loss", "loss"),
@@ -184,7 +151,7 @@ def comparison_charts(
         "lr": ("Learning rate", "learning rate"),
     }
     return [
-        Chart(title, partial(_draw_runs, runs, weights, groups, key, unit))
+        Chart(title, partial(_draw_runs, runs, weights, colors, key, unit))
         for key, (title, unit) in titles.items()
     ]
 
@@ -192,52 +159,31 @@ def comparison_charts(
 def _draw_runs(
     runs: Sequence[Curves],
     weights: Sequence[str],
-    groups: Sequence[Group],
+    colors: Sequence[str],
     key: str,
     unit: str,
     axes: "Axes",
 ) -> None:
     most = min(_MOST_POINTS, _ALL_POINTS // len(runs))
-    is_few = len(runs) <= FEW
     late = []
-    for group in sorted(groups, key=lambda group: group.color is not None):  # colors on top
-        lines = []
-        for number in group.runs:
-            run = runs[number]
-            style: dict[str, Any] = {"color": group.color or GREY, "gid": f"run-{number}"}
-            if is_few and key == "loss":
-                x, values = run.points(key, "train", most)
-                if len(x):
-                    axes.plot(x, smooth(values), linewidth=1, alpha=0.6, **style)
-                    late.append(smooth(values)[len(x) // 5 :])
-            kind = "train" if key == "lr" else weights[number]
-            x, values = run.points(key, kind, most)
-            if len(x) <= _MOST_MARKERS and key != "lr":
-                style |= {"marker": "o", "markersize": 3}
-            if not is_few:
-                style |= {"linewidth": 0.8, "alpha": 0.5}
-            axes.plot(x, values, **style)
-            lines.append((x, values))
-            late.append(values[len(x) // 5 :])
-        lines = [line for line in lines if len(line[0])]
-        if lines and group.color and not is_few:
-            _draw_band(axes, lines, group.color)
+    for number in reversed(range(len(runs))):  # the best on top
+        run = runs[number]
+        style: dict[str, Any] = {"color": colors[number], "gid": f"run-{number}"}
+        if len(runs) <= FEW and key == "loss":
+            x, values = run.points(key, "train", most)
+            if len(x):
+                axes.plot(x, smooth(values), linewidth=1, alpha=0.6, **style)
+                late.append(smooth(values)[len(x) // 5 :])
+        kind = "train" if key == "lr" else weights[number]
+        x, values = run.points(key, kind, most)
+        if len(x) <= _MOST_MARKERS and key != "lr":
+            style |= {"marker": "o", "markersize": 3}
+        axes.plot(x, values, **style)
+        late.append(values[len(x) // 5 :])
     shown = np.concatenate(late)
     shown = shown[np.isfinite(shown)]
     if len(shown) and key != "lr":  # else the first steps of the curves decide the scale
         margin = 0.05 * np.ptp(shown) or 1
         axes.set_ylim(shown.min() - margin, shown.max() + margin)
-    axes.set_xlabel(runs[0].axis)
+    axes.set_xlabel("epoch")
     axes.set_ylabel(unit)
-
-
-def _draw_band(axes: "Axes", lines: Sequence[Points], color: str) -> None:
-    """Draw the mean of curves, and of several a band of one standard deviation to each side."""
-    x = np.unique(np.concatenate([line[0] for line in lines]))
-    x = x[(x >= max(line[0][0] for line in lines)) & (x <= min(line[0][-1] for line in lines))]
-    values = np.stack([np.interp(x, *line) for line in lines])
-    mean = values.mean(axis=0)
-    axes.plot(x, mean, color=color, linewidth=1.8)
-    if len(lines) > 1:
-        std = values.std(axis=0, ddof=1)
-        axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.2, linewidth=0)

@@ -1,6 +1,5 @@
 """`tools/report.py`: write a page about one run or several. Also the page of a run at its end."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,15 +7,13 @@ from typing import TYPE_CHECKING
 from imagenet_cls.commands import cli
 from imagenet_cls.commands.trained_run import TrainedRun
 from imagenet_cls.errors import UsageError
-from imagenet_cls.extras.pages.curves import AXES, curves_of, run_charts
+from imagenet_cls.extras.pages.curves import curves_of, run_charts
 from imagenet_cls.extras.pages.figures import picture, write_figure
-from imagenet_cls.files import check_replaced, explain_write_errors, is_locked, write_output
+from imagenet_cls.files import check_replaced, explain_write_errors, write_output
 from imagenet_cls.report.jsonl import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_WATCH_SEC = 10
 
 
 def report_command(argv: Sequence[str]) -> None:
@@ -42,21 +39,6 @@ def report_command(argv: Sequence[str]) -> None:
         help="the page; an earlier page is replaced; default: report.html, in the folder of "
         "one run, or in the current folder for several runs",
     )
-    parser.add_argument(
-        "--axis", choices=AXES, default=AXES[0], help="of the curves (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--group-by",
-        metavar="KEY",
-        help="color the curves by the values of a key of the configs; default: up to 11 runs have "
-        "their own colors, of more the best settings",
-    )
-    parser.add_argument(
-        "--watch",
-        action="store_true",
-        help=f"write the page every {_WATCH_SEC} seconds, as long as a run trains; it reloads "
-        "itself in the browser",
-    )
     arguments = cli.parse(parser, argv)
     paths = list(dict.fromkeys(arguments.runs))
     runs = []
@@ -78,25 +60,15 @@ def report_command(argv: Sequence[str]) -> None:
         raise UsageError(f"--out {out}: the page is an HTML file.", "Name it *.html.")
     if arguments.out or len(runs) > 1:  # else the run folder's own page, perhaps an old one
         check_replaced(out)
-    while arguments.watch and any(map(is_locked, runs)):
-        write_page(runs, out, arguments.axis, arguments.group_by, refresh_sec=_WATCH_SEC)
-        time.sleep(_WATCH_SEC)
-    write_page(runs, out, arguments.axis, arguments.group_by)
+    write_page(runs, out)
     print(f"wrote {out}")
 
 
-def write_page(
-    runs: Sequence[Path],
-    out: Path,
-    axis: str = AXES[0],
-    group_by: str | None = None,
-    refresh_sec: int | None = None,
-) -> None:
-    """Write the page of run folders, see `runs_page`. Raises a UserError."""
-    from imagenet_cls.extras.pages.runs_page import read_run, run_names, runs_page
+def write_page(runs: Sequence[Path], out: Path) -> None:
+    """Write the page of run folders. Raises a UserError."""
+    from imagenet_cls.extras.pages.runs_page import runs_page
 
-    records = [read_run(run, name) for run, name in zip(runs, run_names(runs), strict=True)]
-    page = runs_page(records, out.parent, axis, group_by, refresh_sec)
+    page = runs_page(runs, out.parent)
     with explain_write_errors(out, "Name another file with --out."):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_output(out, page)

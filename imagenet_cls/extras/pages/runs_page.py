@@ -12,32 +12,29 @@ from statistics import fmean, median
 from typing import Any
 from urllib.parse import quote
 
-from imagenet_cls.checkpoint.folders import list_checkpoints, step_of
+import numpy as np
+
+from imagenet_cls.checkpoint.folders import list_checkpoints, read_state, step_of
 from imagenet_cls.config.compare import differing_values
 from imagenet_cls.config.load import load_config
 from imagenet_cls.config.metrics import BY_FIELD
 from imagenet_cls.config.schema import Config
-from imagenet_cls.errors import CheckpointError, UsageError, UserError, explain_content_errors
+from imagenet_cls.errors import CheckpointError, UserError, explain_content_errors
 from imagenet_cls.extras.pages.curves import (
-    FEW,
     Curves,
-    Group,
     comparison_charts,
     curves_of,
     main_metrics,
     run_charts,
 )
 from imagenet_cls.extras.pages.evaluation_charts import chart_of_classes
-from imagenet_cls.extras.pages.figures import COLORS, svg
+from imagenet_cls.extras.pages.figures import COLORS, GREY, svg
 from imagenet_cls.extras.pages.render import DURATION, data_url, render, utf8_text
 from imagenet_cls.files import is_locked
-from imagenet_cls.optim.schedule import scaled_lr
 from imagenet_cls.report.jsonl import Record, read_metrics, user_metrics
-from imagenet_cls.text import command_line, first_line, join_names
+from imagenet_cls.text import command_line, first_line
 
 _MAX_COLUMNS = 6  # differing keys that are columns of the table of runs
-_REPEATS = ("seed", "data.fold")  # keys whose values are no other setting
-_COLORED_GROUPS = 5  # of many runs
 # Results of a run: title, key of `run_statistics`, format.
 _RESULTS = (
     ("last training loss", "last_loss", ".4f"),
@@ -49,34 +46,23 @@ _RESULTS = (
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run folder holds, finished or not; None and empty where a file is missing.
+    """What a run folder holds, finished or not; empty where a file is missing.
 
-    metrics: see `read_metrics`. is_running: its process has the lock. state: total_steps,
-    steps_per_epoch, offset (see `engine.plan.Plan`), step and stopped_early of the newest
-    checkpoint that is there. checkpoints: by step, newest first. config: None, with a note, if it
-    can't be read.
+    metrics: see `read_metrics`. versions: of the code and the libraries. checkpoints: by step,
+    newest first. state: how far the run is. config: None, with a note, if it can't be read.
+    statistics: see `run_statistics`.
     """
 
     name: str
     folder: Path
     metrics: Sequence[Record]
-    is_running: bool
     versions: Mapping[str, str | None]
-    state: Mapping[str, int]
     checkpoints: Mapping[int, Path]
+    state: str
     config: Config | None
     note: str | None
-
-    def records(self, kind: str) -> list[Record]:
-        return [record for record in self.metrics if record["kind"] == kind]
-
-    @property
-    def batch(self) -> int | None:
-        """The global batch size."""
-        return self.config.train.global_batch_size if self.config else None
-
-    def curves(self, axis: str) -> Curves:
-        return curves_of(self.metrics, axis, self.state.get("steps_per_epoch"), self.batch)
+    curves: Curves
+    statistics: Mapping[str, Any]
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
@@ -87,63 +73,55 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> RunRecords:
-    """Read a run folder. Raises CheckpointError with the file that can't be read."""
-    file = folder / "metrics.jsonl"
-    with explain_content_errors(CheckpointError, file):
-        metrics = read_metrics(file)
-    versions: dict[str, str | None] = {"commit": None}
-    file = folder / "env.json"
-    with explain_content_errors(CheckpointError, file):
-        if file.exists():
-            environment = json.loads(file.read_bytes())
-            code = environment.get("code")
-            commit = None
-            if code:
-                changes = ", with changes" if code["uncommitted_changes"] else ""
-                commit = f"{code['commit'][:12]}{changes}"
-            versions = {"commit": commit, **environment.get("versions", {})}
-    state: dict[str, int] = {}
+    """Read a run folder. Raises CheckpointError if values of its files are missing or invalid."""
+    metrics = read_metrics(folder)
     checkpoints = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
-    for path in checkpoints.values():
-        file = path / "state.json"
-        with explain_content_errors(CheckpointError, file):
-            if file.is_file():
-                stored = json.loads(file.read_bytes())
-                plan, progress = stored["plan"], stored["progress"]
-                state = {
-                    "total_steps": int(float(plan["total_steps"])),  # OverflowError for 10^400
-                    "steps_per_epoch": int(plan.get("steps_per_epoch", 0)),
-                    "offset": int(plan.get("offset", 0)),
-                    "step": int(progress["step"]),
-                    "stopped_early": bool(progress.get("stopped_early")),
-                }
-                break
     config = note = None
     try:
         config = load_config(folder / "config.yaml").config
     except UserError as error:
         note = f"{folder}: its config can't be read and is not compared: {first_line(error)}"
+    with explain_content_errors(CheckpointError, folder, "missing or invalid values"):
+        versions: dict[str, str | None] = {"commit": None}
+        if (folder / "env.json").exists():
+            environment = json.loads((folder / "env.json").read_bytes())
+            if code := environment.get("code"):
+                changes = ", with changes" if code["uncommitted_changes"] else ""
+                versions["commit"] = f"{code['commit'][:12]}{changes}"
+            versions |= environment.get("versions", {})
+        steps_per_epoch = None
+        train = [record for record in metrics if record["kind"] == "train"]
+        step = train[-1]["step"] if train else 0
+        reached = f"step {step:,}, no checkpoint"
+        state = "running" if is_locked(folder) else "interrupted"
+        if checkpoints:
+            stored = read_state(folder)
+            steps_per_epoch = stored["plan"]["steps_per_epoch"]
+            total = stored["plan"]["total_steps"]
+            reached = f"step {step:,} of {total:,}"
+            if stored["progress"]["step"] == step:  # also while its process ends
+                if step >= total:
+                    state = "done"
+                elif stored["progress"]["stopped_early"]:
+                    state = "stopped early"
+        curves = curves_of(metrics, steps_per_epoch)
+        statistics = run_statistics(curves, config)
+    state = f"{state}: {reached}"
     return RunRecords(
-        name,
-        folder,
-        metrics,
-        is_locked(folder),
-        versions,
-        state,
-        checkpoints,
-        config,
-        note,
+        name, folder, metrics, versions, checkpoints, state, config, note, curves, statistics
     )
 
 
-def run_statistics(run: RunRecords) -> dict[str, Any]:
+def run_statistics(curves: Curves, config: Config | None) -> dict[str, Any]:
     """The statistics of a run by name, None where unknown.
 
     best: the highest top-1, or mAP (`metric`); last: the last evaluation of the same weights.
-    hours: see `curves_of`. images_per_sec: the median of the intervals; data_wait_pct: their mean.
+    hours: of training steps and evaluations, from the speed of each logging interval; images are
+    counted by epochs, since the batch may change where a run is resumed. images_per_sec: the median
+    of the intervals; data_wait_pct: their mean.
     """
-    train = run.records("train")
-    results = run.records("eval")
+    train = [record for record in curves.records if record["kind"] == "train"]
+    results = [record for record in curves.records if record["kind"] == "eval"]
     metric = main_metrics(results)[0].field
     best = max(results, key=itemgetter(metric), default={})
     last = next(
@@ -152,12 +130,16 @@ def run_statistics(run: RunRecords) -> dict[str, Any]:
     intervals = [record for record in train if record.get("images_per_sec")]
     hours = images_per_sec = data_wait_pct = None
     if intervals:
-        images_per_sec = median(record["images_per_sec"] for record in intervals)
+        speeds = [record["images_per_sec"] for record in intervals]
+        images_per_sec = median(speeds)
         data_wait_pct = fmean(record["data_wait_pct"] for record in intervals)
-        if run.batch:
-            hours = float(run.curves("minutes").places[-1]) / 60
+        if config:
+            ends = [curves.steps[0], *(record["step"] for record in intervals)]
+            epochs = np.diff(np.interp(ends, curves.steps, curves.epochs))
+            images = epochs * curves.steps_per_epoch * config.train.global_batch_size
+            seconds = sum(images / speeds) + sum(record["seconds"] for record in results)
+            hours = float(seconds) / 3600
     return {
-        "step": train[-1]["step"] if train else 0,
         "metric": metric,
         "best": best.get(metric),
         "best_text": BY_FIELD[metric].format(best[metric], 2, best.get("images")) if best else "–",
@@ -171,73 +153,52 @@ def run_statistics(run: RunRecords) -> dict[str, Any]:
     }
 
 
-def runs_page(
-    runs: Sequence[RunRecords],
-    folder: Path,
-    axis: str = "epoch",
-    group_by: str | None = None,
-    refresh_sec: int | None = None,
-) -> bytes:
-    """The page of the runs, best first. Raises CheckpointError for records with missing values, and
-    UsageError for a key in which the runs do not differ.
-
-    folder: of the page, from which the links to checkpoints lead. axis: of `curves.AXES`. group_by:
-    the key by whose values curves are colored. refresh_sec: after how many seconds a browser loads
-    the page again.
+def runs_page(folders: Sequence[Path], folder: Path) -> bytes:
+    """The page of runs, best first. folder: of the page, from which the links to checkpoints lead.
+    Raises CheckpointError.
     """
-    rows = []
-    for run in runs:
-        file = run.folder / "metrics.jsonl"
-        with explain_content_errors(CheckpointError, file, "missing or invalid values"):
-            rows.append((run, run_statistics(run)))
-    rows.sort(key=lambda row: -math.inf if row[1]["best"] is None else row[1]["best"], reverse=True)
-    runs = [run for run, _ in rows]
-    statistics = [row for _, row in rows]
+    runs = [read_run(path, name) for path, name in zip(folders, run_names(folders), strict=True)]
+
+    def score(run: RunRecords) -> float:
+        best = run.statistics["best"]
+        return -math.inf if best is None else best
+
+    runs.sort(key=score, reverse=True)
+    best, *others = runs
     differences = config_differences(runs)
-    groups = group_runs(runs, statistics, differences, group_by)
-    curves = [run.curves(axis) for run in runs]
-    weights = [row["best_record"].get("weights", "raw") for row in statistics]
-    charts = run_charts(curves[0])
-    if len(runs) > 1:
-        charts = comparison_charts(curves, weights, groups)
-    best = statistics[0]
-    values = [row["best"] for row in statistics if row["best"] is not None]
-    picture = runs[0].folder / "plots" / "first_batch.jpg"
-    file = runs[0].folder / "classes.json"
-    if len(runs) == 1 and values and file.exists():
+    colors = [*COLORS, *[GREY] * len(runs)][: len(runs)]
+    kinds = [run.statistics["best_record"].get("weights", "raw") for run in runs]
+    if others:
+        charts = comparison_charts([run.curves for run in runs], kinds, colors)
+    else:
+        charts = run_charts(best.curves)
+    file = best.folder / "classes.json"
+    if not others and best.statistics["best_record"] and file.exists():
         with explain_content_errors(CheckpointError, file):
-            title = "Average precision" if best["metric"] == "map_pct" else "Accuracy"
-            result = json.loads(file.read_bytes())
-            charts.append(chart_of_classes(title, result, weights[0]))
+            title = "Average precision" if best.statistics["metric"] == "map_pct" else "Accuracy"
+            charts.append(chart_of_classes(title, json.loads(file.read_bytes()), kinds[0]))
+    picture = best.folder / "plots" / "first_batch.jpg"
     titles = [metric.title for metric in main_metrics(chain(*(run.metrics for run in runs)))]
-    states = [_state(run, row["step"]) for run, row in zip(runs, statistics, strict=True)]
     versions: dict[str, list[RunRecords]] = {}  # by text: their values may be damaged
     for run in runs:
         versions.setdefault(str(run.versions), []).append(run)
+    changed = differing_values([Config(), best.config]) if best.config else {}
     return render(
         "runs.html",
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        title=f"{len(runs)} runs" if others else best.name,
         notes=[run.note for run in runs if run.note],
         runs=runs,
-        statistics=statistics,
-        states=states,
-        best=best,
+        colors=colors,
         metric=" or ".join(titles),
-        values=values,
-        median_value=median(values) if values else None,
-        hours=[row["hours"] for row in statistics if row["hours"] is not None],
         results=_RESULTS,
         differences=differences,
         are_columns=len(differences) <= _MAX_COLUMNS,
-        groups=groups,
         charts=[(chart, svg(chart, [run.name for run in runs])) for chart in charts],
         first_batch=data_url(picture.read_bytes()) if picture.is_file() else None,
-        changed=changed_settings(runs[0]),
-        events=runs[0].records("event") if len(runs) == 1 else [],
+        changed={key: values[1] for key, values in changed.items()},
         versions=versions.values(),
         test_command=command_line("test"),
         address=lambda path: quote(os.fsencode(os.path.relpath(path, folder))),
-        refresh_sec=refresh_sec,
     )
 
 
@@ -250,63 +211,3 @@ def config_differences(runs: Sequence[RunRecords]) -> dict[str, list[str | None]
         by_run = dict(zip(known, values, strict=True))
         differences[key] = [by_run.get(number) for number in range(len(runs))]
     return differences
-
-
-def group_runs(
-    runs: Sequence[RunRecords],
-    statistics: Sequence[Mapping[str, Any]],
-    differences: Mapping[str, Sequence[str | None]],
-    group_by: str | None,
-) -> list[Group]:
-    """The groups of curves, best first: of few runs each is one; of more those of one setting, and
-    the best ones have colors.
-    """
-    if group_by and group_by not in differences:
-        raise UsageError(
-            f"--group-by {group_by}: the configs do not differ in it.",
-            f"They differ in: {join_names(list(differences)) or 'nothing'}.",
-        )
-    if len(runs) <= FEW and not group_by:
-        return [Group(run.name, [i], COLORS[i]) for i, run in enumerate(runs)]
-    keys = [group_by] if group_by else [key for key in differences if key not in _REPEATS]
-    members: dict[str, list[int]] = {}
-    for number, run in enumerate(runs):
-        setting = ", ".join(f"{key}={differences[key][number]}" for key in keys if run.config)
-        members.setdefault(setting or run.name, []).append(number)
-
-    def order(group: tuple[str, Sequence[int]]) -> tuple[int, float]:
-        """Those with the most results first."""
-        found = [statistics[number]["best"] for number in group[1]]
-        values = [value for value in found if value is not None]
-        return len(values), fmean(values or [-math.inf])
-
-    ordered = sorted(members.items(), key=order, reverse=True)
-    colors = [*COLORS[:_COLORED_GROUPS], *[None] * len(ordered)]
-    return [
-        Group(label, numbers, color)
-        for (label, numbers), color in zip(ordered, colors, strict=False)
-    ]
-
-
-def changed_settings(run: RunRecords) -> dict[str, str]:
-    """The settings of a run that differ from the defaults, and the learning rate as it is used."""
-    if not run.config:
-        return {}
-    changed = {key: values[1] for key, values in differing_values([Config(), run.config]).items()}
-    optimizer = run.config.optimizer
-    lr, note = scaled_lr(optimizer, run.config.train.global_batch_size)
-    if note:
-        base = f"{optimizer.lr:g} for a batch of {optimizer.lr_base_batch}"
-        changed["optimizer.lr"] = f"{lr:g} ({base})"
-    return changed
-
-
-def _state(run: RunRecords, step: int) -> str:
-    total = run.state.get("total_steps")
-    reached = f"step {step:,} of {total:,}" if total else f"step {step:,}, no checkpoint"
-    if total and run.state["step"] == step:  # also while its process ends
-        if step >= total:
-            return f"done, {step:,} steps"
-        if run.state["stopped_early"]:
-            return f"stopped early: {reached}"
-    return f"running: {reached}" if run.is_running else f"interrupted: {reached}"
