@@ -219,8 +219,6 @@ def open_images(
     may_lack = may_lack_classes(config)
     if test_set is not None:
         images = open_test_set(test_set, known, allow_missing=may_lack)
-        # The advice for a bad image would name keys of the training data, and not --data.
-        images = replace(images, images=replace(images.files, exclude_advice=None))
         if known is not None and not may_lack:
             check_all_classes(images)
         return images
