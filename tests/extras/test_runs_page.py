@@ -170,7 +170,7 @@ def test_new_run_has_a_page(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content"),
     [
-        ("metrics.jsonl", TRAIN | {"loss": None}),
+        ("metrics.jsonl", {"kind": "train", "step": 1}),
         ("env.json", {"code": 3}),
         ("checkpoints/step-0000022/state.json", {"plan": 3, "progress": 3}),
     ],
