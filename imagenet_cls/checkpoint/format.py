@@ -19,7 +19,6 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch import Tensor
 from imagenet_cls.checkpoint.folders import finish_interrupted_writes, list_checkpoints, step_of
 from imagenet_cls.checkpoint.progress import read_progress
 from imagenet_cls.config.load import config_from_dict
+from imagenet_cls.config.rules import check_value
 from imagenet_cls.config.schema import Config
 from imagenet_cls.errors import CheckpointError, ConfigError, ResourceError, explain_content_errors
 from imagenet_cls.files import TEMPORARY, check_regular, fsync, remove
@@ -105,13 +105,11 @@ def stored_mean_std(state: Mapping[str, Any]) -> tuple[list[float], list[float]]
     """The normalization of a checkpoint's images. Raises LookupError, TypeError or ValueError if it
     is malformed.
     """
-    mean = [float(value) for value in state["preprocessing"]["mean"]]
-    std = [float(value) for value in state["preprocessing"]["std"]]
-    is_valid = len(mean) == len(std) and len(mean) in (1, 3)
-    if not is_valid or not all(map(isfinite, mean)) or not all(0 < value < inf for value in std):
-        raise ValueError(
-            f"mean {mean} and std {std} are not 1 or 3 finite numbers each, with std above 0"
-        )
+    mean, std = state["preprocessing"]["mean"], state["preprocessing"]["std"]
+    check_value("data.mean", mean)
+    check_value("data.std", std)
+    if len(mean) != len(std) or len(mean) not in (1, 3):
+        raise ValueError(f"mean {mean} and std {std} are not 1 or 3 numbers each")
     return mean, std
 
 

@@ -7,9 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from imagenet_cls.checkpoint.folders import list_run, step_of
+from imagenet_cls.checkpoint.folders import list_run
 from imagenet_cls.checkpoint.format import (
     Snapshot,
+    checkpoint_path,
     read_checkpoint,
 )
 from imagenet_cls.checkpoint.progress import best_weights
@@ -57,21 +58,17 @@ def load_best(path: Path) -> tuple[Snapshot, str | None, list[str]]:
             return snapshot, None, []
         return snapshot, best_weights(best), []
     newest, damage = newest_intact(candidates)
-    assert newest is not None
+    assert newest is not None and newest.path is not None
     best = newest.state["progress"]["best"]  # was checked when it was read
     if not best:
         note = f"{newest.path}: the newest checkpoint, since the run has no evaluation yet"
         return newest, None, [*damage, note]
     weights = best_weights(best)
-    wanted = [path for path in candidates if step_of(path) == best[weights]["step"]]
-    if not wanted:
-        note = f"{newest.path}: the newest checkpoint, since the best one (step "
-        note += f"{best[weights]['step']}) is not in this folder"
-        return newest, None, [*damage, note]
-    if wanted[0] == newest.path:
+    wanted = checkpoint_path(newest.path.parent, best[weights]["step"])
+    if wanted == newest.path:
         return newest, weights, damage
     try:
-        return read_checkpoint(wanted[0]), weights, damage
+        return read_checkpoint(wanted), weights, damage
     except CheckpointError as error:
         return newest, None, [*damage, f"{first_line(error)} {newest.path} is used instead."]
 
