@@ -575,8 +575,8 @@ class TrainConfig:
     # Recompute activations in the backward pass: less memory, about a third slower.
     grad_checkpointing: bool = key(False, recipe=False)
     # Use deterministic kernels on GPUs: slower, but every run gives the same bits, as on CPUs. An
-    # operator without one, such as adaptive average pooling to several pixels (torchvision's VGG),
-    # is an error.
+    # operator without one, such as adaptive average pooling to several pixels (torchvision's VGG)
+    # or padding by reflection (timm's resnetblur50), is an error.
     deterministic: bool = key(False, recipe=False)
     # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or
     # gradient, which don't change the weights.

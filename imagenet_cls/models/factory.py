@@ -6,8 +6,6 @@ published weights.
 Random numbers are drawn only to initialize weights, so the same seed gives the same weights.
 """
 
-import logging
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
@@ -42,10 +40,6 @@ TORCHVISION = "torchvision:"
 HUB, FOLDER = "hf-hub:", "local-dir:"
 
 _PROBE_SEC = 5  # how long to wait for an answer of the Hub
-
-# huggingface_hub warns of each retry. The error of the last one is reported.
-if "HF_HUB_VERBOSITY" not in os.environ:
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 # Arguments that a config can't give in model.kwargs: they have a key elsewhere, or the program
 # decides them.

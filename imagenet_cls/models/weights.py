@@ -87,7 +87,7 @@ def load_weights(
     ]
     is_encoder = head_may_differ and not any(name in tensors for name in head)
     if is_encoder:
-        for name in filter(PRETRAINING_ONLY.match, tensors.keys() - expected.keys()):
+        for name in filter(PRETRAINING_ONLY.match, sorted(tensors.keys() - expected.keys())):
             others[named.prefix + name] = tensors.pop(name)
         similar = [
             name for name in others if head and others[name].shape == expected[head[0]].shape
@@ -167,7 +167,7 @@ def name_weights(model: nn.Module, state: Mapping[str, Tensor], head: list[str])
     prefix = prefixes[0] if 2 * most >= len(expected) else ""
     if len(inner) < len(state) or (prefix in prefixes and len(prefixes) > 1):
         raise CheckpointError(
-            f"The file has several models for this one, under the prefixes {join_names(prefixes)}.",
+            f"The file has this model several times, with the prefixes {prefixes} of the names.",
             "Save the state dict of the one to use: {name.removeprefix(PREFIX): value for name, "
             "value in state.items() if name.startswith(PREFIX)}.",
         )
