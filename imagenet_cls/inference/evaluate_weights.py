@@ -158,40 +158,34 @@ def load_weights_and_images(
     """The weights, and the images to evaluate, whose targets are in the order of the weights'
     classes.
     """
-    may_lack = may_lack_classes(config)
 
     @cache
     def opened() -> Weights:
         return open_source(config, weights)
 
     stated = run_on_main(context, lambda: opened().classes)
-    if stated is not None:
-        # the images are matched by these
-        trained = load_on_all_ranks(config, weights, opened, stated, context)
-        images = open_images(config, test_set, trained.classes)
-    else:
-        images = open_images(config, test_set, None)
+    images = open_images(config, test_set, stated)
+    classes = stated
+    if classes is None:
         has_training = test_set is None and has_training_part(config.data)
         classes = classes_of_outputs(config, images.classes, has_training)
-        trained = load_on_all_ranks(config, weights, opened, classes, context)
-        if trained.classes is None:
-            data = test_set or config.data
-            run_on_main(context, lambda: check_order(data, classes, trained.origin))
-        images = images.with_classes(classes, "the images", allow_missing=True)
-    known = trained.classes or images.classes
-    return trained, images.with_classes(known, "the images", allow_missing=may_lack)
+        data = test_set or config.data
+        run_on_main(context, lambda: check_order(data, classes, opened()))
+    trained = load_on_all_ranks(config, weights, opened, classes, context)
+    allow_missing = stated is None or may_lack_classes(config)
+    return trained, images.with_classes(classes, "the images", allow_missing=allow_missing)
 
 
-def check_order(data: DataConfig, classes: Sequence[str], weights: str) -> None:
+def check_order(data: DataConfig, classes: Sequence[str], weights: Weights) -> None:
     """Raise CheckpointError if the classes of weights that don't name them are the sorted names of
     class folders or labels, and timm sorts these in another order. Writes both orders to files for
     `data.classes`.
 
-    classes: as of `classes_of_outputs`. weights: their name, for the message.
+    classes: as of `classes_of_outputs`. weights: published ones have the order of ImageNet.
     """
     plain = sorted(classes)
     natural = sorted(classes, key=natural_key)
-    is_stated = data.classes is not None or data.name not in ("folder", "list")
+    is_stated = data.classes is not None or data.name not in ("folder", "list") or weights.model
     if is_stated or plain == natural or [*classes] != plain:
         return
     folder = Path(tempfile.mkdtemp(prefix="classes-"))
@@ -201,8 +195,9 @@ def check_order(data: DataConfig, classes: Sequence[str], weights: str) -> None:
         overrides.append(shlex.quote(f"data.classes={dump_inline(str(file))}"))
     first = next(i for i, name in enumerate(plain) if name != natural[i])
     raise CheckpointError(
-        f"{weights}: these weights don't name their classes. Output {first} is {plain[first]} in "
-        f"the order of torchvision and imagenet-cls, and {natural[first]} in timm's.",
+        f"{weights.origin}: these weights don't name their classes. Output {first} is "
+        f"{plain[first]} in the order of torchvision and imagenet-cls, and {natural[first]} in "
+        "timm's.",
         f"Add the order of their training. torchvision, imagenet-cls: {overrides[0]}\n"
         f"timm: {overrides[1]}",
     )
