@@ -10,7 +10,7 @@ from PIL import Image
 from torch.nn import functional
 
 from imagenet_cls.extras.pages.evaluation_page import evaluation_page, evaluation_statistics
-from imagenet_cls.extras.pages.render import check_page, to_jpeg, write_page
+from imagenet_cls.extras.pages.render import check_page, to_jpeg, write_html
 from imagenet_cls.inference.evaluate_weights import WeightsEvaluation, prediction_rows
 from imagenet_cls.tasks.multi_label import MultiLabel
 
@@ -36,7 +36,7 @@ class EvaluationReport:
             pixels, _ = images.load(example["index"])
             picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
             thumbnails[example["index"]] = to_jpeg(picture, _THUMBNAIL_PX)
-        write_page(self.page, evaluation_page(statistics, thumbnails))
+        write_html(self.page, evaluation_page(statistics, thumbnails))
 
 
 def report_statistics(evaluation: WeightsEvaluation) -> dict[str, Any]:

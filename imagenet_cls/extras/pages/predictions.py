@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from imagenet_cls.extras.pages.render import check_page, render, to_jpeg, write_page
+from imagenet_cls.extras.pages.render import check_page, render, to_jpeg, write_html
 
 _THUMBNAIL_PX = 96
 _MAX_IMAGES = 2000  # of a page, together
@@ -38,4 +38,4 @@ class PredictionsPage:
         by_label = groupby(sorted(self.images), lambda image: image[0])
         classes = [list(images) for _, images in by_label]
         most = max(1, _MAX_IMAGES // max(1, len(classes)))
-        write_page(self.page, render("predictions.html", classes=classes, used=used, most=most))
+        write_html(self.page, render("predictions.html", classes=classes, used=used, most=most))

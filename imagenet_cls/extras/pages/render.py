@@ -41,7 +41,7 @@ def check_page(path: Path, option: str = "--report") -> None:
     check_replaced(path, option)
 
 
-def write_page(path: Path, page: bytes, option: str = "--report") -> None:
+def write_html(path: Path, page: bytes, option: str = "--report") -> None:
     """Write a page, in a new folder if need be. Raises ResourceError."""
     with explain_write_errors(path, f"Name another file with {option}."):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from imagenet_cls.commands.trained_run import TrainedRun
 from imagenet_cls.errors import UsageError
 from imagenet_cls.extras.pages.curves import curves_of, run_charts
 from imagenet_cls.extras.pages.figures import picture, write_figure
-from imagenet_cls.files import check_replaced, explain_write_errors, write_output
+from imagenet_cls.extras.pages.render import check_page, write_html
 from imagenet_cls.report.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -56,10 +56,8 @@ def report_command(argv: Sequence[str]) -> None:
         raise UsageError("None of the paths is a run folder.", "Give a folder like work_dirs/demo.")
     folder = runs[0] if len(runs) == 1 else Path()
     out = arguments.out or folder / "report.html"
-    if out.suffix.lower() != ".html" or out.is_dir():
-        raise UsageError(f"--out {out}: the page is an HTML file.", "Name it *.html.")
     if arguments.out or len(runs) > 1:  # else the run folder's own page, perhaps an old one
-        check_replaced(out)
+        check_page(out, "--out")
     write_page(runs, out)
     print(f"wrote {out}")
 
@@ -68,10 +66,7 @@ def write_page(runs: Sequence[Path], out: Path) -> None:
     """Write the page of run folders. Raises a UserError."""
     from imagenet_cls.extras.pages.runs_page import runs_page
 
-    page = runs_page(runs, out.parent)
-    with explain_write_errors(out, "Name another file with --out."):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    write_output(out, page)
+    write_html(out, runs_page(runs, out.parent), "--out")
 
 
 def write_run_page(folder: Path) -> None:
