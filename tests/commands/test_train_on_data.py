@@ -265,9 +265,8 @@ def test_resume_without_the_keys_of_the_run_names_them_and_the_command_that_work
     photos: Path,
 ) -> None:
     words = ["photos", "size=32", "epochs=1", "data.num_workers=0", "log.tensorboard=false"]
-    words += ["seed=1", "seed=2"]
     out = succeeds(train_command, *words, "model=test_resnet", "model.pretrained=false")
-    assert "20% held out" in out and "seed=1 has no effect" in out
+    assert "20% held out" in out
     for model, changed in (
         ("test_resnet", "model.pretrained: false -> true"),
         ("resnet18", "model.name: 'test_resnet' -> 'resnet18'"),
