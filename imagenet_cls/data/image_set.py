@@ -311,8 +311,8 @@ class FileImages(EncodedImages):
                 "dataset is a list file."
             )
         return (
-            f"{remedy}\nOr list such images by {command_line('verify-data')}, for data.exclude; a "
-            "training that has begun also needs --resume."
+            f"{remedy}\nA training can leave it out: {command_line('verify-data')} lists such "
+            "images for data.exclude. If it has begun, it also needs --resume."
         )
 
     def read(self, number: int) -> bytes:

@@ -53,6 +53,7 @@ FOREIGN_OPTIONS |= {"--max-restarts", "--rdzv-backend", "--rdzv-endpoint"}  # to
 FOREIGN_OPTIONS |= {"--gres", "--job-name", "--wrap"}
 FOREIGN_OPTIONS |= {f"--{name}" for name in ("ntasks-per-node", "gpus-per-node", "cpus-per-task")}
 # of earlier versions
+FOREIGN_OPTIONS |= {"--format", "--sort-into", "--opset", "--labels", "--no-count-check"}
 FOREIGN_OPTIONS |= {
     "--link-js",
     "--copy",
