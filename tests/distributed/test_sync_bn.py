@@ -147,12 +147,13 @@ def test_sync_bn_converts_every_batch_norm_of_a_timm_model() -> None:
     assert list(ours.state_dict()) == before and torch.equal(ours(images), expected)
 
 
-def test_sync_bn_from_the_command_line_is_over_all_ranks(
+def test_sync_bn_from_the_command_line_is_in_the_config(
     rank_server: RankServer, digits: Path, tmp_path: Path
 ) -> None:
     """The same losses as on one rank: test_world_sizes.py."""
     words = arguments(digits, tmp_path, "noisy", train__global_batch_size=24, train__max_steps=1)
-    assert "24 images over all ranks" in rank_server.train([*words, "--syncbn"], 2)
+    rank_server.train([*words, "--syncbn"], 2)
+    assert "sync_bn: true" in (tmp_path / "config.yaml").read_text()
 
 
 # ---- for tests/gpu
