@@ -22,7 +22,14 @@ def test_two_good_ranks_pass_all_checks() -> None:
     assert " ".join(last) == "all checks passed"
 
 
-BREAKS = "import torch.distributed\ntorch.distributed.all_reduce = lambda tensor: None\n"
+BREAKS = """
+import torch.distributed as dist
+all_reduce = dist.all_reduce
+def wrong(tensor, **options):
+    all_reduce(tensor, **options)
+    tensor[0] = 0
+dist.all_reduce = wrong
+"""
 
 
 @pytest.mark.parametrize(
