@@ -154,9 +154,12 @@ def load_for_training(arguments: argparse.Namespace) -> LoadedConfig:
 
 
 def check_files(arguments: argparse.Namespace, loaded: LoadedConfig) -> None:
-    """On the first machine, raise a UserError if initial weights are missing, or the run folder
-    can't be used.
+    """Raise a UserError if data is missing. On the first machine also if initial weights are
+    missing, or the run folder can't be used.
     """
+    from imagenet_cls.data.paths import check_paths
+
+    check_paths(loaded.config.data)
     if arguments.node_rank != 0:
         return
     options = run_options(arguments, loaded)
