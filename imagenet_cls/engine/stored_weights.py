@@ -7,6 +7,7 @@ recognized by content and not by suffix. No code in a source is run.
 """
 
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -81,7 +82,8 @@ def open_weights(source: str | Path, kind: str | None = None) -> Weights:
         weights = open_weights(path.parent, _KINDS[path.name])
     elif path.is_file():
         weights = _open_file(path)
-    elif path.is_dir() and not (path / "config.json").is_file():
+    # pathlib raises without permission
+    elif path.is_dir() and not os.path.isfile(path / "config.json"):  # noqa: PTH113
         weights = _open_checkpoint(path)
     else:
         config = ModelConfig(f"{FOLDER}{path}" if path.is_dir() else str(source), pretrained=True)
