@@ -173,6 +173,14 @@ def load_weights_and_images(
         run_on_main(context, lambda: check_order(data, classes, opened()))
     trained = load_on_all_ranks(config, weights, opened, classes, context)
     allow_missing = stated is None or may_lack_classes(config)
+    # by name, since match_classes would also take numbers for positions
+    others = sorted({*classes} ^ {*images.classes})
+    if others and not allow_missing:
+        raise DataError(
+            f"Only the images or only the checkpoint has the classes {join_names(others)}.",
+            "Evaluate images of the classes that it was trained on. If only some of these have "
+            "images, set eval.classes=present.",
+        )
     return trained, images.with_classes(classes, "the images", allow_missing=allow_missing)
 
 
