@@ -246,7 +246,13 @@ def _output_shape(
     """
     try:
         return output_shape(model, size_px, config.data.channels)
-    except ValueError as error:
+    except (AttributeError, ValueError) as error:
+        # An AttributeError is a bug of the model, unless `model.kwargs` cause it: a timm ResNet
+        # that is built with two stages still calls the third one.
+        if isinstance(error, AttributeError):
+            if not config.model.kwargs:
+                raise
+            key = "model.kwargs"
         raise ConfigError(
             [
                 f"{key}: {config.model.name} does not take {input_name} of "

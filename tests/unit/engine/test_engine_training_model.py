@@ -48,6 +48,14 @@ def test_batch_norm_of_a_single_value_rejected(size_px: int, images: int, fits: 
         )
 
 
+def test_arguments_with_which_the_forward_pass_fails_rejected() -> None:
+    """timm's ResNet calls four stages, however many `layers` names."""
+    kwargs = {"layers": [1, 1], "channels": [8, 16]}
+    config = config_of(model={"name": "resnet18", "kwargs": kwargs})
+    with pytest.raises(ConfigError, match=r"^model\.kwargs: "):
+        check_model_outputs(timm.create_model("resnet18", num_classes=10, **kwargs), config, 10, 8)
+
+
 def test_frozen_batch_norm_single_image_accepted() -> None:
     config = config_of(model={"name": "resnet18", "freeze_bn": True})
     model = small_resnet()
