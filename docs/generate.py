@@ -26,7 +26,7 @@ CONFIG_INTRODUCTION = """\
 
 A config is a YAML (or JSON) file of sections. A key that it does not set has the default below.
 `python tools/print_config.py CONFIG` prints the resolved config, `--origin` adds where each value comes from, and
-`--diff OTHER` prints the differences to another config.
+`--diff OTHER` prints only the differences to another config.
 
 ## Layers
 
@@ -37,46 +37,43 @@ Later layers override earlier ones:
 3. the file itself,
 4. the overrides on the command line, `key.sub=value`.
 
-Mappings merge key by key; lists and single values are replaced. So `kwargs: {}` removes nothing.
+Mappings merge key by key, so `kwargs: {}` removes nothing; lists and single values are replaced.
 
-Paths in `_base_` are relative to the file. A file that is reached twice counts once, at its first place. A config, on
-the command line or in `_base_`, that is no file is one of this package: `configs/resnet/resnet50_rsb_a3.yaml`, or
-`resnet50_rsb_a3` for short.
+Paths in `_base_` are relative to the file. A file that is reached twice counts once, at its first place. A config that
+is no file is one of this package: `configs/resnet/resnet50_rsb_a3.yaml`, or `resnet50_rsb_a3` for short.
 
 ## Command line
 
     python tools/train.py configs/resnet50.yaml seed=1 'augment.scale=[0.2, 1.0]' optimizer.kwargs.nesterov=true
 
-The value of a text key is what follows `=`, also with ` #` or `: `, unless it begins with a quotation mark or a
-bracket. Other values are read as YAML. An empty value is `null`. If a key is given twice, the last value is used. There
-are also [short keys](your_data.md#short-keys).
+A text is what follows `=`, unless that begins with a quotation mark. Other values are read as YAML. An empty value is
+`null`. If a key is given twice, the last value is used. There are also [short keys](your_data.md#short-keys).
 
-Some keys may not be set together (below: "Not with"). One that is set on the command line replaces those of the config.
+Some keys may not be set together (below: "Not with"). A key on the command line then unsets that of the config.
 
 ## Components
 
 `model`, `data`, `loss`, `optimizer` and `schedule` choose something by `name` and pass it `kwargs`. A layer that
-changes the name resets that section to the defaults of the new component, and then applies its own values. So momentum
-meant for `sgd` never reaches `adamw`, and a new optimizer needs its `lr`. Setting the same name again resets nothing.
-A warning lists each value that a new name removed, and where it was set.
+changes the name first resets that section to the defaults. So momentum meant for `sgd` never reaches `adamw`, and a new
+optimizer needs its `lr`. A warning lists each value that a new name removed, and where it was set.
 
 A key that is set without those that it needs (below: "Needs") has no effect and gives a warning.
 
 ## Values
 
-- `${section.key}` is replaced by the value of another key, after all layers are merged. The value may be a list, but
-  not hold references itself. Resolvers such as `${oc.env:HOME}` are errors, so that no saved config contains a secret.
-- `1e-4` is a number, also in `kwargs`. `yes`, `no`, `on` and `off` are booleans, except for text keys. `010` and dates
-  are text. Quoted numbers are text in `kwargs`.
+- `${section.key}` is replaced by the value of another key, after all layers are merged. Resolvers such as
+  `${oc.env:HOME}` are errors, so that no saved config contains a secret.
+- `1e-4` is a number. `yes`, `no`, `on` and `off` are booleans, except for text keys. `010` and dates are text. Quoted
+  numbers are text in `kwargs`.
 - `???` marks a value that a later layer has to set.
 - Aliases (`*name`), tags (`!!...`), duplicate keys, and several documents in a file are errors.
 - Removed keys of earlier versions are ignored in a checkpoint, and in a config if they have their former defaults.
 
 ## Errors
 
-All problems are reported at once, one line each, with exit code 2, before torch is imported: first files that are not
-valid, then wrong keys and values, then values that do not fit together. Names of models and optimizers, and their
-`kwargs`, are checked against the libraries after that, before data is read.
+All problems are reported at once, one line each, with exit code 2: first those of files, then of keys and values, then
+of values that do not fit together. After that, names of models and optimizers, and their `kwargs`, are checked against
+the libraries, before data is read.
 
     configs/mine.yaml:12: optimizer.lr: 'many' is not a number
     command line 'optimzer.lr=1': optimzer: unknown key; did you mean 'optimizer'?
@@ -143,7 +140,8 @@ def _default_text(key: str) -> str:
 def _limits_text(key: str) -> str:
     info = keys.info(key)
     texts = [f"At most `{info.at_most}`."] if info.at_most else []
-    texts += [f"Not with `{other}`." for other in info.excludes]
+    if info.excludes:
+        texts.append(f"Not with {', '.join(f'`{other}`' for other in info.excludes)}.")
     texts += [f"Needs `{info.needs}`."] if info.needs else []
     return " ".join(texts)
 

@@ -135,34 +135,32 @@ AVERAGES = "ema.decay or ema.half_life_images"
 class ModelConfig:
     """The model."""
 
-    # A timm model (`resnet50`, with a tag for its weights `resnet50.a1_in1k`),
+    # A timm model (`resnet50`, with the tag of its weights `resnet50.a1_in1k`),
     # `torchvision:resnet50`, a model that timm saved (`hf-hub:USER/NAME`, `local-dir:PATH`), or
-    # `my_module:my_factory`, found from the working directory.
+    # `my_module:my_factory`.
     name: str = key("resnet50", code=("torchvision:",))
     # Start from the published weights of the library.
     pretrained: bool = key(False, recipe=False, per_machine=True)
     # Outputs of the head. null: the number of classes.
     num_classes: int | None = key(None, Range(1, 10**9))
-    # Weights to start from: a run, a checkpoint, or a file of any library
-    # ([Weights](docs/usage.md#weights)). A head of another size is initialized, and position
-    # embeddings of another grid are resized. Of a self-supervised pre-training the encoder is
-    # loaded. Any other mismatch is an error.
+    # Weights to start from: a run, a checkpoint or a file ([Weights](docs/usage.md#weights)). A
+    # head of another size is initialized. Other tensors must match, but timm resizes position
+    # embeddings. Of a self-supervised pre-training the encoder is loaded.
     checkpoint: str | None = key(
         None, recipe=False, per_machine=True, excludes=("model.pretrained",)
     )
     # Parameters that are not trained, by patterns of their names: `[conv1.*, bn1.*, layer1.*]`.
-    # Their BatchNorm layers keep the running statistics; dropout and drop-path stay on.
+    # Their BatchNorm layers keep the running statistics.
     freeze: list[str] = key([], excludes=("model.head_only",))
     # Train the head only.
     head_only: bool = False
     # Freeze all BatchNorm layers: running statistics, weights and biases.
     freeze_bn: bool = False
-    # Separate BatchNorm layers for each split (augment.splits), as in AugMix. Evaluation uses the
-    # first.
+    # Separate BatchNorm layers for each of augment.splits, as in AugMix. Evaluation uses the first.
     split_bn: bool = key(
         False, excludes=("model.freeze_bn", "parallel.sync_bn=true", "parallel.mode=dp")
     )
-    # Further arguments of the model, such as `{drop_path_rate: 0.05}`.
+    # Further arguments, such as `{drop_path_rate: 0.05}`.
     kwargs: Kwargs = key({})
 
 
@@ -181,27 +179,27 @@ class DataConfig:
     # kept on the device), `torchvision:CIFAR10`, `hf:USER/NAME` ([The Hugging Face
     # Hub](docs/data.md#the-hugging-face-hub)), or `my_module:my_factory`.
     name: str = key("folder", code=DATA_PREFIXES)
-    # The dataset's folder, or an archive with the folders `train` and `val`.
+    # The folder of the dataset, or an archive with the folders `train` and `val`.
     root: str = key("data/imagenet", recipe=False, per_machine=True)
-    # Training part, below root: a folder of class folders or archives, an archive, archives by a
-    # pattern (`train-{0000..1023}.tar`, `train-*.tar`), a list, or the name of a split. Classes of
-    # torchvision and factories get it as an argument.
+    # Training part below root: a folder of class folders or archives, an archive, archives by a
+    # pattern (`train-{0000..1023}.tar`, `train-*.tar`), or a list; of other datasets the name of a
+    # split.
     train: str = "train"
-    # Validation part, likewise. null: taken from the training part ([Validation images from the
-    # training part](docs/data.md#validation-images-from-the-training-part)).
+    # Validation part, likewise. null: held out from the training part ([Validation
+    # images](docs/data.md#validation-images-from-the-training-part)).
     val: str | None = "val"
-    # Share of each class that is held out if val is null, by a hash of the path.
+    # Share of each class to hold out, by a hash of the path.
     val_fraction: float | None = key(
         None, Range(0, 1, low_open=True, high_open=True), excludes=("data.val",)
     )
-    # Hold out fold i of k, `[i, k]` with i from 0, if val is null.
+    # Hold out fold i of k: `[i, k]`, i from 0.
     fold: list[int] | None = key(
         None, Range(0, 1000), count=2, excludes=("data.val", "data.val_fraction")
     )
     # Folds with equal shares of each class, to within one image.
     stratify: bool = key(False, needs="data.fold and data.group=null")
-    # Images of a group are held out together. A regular expression, searched in the path below the
-    # training part: its group 1, or the whole match, names the group. null: each image is a group.
+    # Hold out images of a group together. A regular expression, searched in the path below the
+    # training part: its group 1, or the whole match, names the group.
     group: str | None = key(None, needs="data.val_fraction or data.fold")
     # The classes to use, in this order: names, or a text file with one a line. Images of other
     # classes are left out. null: all.
@@ -209,46 +207,44 @@ class DataConfig:
     # single: each image has one class. multi: any number of them ([Multi-label
     # classification](docs/multilabel.md)).
     labels: Literal["single", "multi"] = "single"
-    # Share of each class that is trained on, by a hash of the path: 0.1 of the images are also in
-    # 0.2 of them. With data.labels multi, of all images.
+    # Share of each class to train on (with data.labels multi, of all images), by a hash of the
+    # path: 0.2 includes the images of 0.1.
     fraction: float = key(1.0, POSITIVE_SHARE)
-    # Processes of each rank that read and decode. 0: none, the training process does. auto or null:
-    # by the CPUs ([Data workers](docs/data.md#data-workers)). The samples don't depend on it.
+    # Processes of each rank that read and decode. 0: the training process. auto, null: by the CPUs
+    # ([Data workers](docs/data.md#data-workers)). The samples don't depend on it.
     num_workers: int | Literal["auto"] | None = key(
         "auto", Range(0, 256), recipe=False, per_machine=True
     )
-    # How JPEG files are decoded. auto: only the region that a sample needs, with the same pixels
-    # ([Decoding](docs/data.md#decoding)). whole: the whole image, which also detects damage outside
-    # of the region.
+    # What of a JPEG file is decoded. auto: the region that a sample needs, with the same pixels
+    # ([Decoding](docs/data.md#decoding)). whole: all of it, which also finds damage elsewhere.
     decode: Literal["auto", "whole"] = key("auto", recipe=False, per_machine=True)
     # The EXIF orientation of photos. ignore: as published recipes do. apply: rotate and mirror
     # ([EXIF orientation](docs/data.md#exif-orientation)).
     exif: Literal["ignore", "apply"] = "ignore"
-    # Longest wait for a batch from a worker, in seconds. Then the run ends with an error that names
-    # the worker.
+    # Longest wait for a batch from a worker, in seconds. Then the run ends with an error.
     timeout_sec: float = key(300.0, Range(0, 86_400, low_open=True), recipe=False, per_machine=True)
-    # A list of bad images that tools/verify_data.py wrote, which are left out ([Bad images in a
-    # run](docs/data.md#bad-images-in-a-run)): of each part at most 1 % or 10 images, whichever is
-    # more, and at most a tenth or 3.
+    # A list of bad images by tools/verify_data.py, to leave out ([Bad images in a
+    # run](docs/data.md#bad-images-in-a-run)): of each part at most 1 % or 10, and at most a tenth
+    # or 3, whichever is more.
     exclude: str | None = key(None, recipe=False, per_machine=True)
-    # 3 (RGB) or 1 ([Gray images](docs/data.md#gray-images)). torchvision's models need 3.
+    # 3: RGB. 1: gray ([Gray images](docs/data.md#gray-images)), not for torchvision's models.
     channels: int = key(3, Range(1, 3), excludes=("distill.kind=soft", "distill.kind=hard"))
-    # Mean of each channel, of pixel values in 0..1. null: as the model's pretrained weights expect,
-    # else ImageNet's; for one channel, their average.
+    # Mean of each channel, of values in 0..1. null: that of the model's pretrained weights, else
+    # ImageNet's; for one channel, the average.
     mean: list[float] | None = key(None, SHARE)
     # Standard deviation of each channel, likewise.
     std: list[float] | None = key(None, RATIO)
-    # Repeated augmentation: each drawn image appears this often in a row, and an epoch covers
-    # accordingly fewer images.
+    # Repeated augmentation: each drawn image appears this often in a row, and an epoch covers fewer
+    # images.
     repeats: int = key(1, Range(1, 100), at_most="train.global_batch_size")
     # Cut the samples of an epoch to a multiple of this (DeiT's and torchvision's samplers: 256).
     repeats_multiple: int | None = key(None, COUNT)
-    # How equally often the classes are drawn in training ([Classes of different
-    # sizes](docs/data.md#classes-of-different-sizes)): a class of n images has a share proportional
-    # to n^(1 - balance). 0: each image once in an epoch. 1: each class equally often.
+    # Draws a class of n images in proportion to n^(1 - balance) ([Classes of different
+    # sizes](docs/data.md#classes-of-different-sizes)). 0: each image once in an epoch. 1: each
+    # class equally often.
     balance: float = key(0.0, SHARE, excludes=("data.labels=multi",))
     # Further arguments: of `synthetic` {train_images, val_images, num_classes, size_px}, of
-    # `hf:USER/NAME` {image, label, subset, revision}, or of the class or factory.
+    # `hf:USER/NAME` {image, label, subset, revision}, of a class or factory.
     kwargs: Kwargs = key({})
 
 
@@ -279,11 +275,11 @@ class ErasingConfig:
     device.
     """
 
-    # Probability for an image. 0: none.
+    # Probability for an image.
     prob: float = key(0.0, SHARE)
     # What fills it: zeros (`const`), one normal color (`rand`), or normal noise (`pixel`).
     mode: Literal["const", "rand", "pixel"] = key("const", needs="augment.erasing.prob")
-    # Largest number of rectangles, drawn from 1 to this; they share the area.
+    # Largest number of rectangles, drawn from 1; they share the area.
     max_count: int = key(1, Range(1, 100), needs="augment.erasing.prob")
     # Area, as shares of the image's: [smallest, largest].
     scale: list[float] = key(
@@ -301,8 +297,7 @@ class ProgressiveConfig:
     the epoch.
     """
 
-    # Epochs of the points, ascending; constant before the first and after the last. null: always
-    # size_px.
+    # Epochs of the points, ascending; constant before and after them. null: always size_px.
     epochs: list[float] | None = key(None, NOT_NEGATIVE, ascending=True)
     # Side at each point, in pixels. The largest is augment.size_px.
     sizes_px: list[int] | None = key(None, PIXELS)
@@ -314,24 +309,24 @@ class ProgressiveConfig:
 class AugmentConfig:
     """Augmentation of training images. Its defaults do not depend on the model."""
 
-    # Size of a training image in pixels: the side of a square, or `[height, width]`.
+    # Size in pixels: the side of a square, or `[height, width]`.
     size_px: Size = key(224, PIXELS, count=2)
     # Sides that grow during the run.
     progressive: ProgressiveConfig = section(ProgressiveConfig)
-    # `random_resized`: a random crop, resized to size_px (the usual one for ImageNet). `pad_crop`:
-    # the image, resized to size_px and padded, then a random crop of size_px (CIFAR). `resize`: the
-    # image, resized to size_px. The last two change the aspect ratio.
+    # `random_resized`: a random crop, resized to size_px (ImageNet). `pad_crop`: the image, resized
+    # to size_px and padded, then a random crop of size_px (CIFAR). `resize`: the image, resized to
+    # size_px. The last two change the aspect ratio.
     crop: Literal["random_resized", "pad_crop", "resize"] = "random_resized"
     # Pixels added on each side, less than size_px.
     pad_px: int = key(4, Range(0, 10_000), needs="augment.crop=pad_crop")
-    # What they are filled with: zeros (`constant`), the nearest pixel (`edge`), or the mirror image
-    # without (`reflect`) or with (`symmetric`) the pixels at the edge.
+    # What fills them: zeros (`constant`), the nearest pixel (`edge`), or the mirror image without
+    # (`reflect`) or with (`symmetric`) the edge.
     pad_mode: Literal["constant", "edge", "reflect", "symmetric"] = key(
         "constant", needs="augment.crop=pad_crop"
     )
     # Resampling. random: bilinear or bicubic, drawn for each image.
     interpolation: Literal["nearest", "bilinear", "bicubic", "random"] = "bilinear"
-    # Area of the random crop, as shares of the image's area: [smallest, largest].
+    # Area of the random crop, as shares of the image: [smallest, largest].
     scale: list[float] = key(
         [0.08, 1.0], POSITIVE_SHARE, count=2, ascending=True, needs="augment.crop=random_resized"
     )
@@ -346,9 +341,9 @@ class AugmentConfig:
     # A policy after crop and flips. timm's, as its string: `rand-m9-mstd0.5-inc1` (RandAugment),
     # `original`, `originalr`, `v0`, `v0r` (AutoAugment), `augmix-m3-w3`, `3a` (3-Augment of DeiT
     # III). torchvision's: `torchvision:rand_augment`, `torchvision:trivial_augment_wide`,
-    # `torchvision:auto_augment`, `torchvision:aug_mix`. Or `my_module:my_factory`. null: none.
+    # `torchvision:auto_augment`, `torchvision:aug_mix`. Or `my_module:my_factory`.
     policy: str | None = key(None, code=("torchvision:",))
-    # Further arguments of torchvision's policy or of a factory, such as `{num_ops: 2}`.
+    # Arguments of torchvision's policy or a factory, such as `{num_ops: 2}`.
     policy_kwargs: Kwargs = key({})
     # Random changes of brightness, contrast, saturation and hue.
     color_jitter: ColorJitterConfig = section(ColorJitterConfig)
@@ -367,17 +362,17 @@ class MixConfig:
     alphas are 0.
     """
 
-    # Parameter of the beta distribution of mixup's share (Zhang et al. 2017). 0: no mixup.
+    # Parameter of the beta distribution of mixup's share (Zhang et al. 2017).
     mixup_alpha: float = key(0.0, ALPHA, excludes=("loss.name=focal", "loss.name=jsd"))
-    # Likewise for cutmix (Yun et al. 2019). 0: no cutmix.
+    # Likewise for cutmix (Yun et al. 2019).
     cutmix_alpha: float = key(0.0, ALPHA, excludes=("loss.name=focal", "loss.name=jsd"))
     # Probability that a batch (or pair, or image) is mixed.
     prob: float = key(1.0, SHARE, needs=MIXES)
     # Probability of cutmix if both are on.
     switch_prob: float = key(0.5, SHARE, needs="mix.mixup_alpha and mix.cutmix_alpha")
-    # One draw for the whole micro-batch, for each pair of images, or for each image.
+    # One draw for the micro-batch, for each pair of images, or for each image.
     mode: Literal["batch", "pair", "elem"] = key("batch", needs=MIXES)
-    # No mixing from this epoch on, counted from 0. null: to the end.
+    # No mixing from this epoch on, counted from 0.
     off_epoch: int | None = key(None, NOT_NEGATIVE, needs=MIXES)
 
     @property
@@ -397,10 +392,9 @@ class LossConfig:
     # targets become s/2 and 1 - s/2.
     label_smoothing: float = key(0.0, SHARE_BELOW_1)
     # Weights of the classes ([Classes of different
-    # sizes](docs/data.md#classes-of-different-sizes)): a number for each, of which only the ratios
-    # matter; or by the number n of training images `balanced`, proportional to 1/n, or `effective`,
-    # to (1 - beta) / (1 - beta^n). With data.labels multi, of the positive terms; `balanced`:
-    # negatives / positives.
+    # sizes](docs/data.md#classes-of-different-sizes)): numbers, of which only the ratios matter; or
+    # by the number n of training images `balanced`, 1/n, or `effective`, (1 - beta) / (1 - beta^n).
+    # With data.labels multi, of the positive terms; `balanced`: negatives / positives.
     class_weights: list[int | float] | Literal["balanced", "effective"] | None = key(
         None, NOT_NEGATIVE, excludes=("loss.name=jsd",)
     )
@@ -413,11 +407,9 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """The teacher model. The teacher gets the student's input, after augmentation and mixing,
-    normalized by its own mean and standard deviation.
-    """
+    """The teacher model. It gets the student's images, normalized by its own mean and std."""
 
-    # As model.name. null: no teacher.
+    # As model.name.
     name: str | None = key(None, needs=DISTILS, code=("torchvision:",))
     # As model.pretrained.
     pretrained: bool = key(
@@ -439,7 +431,7 @@ class DistillConfig:
 
     # `soft`: divergence from the teacher's softened outputs (Hinton et al. 2015); `hard`:
     # cross-entropy with its top class (Touvron et al. 2021). In a model with a distillation token
-    # (timm's deit_*_distilled), of the output of that token.
+    # (timm's deit_*_distilled), of that token's output.
     kind: Literal["none", "soft", "hard"] = key(
         "none", excludes=("loss.name=jsd", "data.labels=multi")
     )
@@ -455,35 +447,32 @@ class DistillConfig:
 class OptimizerConfig:
     """The optimizer."""
 
-    # `sgd`, `adamw`, `rmsprop`: torch's. `lamb` (scales a larger gradient down to the norm 1,
-    # unless kwargs have `max_grad_norm: null`), `rmsproptf`: timm's. `timm:NAME` for any other of
-    # timm's, `timm:lookahead_NAME` with Lookahead, or `my_module:my_factory`.
+    # torch's `sgd`, `adamw`, `rmsprop`; timm's `lamb` (scales a larger gradient down to the norm 1,
+    # unless kwargs have `max_grad_norm: null`), `rmsproptf`, `timm:NAME` for any other,
+    # `timm:lookahead_NAME` with Lookahead; or `my_module:my_factory`.
     name: str = key("sgd", code=("timm:",))
-    # Peak learning rate. Changing `name` resets it.
+    # Peak learning rate.
     lr: float = key(REQUIRED, NOT_NEGATIVE)
-    # The global batch size that lr is meant for: another one scales lr in proportion. null: lr is
-    # used as written.
+    # The global batch size that lr is meant for: another one scales lr in proportion.
     lr_base_batch: int | None = key(None, BATCH)
     # Weight decay, as the optimizer defines it.
     weight_decay: float = key(0.0, NOT_NEGATIVE)
-    # Weight decay of weights and biases of normalization layers. null: weight_decay.
+    # That of normalization layers. null: weight_decay.
     norm_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Weight decay of all other biases. null: weight_decay.
+    # That of all other biases. null: weight_decay.
     bias_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Weight decay of class and position tokens, relative position tables, and the model's
+    # That of class and position tokens, relative position tables, and the model's
     # `no_weight_decay`. null: weight_decay.
     token_weight_decay: float | None = key(None, NOT_NEGATIVE)
-    # Weight decay of layer scales and other parameters of at most one dimension. null:
-    # weight_decay.
+    # That of layer scales and other parameters of at most one dimension. null: weight_decay.
     scale_weight_decay: float | None = key(None, NOT_NEGATIVE)
     # Layer-wise decay: factor of a layer's learning rate relative to the next layer's (the head has
-    # 1). null: off.
+    # 1).
     layer_decay: float | None = key(None, POSITIVE_SHARE)
     # Factors of the learning rate by patterns of parameter names: `{"head.*": 10}`. The first match
     # counts.
     lr_scales: Kwargs = key({})
-    # Further arguments of the optimizer, such as `{momentum: 0.9, nesterov: true}` or `{betas:
-    # [0.9, 0.95]}`.
+    # Further arguments, such as `{momentum: 0.9, nesterov: true}`.
     kwargs: Kwargs = key({})
 
 
@@ -491,13 +480,12 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate as a function of the step."""
 
-    # `cosine`, `step`, `multistep`, `polynomial`, `piecewise`, `constant`, or a factory,
+    # `cosine`, `step`, `multistep`, `polynomial`, `piecewise`, `constant`, or
     # `my_module:my_factory`.
     name: str = key("cosine", code=())
     # Linear warm-up, in epochs (fractions allowed).
     warmup_epochs: float = key(0.0, NOT_NEGATIVE, at_most="train.epochs")
-    # Learning rate at the start of the warm-up, as a factor of that at its end: the schedule's
-    # first, or with warmup_prefix false the highest.
+    # Learning rate at the start of the warm-up, as a factor of that at its end.
     warmup_start_factor: float = key(
         0.01, SHARE, needs="schedule.warmup_epochs and schedule.warmup_start_lr=null"
     )
@@ -518,11 +506,9 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EarlyStopConfig:
-    """An early end of the run, if evaluations get no better. A resumed run ends at the same
-    step.
-    """
+    """An early end of the run, if evaluations get no better."""
 
-    # Evaluations in a row without a better one. null: train to the last epoch.
+    # Evaluations in a row without a better one. null: no early end.
     patience_evals: int | None = key(None, COUNT)
     # What is compared: of the moving average if there is one, else of the raw weights.
     metric: MetricName = key("top1", needs="train.early_stop.patience_evals")
@@ -542,22 +528,22 @@ class TrainConfig:
     early_stop: EarlyStopConfig = section(EarlyStopConfig, recipe=False)
     # Images in one optimizer step, over all ranks and micro-batches.
     global_batch_size: int = key(256, BATCH)
-    # Most images in one forward pass of a device; gradients are accumulated over the micro-batches.
-    # null: the device's whole share. There are as few micro-batches as possible: with 64 here, 96
-    # images per device become two of 48.
+    # Most images in one forward pass of a device. Gradients are accumulated over as few
+    # micro-batches as possible: with 64, 96 images per device become two of 48. null: the device's
+    # whole share.
     micro_batch_size: int | None = key(None, BATCH, recipe=False, at_most="train.global_batch_size")
-    # Precision of forward and backward: mixed precision with bf16 or fp16 (with a loss scale).
-    # auto: fp32 on CPUs, bf16 on GPUs since Ampere, fp16 on Volta and Turing (fp32 with
-    # train.sam_rho), fp32 on older GPUs. With fp32, convolutions on GPUs since Ampere use TF32.
+    # Mixed precision with bf16 or fp16 (with a loss scale). auto: bf16 on GPUs since Ampere, fp16
+    # on Volta and Turing (not with train.sam_rho), else fp32. With fp32, convolutions on GPUs since
+    # Ampere use TF32.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # torch.compile model and loss, in this mode ([Which
     # `train.compile`](docs/scaling.md#which-traincompile)). true: `default`. Shapes are static,
-    # except with augment.progressive; the last batch of an evaluation is padded.
+    # except with augment.progressive.
     compile: (
         bool | Literal["default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"]
     ) = key(False, recipe=False, excludes=("parallel.mode=dp",))
-    # Your own function for the forward and backward passes of a step, `my_module:my_step`
-    # ([A training step](docs/extending.md#a-training-step)). null: the model and the loss.
+    # Your own forward and backward passes of a step, `my_module:my_step` ([A training
+    # step](docs/extending.md#a-training-step)).
     step: str | None = key(None, code=())
     # The channels-last memory format, the fastest for convolutions.
     channels_last: bool = True
@@ -568,18 +554,17 @@ class TrainConfig:
     # Adaptive gradient clipping (Brock et al. 2021): largest norm of a unit's gradient, as a share
     # of its weights'. The head is not clipped.
     clip_agc: float | None = key(None, POSITIVE, excludes=("train.clip_norm", "train.clip_value"))
-    # Sharpness-aware minimization (Foret et al. 2020): radius of the neighborhood. null: off.
+    # Sharpness-aware minimization (Foret et al. 2020): radius of the neighborhood.
     sam_rho: float | None = key(None, POSITIVE, excludes=("train.precision=fp16",))
     # Use it every this many steps, since it costs a second pass.
     sam_every_steps: int = key(1, COUNT, needs="train.sam_rho")
     # Recompute activations in the backward pass: less memory, about a third slower.
     grad_checkpointing: bool = key(False, recipe=False)
-    # Use deterministic kernels on GPUs: slower, but every run gives the same bits, as on CPUs. An
-    # operator without one, such as adaptive average pooling to several pixels (torchvision's VGG)
-    # or padding by reflection (timm's resnetblur50), is an error.
+    # Deterministic kernels on GPUs: slower, but with the same bits in every run, as on CPUs. An
+    # operator without one, as in torchvision's VGG and timm's resnetblur50, is an error.
     deterministic: bool = key(False, recipe=False)
     # End the run (exit code 6) after this many consecutive steps with a NaN or infinite loss or
-    # gradient, which don't change the weights.
+    # gradient. They don't change the weights.
     max_nonfinite_steps: int = key(10, COUNT, recipe=False)
 
 
@@ -587,9 +572,9 @@ class TrainConfig:
 class EmaConfig:
     """Exponential moving average of the weights."""
 
-    # Decay of the average at each update. null: no average, unless half_life_images is given.
+    # Decay of the average at each update. null, as half_life_images: no average.
     decay: float | None = key(None, SHARE_BELOW_1)
-    # Half-life of the average in training images, instead of decay.
+    # Half-life of the average in training images.
     half_life_images: float | None = key(None, POSITIVE, excludes=("ema.decay",))
     # Update every this many optimizer steps.
     every_steps: int = key(1, COUNT, needs=AVERAGES)
@@ -599,22 +584,20 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Evaluation. Its defaults do not depend on the model; the defaults of `data.mean` and
-    `data.std` do.
-    """
+    """Evaluation. Its defaults do not depend on the model."""
 
     # How an image is resized before the center is cut out. `crop`: by its short side. `squash`:
-    # both sides, which changes the aspect ratio. `pad`: by its long side, and the borders get the
-    # mean color. timm's crop_mode calls them center, squash and border.
+    # both sides. `pad`: by its long side, with borders of the mean color. timm calls them center,
+    # squash and border.
     mode: Literal["crop", "squash", "pad"] = "crop"
-    # Size of the center crop in pixels: the side of a square, or `[height, width]`.
+    # Size of the center crop in pixels, as augment.size_px.
     crop_px: Size = key(224, PIXELS, count=2, at_most="eval.resize_px")
     # Sides of the crop as a share of the resized sides. 1 keeps the whole image with squash and
     # pad.
     crop_pct: float = key(0.875, Range(0.01, 1), needs="eval.resize_px=null")
     # Side after the resize, in pixels: the short one, with `squash` both, with `pad` the long one.
-    # null: floor(crop_px / crop_pct); of `[height, width]` each: the image covers both, or with
-    # `pad` fits into both.
+    # null: floor(crop_px / crop_pct) of each side; the image covers both, or with `pad` fits into
+    # both.
     resize_px: int | None = key(None, PIXELS)
     # Resampling of the resize.
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
@@ -622,11 +605,10 @@ class EvalConfig:
     threshold: float = key(0.5, SHARE, needs="data.labels=multi")
     # Average the outputs for each image and its mirror image.
     flip_tta: bool = False
-    # all: the validation part has the classes of the training part. present: it may have some of
-    # them, as ImageNet-A and -R ([Some of the classes](docs/data.md#some-of-the-classes)).
+    # present: the validation part may have some of the classes only, as ImageNet-A and -R ([Some of
+    # the classes](docs/data.md#some-of-the-classes)).
     classes: Literal["all", "present"] = key("all", excludes=("data.labels=multi",))
-    # Further metrics, your own or of torchmetrics, each `my_module:my_factory` ([A
-    # metric](docs/extending.md#a-metric)).
+    # Further metrics, each `my_module:my_factory` ([A metric](docs/extending.md#a-metric)).
     metrics: list[str] = key([], form=FACTORIES, recipe=False, code=())
     # Images in one forward pass of a device.
     batch_size: int = key(256, BATCH, recipe=False)
@@ -639,20 +621,20 @@ class ParallelConfig:
     """Distributed training."""
 
     # `none`: one device. `ddp`: one process for each device. `dp`: one process for several GPUs
-    # ([Choose a mode](docs/parallel.md#choose-a-mode)). `auto`: ddp if there is more than one rank,
-    # else none.
+    # ([Choose a mode](docs/parallel.md#choose-a-mode)). `auto`: ddp for more than one rank, else
+    # none.
     mode: Literal["auto", "none", "ddp", "dp"] = key("auto", recipe=False)
     # Backend of torch.distributed. auto: nccl on GPUs, gloo on CPUs. mpi needs a torch built with
     # MPI, and mpirun.
     backend: Literal["auto", "nccl", "gloo", "mpi"] = key("auto", recipe=False)
     # The GPUs to use, numbered in the order of CUDA_VISIBLE_DEVICES. In mode dp the first one holds
-    # the parameters; in mode ddp each rank uses the one at the index of its local rank. null: all.
+    # the parameters; in mode ddp a rank uses the one at its local rank. null: all.
     device_ids: list[int] | None = key(None, NOT_NEGATIVE, recipe=False)
     # Synchronize BatchNorm over all ranks ([BatchNorm and
     # SyncBN](docs/parallel.md#batchnorm-and-syncbn)).
     sync_bn: bool = key(False, excludes=("parallel.mode=dp",))
-    # For a model in which a step may leave parameters without a gradient, such as layers that are
-    # dropped at random: DDP looks for them in each step.
+    # DDP looks in each step for parameters without a gradient, such as those of layers that are
+    # dropped at random.
     find_unused_parameters: bool = key(False, recipe=False)
     # Rendezvous of the ranks: `env://` (MASTER_ADDR and MASTER_PORT), `tcp://host:port` or
     # `file:///path`.
@@ -670,15 +652,15 @@ class ParallelConfig:
 class CheckpointConfig:
     """When to save. The last step is always saved."""
 
-    # Save every this many epochs. null: not by epochs.
+    # Save every this many epochs.
     every_epochs: int | None = key(1, COUNT)
-    # Save every this many optimizer steps. null: not by steps.
+    # Save every this many optimizer steps.
     every_steps: int | None = key(None, COUNT)
-    # Number of newest checkpoints to keep, besides the best ones. null: all.
+    # Newest checkpoints to keep, besides the best ones. null: all.
     keep_last: int | None = key(2, COUNT)
-    # Which evaluation is the best: by the highest accuracy (balanced accuracy is the mean recall of
-    # the classes), with data.labels multi by map (mean average precision) or F1, or by the lowest
-    # loss. The best raw weights and the best moving average are kept.
+    # The best evaluation has the highest accuracy (balanced: the mean recall of the classes), with
+    # data.labels multi map (mean average precision) or F1, or the lowest loss. The best raw weights
+    # and the best average are kept.
     best: MetricName = "top1"
 
 
@@ -707,7 +689,7 @@ class ExpectConfig:
     claimed_top1_pct: float | None = key(None, PERCENT)
     # Where claim and settings are published.
     source: str | None = None
-    # Top-1 accuracy of a run with this repository, in percent. null: not run.
+    # Top-1 accuracy of a run with this repository, in percent.
     ours_top1_pct: float | None = key(None, PERCENT)
     # Hardware and training time of the source.
     hardware: str | None = None
