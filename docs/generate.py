@@ -205,21 +205,19 @@ Each config below has the settings of a published recipe, and names its source. 
 
 "Claimed" is the source's top-1 accuracy on ImageNet-1k's validation set, in percent, with one center crop (FFCV: also
 with its mirror image); for CIFAR and Fashion-MNIST, on their test images. The claims for Fashion-MNIST are for 300
-epochs; its configs train 20 epochs. {ours}
+epochs. {ours}
 
 "px" is the side of images in training and in evaluation. `train.micro_batch_size` is in most configs what each GPU of
-the source had. `expect.note` in the config has the notes. `deviates`: settings of the source that no key expresses.
-`left out`: what the source's script does in addition, and the keys that add it. `uncertain`: what the source does not
-state, or what was not checked.
+the source had. `expect.note` in the config has the notes. `deviates`: settings that no key expresses. `left out`: what
+the source's script adds, and the keys for it. `uncertain`: what the source does not state, or what was not checked.
 
 For all recipes: random numbers differ from the source's; an epoch ends with the last whole batch; `train.precision` is
-`auto`; and torchvision's moving average copies the weights during the warm-up, where here the initial weights decay in
-the average. The parts of a step and whole steps were compared with timm, torchvision and plain torch (`tests/parity/`,
-`tests/quick/`).
+`auto`; and torchvision's moving average copies the weights during the warm-up, where here only its first update does.
+Single parts and whole steps were compared with timm, torchvision and plain torch (`tests/parity/`, `tests/quick/`).
 
 """
 
-OURS = '"Ours" is the accuracy of a run with this repository. Other recipes were not trained here.'
+OURS = '"Ours" is that of a run with this repository. Other recipes were not trained here.'
 NONE_TRAINED = "None of these recipes was trained here."
 NOTES = ("deviates", "left out", "uncertain")
 
