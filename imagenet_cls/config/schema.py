@@ -206,7 +206,7 @@ class DataConfig:
     classes: list[str] | str | None = None
     # single: each image has one class. multi: any number of them ([Multi-label
     # classification](docs/multilabel.md)).
-    labels: Literal["single", "multi"] = "single"
+    labels: Literal["single", "multi"] = key("single", excludes=("loss.class_weights=effective",))
     # Share of each class to train on (with data.labels multi, of all images), by a hash of the
     # path: 0.2 includes the images of 0.1.
     fraction: float = key(1.0, POSITIVE_SHARE)

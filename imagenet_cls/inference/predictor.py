@@ -350,7 +350,7 @@ class OnnxModel(nn.Module):
 
 
 class OnnxPredictor(Predictor):
-    """A Predictor for a file of `tools/export.py --format onnx`, on the CPU. threshold: by default
+    """A Predictor for a file of `tools/export.py`, on the CPU. threshold: by default
     the one that the exported Predictor used. Raises as `Predictor`.
     """
 

@@ -45,6 +45,7 @@ def test_run_learns_and_own_metrics_get_rows(tmp_path: Path) -> None:
         ("checkpoint.best=top1", "checkpoint.best"),
         ("train.early_stop.patience_evals=2", "train.early_stop.metric"),
         ("data.balance=0.5", "data.balance"),
+        ("loss.class_weights=effective", "data.labels"),
         ("data.name=digits data.val=null data.val_fraction=0.2", "data.labels"),
         ("eval.classes=present", "eval.classes"),
         ("distill.kind=soft distill.teacher.name=resnet18", "distill.kind"),
