@@ -15,7 +15,7 @@ _KEYWORDS = {
     r"--(resume|overwrite)\b(?!-)": r"\1=True",
     r"--allow-(import|change) (\S+)": r"allow_\1=['\2']",
     r"'\] allow_\w+=\['": "', '",
-    r"--work-dir\b": "work_dir",
+    r"--work-dir\b(?: DIR)?": "work_dir",
     r"--(data|gpus|device|model|weights|threshold|out|preprocess)\b": r"\1",
 }
 

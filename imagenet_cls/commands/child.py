@@ -174,7 +174,7 @@ def run_command(name: str, argv: Sequence[str], watch: Callable[[], object] = la
             if isinstance(found, UserError):
                 raise found
             raise RuntimeError(text or f"The command ended with exit code {code}.")
-    if text:
-        print(text, file=sys.stderr)
+    if text:  # the signal is how this function stops the process
+        print(text.replace("Stopped by SIGTERM", "Stopped"), file=sys.stderr)
     if stopped_by is not None:
         raise stopped_by

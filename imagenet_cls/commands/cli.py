@@ -118,13 +118,11 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(printable(message), f"See {self.prog} --help.")
 
 
-def build_parser(
-    name: str, description: str, usage: str | None = None, epilog: str | None = None
-) -> argparse.ArgumentParser:
+def build_parser(name: str, description: str, usage: str | None = None) -> argparse.ArgumentParser:
     """The parser of a command, with --traceback. usage: without the name of the command."""
     program = command_line(name)
     usage = usage and f"{program} {usage}"
-    parser = ArgumentParser(prog=program, usage=usage, description=description, epilog=epilog)
+    parser = ArgumentParser(prog=program, usage=usage, description=description)
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     return parser
 

@@ -7,19 +7,17 @@ The config is `configs/finetune/own_dataset.yaml` with that dataset; with `data.
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from imagenet_cls.config import keys
 from imagenet_cls.config.layers import CONFIGS, shipped_configs
 from imagenet_cls.config.load import LoadedConfig, load_config
-from imagenet_cls.config.reader import dump_inline, parse, value_of
+from imagenet_cls.config.reader import dump_inline
 from imagenet_cls.data.archives import is_archive, part_folders
 from imagenet_cls.data.classes import may_lack_classes
 from imagenet_cls.data.index import list_folder
-from imagenet_cls.errors import ConfigError, UsageError
+from imagenet_cls.errors import UsageError
 from imagenet_cls.text import command_line, count_of, join_names
 
 if TYPE_CHECKING:
@@ -48,30 +46,6 @@ _ENOUGH_VAL = 30
 def key_of(override: str) -> str:
     """The key of `key=value`."""
     return override.partition("=")[0].strip()
-
-
-def type_of_key(key: str) -> Any:
-    """The type of a key, also of a short one, without null; None if the schema has none, as for
-    arguments.
-    """
-    (config_key, *_) = keys.SHORT_KEYS.get(key, (key,))
-    return keys.split_optional(keys.value_types().get(config_key))[0]
-
-
-def value_of_override(key: str, text: str) -> Any:
-    """The value of `key=text`, equal for texts with the same meaning: a number for a key that takes
-    one, else text. A text that is no YAML is returned as it is.
-    """
-    hint = type_of_key(key)
-    try:
-        value = value_of(parse(text, ""), keys.is_text(hint))
-    except ConfigError:  # the loader explains what is wrong with it
-        return text
-    if hint is not None and not keys.is_text(hint):
-        for kind in (int, float):  # also `01`
-            with suppress(ValueError):
-                return kind(text)
-    return dump_inline(value)
 
 
 def is_data(source: str) -> bool:
@@ -234,11 +208,14 @@ def few_images_notes(
     has_enough = train >= _ENOUGH_TRAIN and val >= _ENOUGH_VAL
     if has_enough or loaded.config.data.fold is not None or loaded.config.data.labels == "multi":
         return []
-    meaning = "chance moves the accuracy of a class by several points"
+    meanings = []
     if train < _ENOUGH_TRAIN:
-        meaning = f"a class with fewer than {_ENOUGH_TRAIN} is hard to learn, and {meaning}"
+        meanings.append(f"a class with fewer than {_ENOUGH_TRAIN} is hard to learn")
+    if val < _ENOUGH_VAL:
+        meanings.append("chance moves the accuracy of a class by several points")
     words = [source, *overrides, "--folds", "5", "--out", f"work_dirs/{loaded.name}_folds"]
     return [
-        f"few images: the smallest class has {train} for training and {val} for evaluation, so "
-        f"{meaning}. Five runs evaluate every image: {command_line('sweep')} {shlex.join(words)}"
+        f"few images: the smallest class has {train} for training and {val} for evaluation: "
+        f"{', and '.join(meanings)}. Five runs evaluate every image: {command_line('sweep')} "
+        f"{shlex.join(words)}"
     ]

@@ -8,6 +8,7 @@ from typing import Any
 from imagenet_cls.commands.child import command_arguments, run_command
 from imagenet_cls.commands.train import load_run
 from imagenet_cls.commands.trained_run import TrainedRun
+from imagenet_cls.errors import UsageError
 from imagenet_cls.lookup import suggest_keywords
 from imagenet_cls.report.jsonl import Record, read_metrics
 
@@ -46,6 +47,8 @@ def train(
     another exception here, such as a timeout or one of `on_eval`, stops the run, which saves,
     before it is raised.
     """
+    if on_eval is not None and not callable(on_eval):
+        raise UsageError(f"on_eval={on_eval!r} is no function.", "Give a function of one record.")
     short = {"model": model, "epochs": epochs, "size": size, "lr": lr, "device": device}
     values = {key: value for key, value in short.items() if value is not None}
     arguments = command_arguments({**(overrides or {}), **values})

@@ -19,7 +19,7 @@ from imagenet_cls.config.schema import Kwargs
 from imagenet_cls.engine.run_folder import RunFolder, RunOptions
 from imagenet_cls.errors import CheckpointError, DataError, DownloadError, UsageError
 from imagenet_cls.lookup import did_you_mean
-from imagenet_cls.text import command_line
+from imagenet_cls.text import command_line, is_called_from_python
 
 if TYPE_CHECKING:
     from imagenet_cls.parallel.process_group import RankContext
@@ -46,12 +46,16 @@ def train_on_rank(
     try:
         run_training(replace(loaded, notes=[]), run_options(arguments, loaded), context)
     except DownloadError as error:
-        added = "model.pretrained=false"
+        added = {"model.pretrained": "false"}
         if loaded.data is not None:
-            added = f"model=resnet18 {added} size=128"
-        words = f"{command_line('train')} {shlex.join(arguments.argv)} {added}"
+            added = {"model": "resnet18", **added, "size": "128"}
+        given = {word.partition("=")[0] for word in arguments.argv}
+        words = [f"{key}={value}" for key, value in added.items() if key not in given]
+        command = f"{command_line('train')} {shlex.join([*arguments.argv, *words])}"
+        if is_called_from_python():
+            command = "train(..., {'model.pretrained': False}, model='resnet18', size=128)"
         faster = "" if context.device.type == "cuda" else " (faster with size=64 epochs=10)"
-        remedy = f"{error.remedy}\nOr train from random weights{faster}: {words}"
+        remedy = f"{error.remedy}\nOr train from random weights{faster}: {command}"
         with_command = DownloadError(error.problem, remedy)
         with_command.printed_elsewhere = error.printed_elsewhere
         raise with_command from error

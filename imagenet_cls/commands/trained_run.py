@@ -1,9 +1,11 @@
 """A run folder, for Python and for the commands that read it, and evaluations. Imports no torch."""
 
+import io
 import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from html import escape
 from operator import itemgetter
 from pathlib import Path
@@ -124,7 +126,8 @@ class TrainedRun:
             )
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "predictions.jsonl"
-            self.evaluate(data, *arguments, **options, out=file)
+            with redirect_stdout(io.StringIO()):
+                self.evaluate(data, *arguments, **options, out=file)
             rows = [json.loads(line) for line in file.open()]
         found = []
         for row in rows:

@@ -175,7 +175,7 @@ def _build(tree: Tree, origins: Mapping[str, str], is_stored: bool = False) -> C
                 raise ValueError(f"{values[key]}: a component's name can't be interpolated")
             value = _interpolate(values[key], values)
             if key in _WEIGHTS and isinstance(value, str):
-                value = os.path.expanduser(value)  # noqa: PTH111 (it may be a URL)
+                value = os.path.expanduser(value)  # noqa: PTH111 (for text)
             _assign(config, key, value)
             if not is_stored:
                 value = OmegaConf.select(config, key)

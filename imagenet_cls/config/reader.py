@@ -165,6 +165,8 @@ def _compose(text: str, place: Path | str) -> yaml.Node | None:
         raise ConfigError(
             [f"{place}: the character {chr(error.character)!r} is not allowed"]
         ) from None
+    except RecursionError:
+        raise ConfigError([f"{place}: the values are nested too deep"]) from None
     except yaml.MarkedYAMLError as error:
         problem = " ".join(filter(None, (error.context, error.problem))) or "not YAML"
         raise ConfigError(

@@ -13,9 +13,10 @@ from typing import Any
 from imagenet_cls.config import keys
 from imagenet_cls.config.metrics import METRICS
 from imagenet_cls.config.reader import dump_inline
-from imagenet_cls.config.schema import Config, height_width
+from imagenet_cls.config.schema import SHARE_BELOW_1, Config, height_width
 from imagenet_cls.entry_points import DATA_OPENERS, data_opener
 from imagenet_cls.errors import CheckpointError, Problem
+from imagenet_cls.lookup import number_problem
 from imagenet_cls.text import format_value
 
 
@@ -55,18 +56,24 @@ def rule_problems(c: Config) -> Iterator[Problem]:
 
 
 def _schema_rules(c: Config, key: str) -> Iterator[Problem]:
-    """The rules that the schema states beside the key: `excludes` and `at_most`."""
+    """The rules that the schema states beside the key: `excludes`, `at_most`, `shares`."""
     value = attrgetter(key)(c)
     info = keys.info(key)
     for other in info.excludes:
         if value != keys.default_of(key) and is_met(c, other):
-            yield Problem(key, f"is given and {other} too; keep one")
+            yield Problem(key, f"can't be combined with {other}; keep one of them")
     limit = attrgetter(info.at_most)(c) if info.at_most else None
     if value is not None and limit is not None:
         largest = max(value) if isinstance(value, list) else value
         if largest > limit:
             shown = format_value(value)
             yield Problem(key, f"{shown} is more than {info.at_most} {format_value(limit)}")
+    for name in info.shares:
+        component = key.replace(".kwargs", ".name")
+        problem = number_problem(value.get(name) or 0, SHARE_BELOW_1)
+        # a factory may give the name another meaning
+        if problem is not None and ":" not in attrgetter(component)(c):
+            yield Problem(f"{key}.{name}", problem)
 
 
 def _data_rules(c: Config) -> Iterator[Problem]:
@@ -95,6 +102,8 @@ def _data_rules(c: Config) -> Iterator[Problem]:
                 key,
                 f"works only for datasets of files, and data.name is {data.name!r}; set it to null",
             )
+    if data.channels == 1 and c.model.name.startswith("torchvision:"):
+        yield Problem("data.channels", "1 needs a model of timm or your own; torchvision's take 3")
     if data.channels == 2:
         yield Problem("data.channels", "2 is neither 1 nor 3")
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):
@@ -151,6 +160,11 @@ def _image_rules(c: Config) -> Iterator[Problem]:
             yield Problem(
                 "augment.progressive.epochs",
                 f"{epochs[-1]:g} is more than train.epochs {c.train.epochs}",
+            )
+        if any(size % growth.multiple_px for size in sizes_px):
+            yield Problem(
+                "augment.progressive.sizes_px",
+                "must be multiples of augment.progressive.multiple_px",
             )
         if max(sizes_px) != size_px:
             yield Problem(

@@ -83,6 +83,8 @@ class KeyInfo:
     ascending: bool = False
     # A regular expression for the text, or for each text of a list, and its description.
     form: tuple[str, str] | None = None
+    # Keyword arguments from 0 to below 1.
+    shares: tuple[str, ...] = ()
     # The key that is the limit.
     at_most: str | None = None
     # What may not be the case if the key is not at its default: each as in `needs`.
@@ -161,7 +163,9 @@ class ModelConfig:
         False, excludes=("model.freeze_bn", "parallel.sync_bn=true", "parallel.mode=dp")
     )
     # Further arguments, such as `{drop_path_rate: 0.05}`.
-    kwargs: Kwargs = key({})
+    kwargs: Kwargs = key(
+        {}, shares=("drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate")
+    )
 
 
 # Of `data.name` in the other forms than `my_module:my_factory`.
@@ -473,7 +477,7 @@ class OptimizerConfig:
     # counts.
     lr_scales: Kwargs = key({})
     # Further arguments, such as `{momentum: 0.9, nesterov: true}`.
-    kwargs: Kwargs = key({})
+    kwargs: Kwargs = key({}, shares=("momentum", "alpha"))
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,10 @@ _PART = re.compile(
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 PREPARE_COMMAND = f"{command_line('prepare-imagenet')} ARCHIVES OUT"
 _LAYOUT_REMEDY = (
-    "Each class needs a folder of its name, CLASS/*, in data.train and data.val, which are in "
-    f"data.root: correct these keys, sort the images (ImageNet's: {PREPARE_COMMAND}), or list them "
-    f"with their labels (data.name=list).\nWithout validation images: {HOLD_OUT_ADVICE}; for class "
-    "folders in data.root itself: data.train=."
+    "Give the folder above class folders, such as cat/1.jpg and dog/1.jpg, or list the images with "
+    f"their labels (data.name=list). Sort ImageNet's by {PREPARE_COMMAND}\nA config names the "
+    f"folders by data.train and data.val in data.root. Without validation images: "
+    f"{HOLD_OUT_ADVICE}; for class folders in data.root itself: data.train=."
 )
 
 

@@ -4,8 +4,8 @@ Only rank 0 uses it, except for the logs of the ranks. Does not import torch.
 
 work_dirs/<config name>/
     config.yaml  env.json  metrics.jsonl  classes.json  report.html  logs/  checkpoints/  plots/
-    profile/  .lock  .job
-    and folders of writers: tensorboard/  wandb/  mlflow/  writers/
+    model.onnx  .lock  .job
+    and folders of writers: tensorboard/  wandb/  writers/
 """
 
 import contextlib
@@ -44,6 +44,7 @@ _RUN_CONTENT = (
     "writers",
     "plots",
     "profile",
+    "model.onnx",
 )
 
 _REMEDY = "Free space, give this user access, or name another folder with --work-dir."

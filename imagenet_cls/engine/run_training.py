@@ -1,5 +1,6 @@
 """A training run in its folder: start or resume, train, finish. Also a dry run."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -22,7 +23,7 @@ from imagenet_cls.engine.state import (
 )
 from imagenet_cls.engine.summary import final_message, start_warnings, startup_table
 from imagenet_cls.engine.train import compute_gradients, train
-from imagenet_cls.errors import Stopped, UserError
+from imagenet_cls.errors import NonFiniteError, Stopped, UserError
 from imagenet_cls.guards.device import explain_device_errors
 from imagenet_cls.guards.hang import HangLog
 from imagenet_cls.models.adapt import set_training
@@ -181,6 +182,11 @@ def dry_run(
         batches = parts.train_loader.epoch(epoch, step_of_epoch)
         loss_and_metric = compute_gradients(parts, batches, epoch, step)
         loss = all_reduce_mean(loss_and_metric, context)[0].item()
+        if not math.isfinite(loss):
+            raise NonFiniteError(
+                f"The loss of step {step + 1} is {loss}.",
+                "Check the loss, its weights and the arguments of the model.",
+            )
         reporter.message(f"dry run: step {step + 1} has loss {loss:.4f}; no run folder was written")
 
 

@@ -218,10 +218,15 @@ def _find_state_dicts(content: Any, path: Path) -> Weights:
     if not by_kind and len(states) < 2:
         by_kind = {"raw": next(iter(states.values()), _tensors_in(nested))}
     if not any(by_kind.values()) or max(map(len, keys.values())) > 1:
-        found_names = join_names([*(states or map(str, nested))])
+        problem = f"{str(path)!r} holds no state dict."
+        content = "x.state_dict()"
+        if states:
+            problem = f"{str(path)!r} holds several state dicts: {join_names([*states])}."
+            content = f"x[{next(iter(states))!r}]"
         raise CheckpointError(
-            f"{str(path)!r} holds no weights that are known: {found_names}.",
-            f"Save a state dict by torch: save(load({str(path)!r})[KEY], 'weights.pth').",
+            problem,
+            f"Save the one to use by torch, with x = load({str(path)!r}, weights_only={False}) of a "
+            f"file that you trust: save({content}, 'weights.pth').",
         )
     kind = "ema" if "ema" in by_kind else "raw"
     return Weights(by_kind, kind, str(path))

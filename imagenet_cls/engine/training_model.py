@@ -39,7 +39,7 @@ from imagenet_cls.parallel.process_group import RankContext
 from imagenet_cls.parallel.sync_bn import synchronize_batch_norm
 from imagenet_cls.parallel.wrap import preserve_values
 from imagenet_cls.seeding import hash_key, preserve_rng_state, seed_generators
-from imagenet_cls.text import first_line
+from imagenet_cls.text import first_line, format_value
 
 
 def build_training_model(
@@ -253,9 +253,9 @@ def _output_shape(
             if not config.model.kwargs:
                 raise
             key = "model.kwargs"
+        name = config.model.name
+        if config.model.kwargs:
+            name += f" with model.kwargs={format_value(config.model.kwargs)}"
         raise ConfigError(
-            [
-                f"{key}: {config.model.name} does not take {input_name} of "
-                f"{format_size(size_px)}: {error}"
-            ]
+            [f"{key}: {name} does not take {input_name} of {format_size(size_px)}: {error}"]
         ) from error

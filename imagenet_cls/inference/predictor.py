@@ -95,6 +95,11 @@ class Predictor:
         model: str | None = None,
         config: str | os.PathLike[str] | None = None,
     ):
+        if str(checkpoint).endswith(".onnx"):
+            raise UsageError(
+                f"{checkpoint}: a Predictor takes weights, not an ONNX file.",
+                "Use tools/predict.py, or onnxruntime as in docs/export.md.",
+            )
         torch_device = choose_device(device, RankInfo())
         if torch_device.type == "cuda":
             with explain_start_errors(torch_device):

@@ -130,8 +130,14 @@ def output_shape(model: nn.Module, size_px: Size, channels: int = 3) -> tuple[in
     ValueError with the model's message for a size that it can't take.
     """
     device = next(model.parameters()).device
-    with value_errors():
-        output = model(torch.zeros(1, channels, *height_width(size_px), device=device))
+    try:
+        with value_errors():
+            output = model(torch.zeros(1, channels, *height_width(size_px), device=device))
+    except ValueError as error:
+        # timm's models for one size, and torchvision's
+        if hasattr(model, "set_input_size") or hasattr(model, "image_size"):
+            raise ValueError(f"{error}; {SIZE_REMEDY}") from error
+        raise
     return tuple(getattr(output, "shape", ())) or type(output).__name__
 
 
@@ -145,7 +151,7 @@ def value_errors() -> Iterator[None]:
         is_of_device = "CUDA error" in str(error) or "cuDNN error" in str(error)
         if is_of_device or out_of_memory_line(error) is not None:
             raise
-        raise ValueError(f"{first_line(error)}; {SIZE_REMEDY}") from error
+        raise ValueError(first_line(error)) from error
 
 
 def split_batch_norm(model: nn.Module, config: ModelConfig, splits: int) -> nn.Module:

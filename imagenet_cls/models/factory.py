@@ -145,7 +145,8 @@ def replace_head(model: nn.Module, num_classes: int) -> None:
     if len(head.weight) == num_classes:
         return
     head.weight = nn.Parameter(head.weight.new_empty(num_classes, *head.weight.shape[1:]))
-    head.bias = nn.Parameter(head.weight.new_empty(num_classes))
+    if head.bias is not None:
+        head.bias = nn.Parameter(head.weight.new_empty(num_classes))
     setattr(head, "out_features" if isinstance(head, nn.Linear) else "out_channels", num_classes)
     head.reset_parameters()
 
@@ -240,7 +241,7 @@ def _download_error(config: ModelConfig, error: Exception) -> DownloadError:
         error = error.__cause__
     name = config.name
     source = huggingface_hub.constants.ENDPOINT
-    arguments = "model.checkpoint=FILE (predict.py: FILE --model NAME)"
+    arguments = "model.checkpoint=FILE"
     if name.startswith(HUB):
         files = "its config.json and model.safetensors into one folder"
         arguments = f"model.name={FOLDER}FOLDER"

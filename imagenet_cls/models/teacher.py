@@ -29,7 +29,7 @@ from imagenet_cls.seeding import hash_key, seed_generators
 
 # Mean and standard deviation of each channel, of pixel values scaled to 0..1.
 MeanStd = tuple[Sequence[float], Sequence[float]]
-# Reads a file, URL or checkpoint folder: its weights, and the normalization of their training where
+# Reads a file or checkpoint folder: its weights, and the normalization of their training where
 # it is known.
 WeightsReader = Callable[[str], tuple[Mapping[str, Tensor], MeanStd | None]]
 

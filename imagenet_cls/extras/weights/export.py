@@ -45,7 +45,8 @@ def export_command(argv: Sequence[str]) -> None:
         raise UsageError(
             f"--out {out}: the format is not known.", "Give a name that ends in .onnx or .pt2."
         )
-    check_output_path(out)
+    if arguments.out is not None or folder != run:  # the model in a run folder is replaced
+        check_output_path(out)
     from imagenet_cls.extras.weights.exported_model import BATCHES, compare, export_model
     from imagenet_cls.inference.predictor import Predictor
 
