@@ -295,16 +295,11 @@ def about(result: Mapping[str, Any]) -> list[str]:
         f"{result['date'][:10]}{commit}{baseline}; load {machine['load'][0]:g} at the start",
         f"{processors}, {machine['cores']} cores, {machine['memory_gib']} GiB",
     ]
-    if machine["load"][0] > machine["cores"] / 2:
-        lines.append("other programs ran, so ratios by CPU time are more reliable")
     if images:
         size = (
             f"{images['width']}x{images['height']} pixels and {images['kilobytes']:g} KB on average"
         )
         lines.append(f"{images['images']} images ({images['source']}), {size}")
-    versions = result["versions"]["ours"]
-    shown = ("python", "torch", "torchvision", "timm", "pillow")
-    lines.append(", ".join(f"{package} {versions[package]}" for package in shown))
     return [
         textwrap.fill(f"- {line}", 120, subsequent_indent="  ", break_on_hyphens=False)
         for line in lines
@@ -340,10 +335,11 @@ BEGIN, END = (
 )
 
 
-# What the page leaves out: comparisons with an earlier commit of the package, and speeds whose
-# ratios it has.
+# What the page leaves out: comparisons with an earlier commit of the package, speeds whose ratios
+# it has, ratios of ratios that it has, and times of imports and batches alone.
 _NOT_ON_PAGE = re.compile(
     r"baseline|per image|, policy|, evaluation|^ours, 1 worker|alone$|: train\(\)$|: plain loop$"
+    r"|re-encoded / ours$|^a batch|^import |^demo, (imports|after)"
 )
 
 
@@ -358,7 +354,11 @@ def page_with_results(page: str, results: Sequence[Mapping[str, Any]]) -> str:
     sections = []
     for result in results:
         tables = {
-            title: [row for row in rows if not _NOT_ON_PAGE.search(row["row"])]
+            title: [
+                {key: value for key, value in row.items() if key != "note" or row["value"] is None}
+                for row in rows
+                if not _NOT_ON_PAGE.search(row["row"])
+            ]
             for title, rows in result["tables"].items()
             if title != "Each implementation"  # the ratios are on the page
         }
