@@ -22,7 +22,7 @@ fail() {  # fail CODE LINE...
 }
 
 case "${1:-}" in
-    "") extras="[turbo,report]" ;;
+    "") extras="[turbo]" ;;
     test | dev) extras="[$1]" ;;
     *) fail 2 "error: unknown extra '$1'" "usage: bash scripts/setup.sh [test|dev]" ;;
 esac
@@ -40,7 +40,7 @@ is_installed() {  # dev includes test, which includes the others
     local key
     key="$(recipe)"
     case "$extras" in
-        "[turbo,report]") grep -q "^$key" "$stamp" ;;
+        "[turbo]") grep -q "^$key" "$stamp" ;;
         "[test]") grep -qxF -e "$key[test]" -e "$key[dev]" "$stamp" ;;
         *) grep -qxF -e "$key$extras" "$stamp" ;;
     esac
