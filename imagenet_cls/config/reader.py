@@ -118,6 +118,8 @@ def read_file(path: Path, shown: Path, names: Iterable[str] = ()) -> Any:
             if is_run:
                 hint = f"; for the config of that run: {shown}/config.yaml"
             raise ConfigError([f"{shown}: is a folder{hint}"])
+        if path.exists() and not path.is_file():  # a FIFO would be waited for
+            raise ConfigError([f"{shown}: is not a regular file"])
         return parse(path.read_text("utf-8-sig"), shown)
     except UnicodeDecodeError as error:
         raise ConfigError([f"{shown}: is not UTF-8 text (byte {error.start})"]) from None
