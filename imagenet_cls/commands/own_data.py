@@ -213,7 +213,9 @@ def few_images_notes(
         meanings.append(f"a class with fewer than {_ENOUGH_TRAIN} is hard to learn")
     if val < _ENOUGH_VAL:
         meanings.append("chance moves the accuracy of a class by several points")
-    words = [source, *overrides, "--folds", "5", "--out", f"work_dirs/{loaded.name}_folds"]
+    # --folds holds out each part in turn
+    kept = [word for word in overrides if key_of(word) not in ("data.val", "data.val_fraction")]
+    words = [source, *kept, "--folds", "5", "--out", f"work_dirs/{loaded.name}_folds"]
     return [
         f"few images: the smallest class has {train} for training and {val} for evaluation: "
         f"{', and '.join(meanings)}. Five runs evaluate every image: {command_line('sweep')} "

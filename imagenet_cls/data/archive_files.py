@@ -19,6 +19,7 @@ from imagenet_cls.files import check_regular, open_at_once
 from imagenet_cls.text import printable, shorten
 
 _END_OF_TAR = bytes(1024)
+_CHUNK_BYTES = 2**20
 _ENTRY = b"PK\1\2"  # the start of an entry of a zip's directory
 _DAMAGED = "Copy or download it again."
 _DAMAGED_TAR = "Copy or download it again; unpack a compressed tar (.tar.gz) to .tar."
@@ -164,6 +165,15 @@ def tar_members(file: FileIO) -> Iterator[Member]:
             raise DataError(
                 f"{path}: cut short, or a damaged header, at byte {tar.offset}.", _DAMAGED_TAR
             )
+        # Zeros take the place of what a broken download lacks.
+        file.seek(tar.offset)
+        while rest := file.read(_CHUNK_BYTES):
+            if any(rest):
+                raise DataError(
+                    f"{path}: data follows the end of the archive at byte {tar.offset}: it is "
+                    "damaged, or several archives are in one file.",
+                    _DAMAGED_TAR,
+                )
 
 
 def zip_members(file: FileIO) -> Iterator[Member]:

@@ -141,14 +141,14 @@ def open_published(config: ModelConfig, channels: int = 3) -> Weights:
 
 def _open_file(path: Path) -> Weights:
     """The weights of a file; a file of this project states its classes."""
+    remedy = "Copy or download a broken file again."
+    if path.suffix != ".safetensors":
+        remedy += (
+            " If another one needs code to load and you trust it, save its state dict by torch: "
+            f"save(load({str(path)!r}, weights_only={False})['state_dict'], 'weights.pth')."
+        )
     with (
-        invalid_content_errors(
-            path,
-            "can't be loaded as weights",
-            "Copy or download a broken file again. If another one needs code to load and you "
-            f"trust it, save its state dict by torch: save(load({str(path)!r}, "
-            f"weights_only={False})['state_dict'], 'weights.pth').",
-        ),
+        invalid_content_errors(path, "can't be loaded as weights", remedy),
         path.open("rb") as file,
     ):
         # safetensors begin with eight bytes of length and a JSON object

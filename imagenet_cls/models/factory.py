@@ -244,7 +244,7 @@ def _download_error(config: ModelConfig, error: Exception) -> DownloadError:
     arguments = "model.checkpoint=FILE"
     if name.startswith(HUB):
         files = "its config.json and model.safetensors into one folder"
-        arguments = f"model.name={FOLDER}FOLDER"
+        arguments = f"{FOLDER}FOLDER in place of {name}"
     elif name.startswith(TORCHVISION):
         files = source = _torchvision_weights(config).url
     else:

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Core and extras, and tests.
-LIMITS = {"imagenet_cls": 145_900, "tests": 209_200}
+LIMITS = {"imagenet_cls": 146_000, "tests": 209_400}
 NOT_COUNTED = {
     tokenize.COMMENT,
     tokenize.NL,

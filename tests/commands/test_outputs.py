@@ -288,6 +288,11 @@ def test_config_that_is_rarely_wanted_is_a_warning(
     assert named in warning
 
 
+def test_dry_run_whose_loss_is_not_finite_exits_with_6(digits: Path, tmp_path: Path) -> None:
+    words = arguments(digits, tmp_path / "run", loss__class_weights=[0] * 10)
+    fails(6, train_command, *words, "--dry-run")
+
+
 def test_resume_of_a_finished_run_changes_nothing(
     digits: Path, small: Path, tmp_path: Path
 ) -> None:

@@ -140,7 +140,7 @@ def test_short_keys_work_beside_a_config_too(photos: Path, words: str) -> None:
 
 
 def test_few_images_of_a_class_are_noted_with_a_command_for_folds(photos: Path) -> None:
-    few = load_config_or_data("photos", ["epochs=3"]).notes
+    few = load_config_or_data("photos", ["epochs=3", "data.val_fraction=0.3"]).notes
     assert "sweep photos epochs=3 --folds 5" in "".join(few)
     folds = load_config_or_data("photos", ["data.fold=[0,5]"]).notes
     assert "--folds" not in "".join(folds)

@@ -151,7 +151,10 @@ def test_two_runs_at_once_of_which_one_fails(
     assert unfinished.endswith(command) and good not in unfinished
     # `train --resume` reports that the config of the finished run is another one now
     assert good in succeeds(sweep_command, *argv, "optimizer.lr=0.01", "--dry-run")
-    assert "the best setting" in succeeds(sweep_command, *argv, "--table")
+    assert "the best setting" in succeeds(sweep_command, *argv, "data.num_workers=1", "--table")
+    kept = table(out)
+    succeeds(sweep_command, *argv, "optimizer.lr=0.01", "--table")  # of another sweep
+    assert table(out) == kept
 
 
 @pytest.mark.nightly

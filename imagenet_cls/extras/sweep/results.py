@@ -11,7 +11,8 @@ from typing import Any
 
 from imagenet_cls.checkpoint.folders import read_state
 from imagenet_cls.checkpoint.progress import best_weights
-from imagenet_cls.config.load import load_config
+from imagenet_cls.config.keys import per_machine_keys
+from imagenet_cls.config.load import comparable_values, load_config
 from imagenet_cls.config.metrics import BY_NAME
 from imagenet_cls.errors import CheckpointError, UserError, explain_content_errors
 from imagenet_cls.extras.sweep.plan import SweepRun
@@ -29,7 +30,10 @@ def finished_progress(out: Path, run: SweepRun) -> dict[str, Any] | None:
         progress: dict[str, Any] = state["progress"]
         is_last = progress["step"] >= state["plan"]["total_steps"]
         is_evaluated = progress["evaluated_step"] == progress["step"]
-        is_same = load_config(folder / "config.yaml").config == run.config
+        trained = comparable_values(load_config(folder / "config.yaml").config)
+        given = comparable_values(run.config)
+        ignored = per_machine_keys() - {"model.pretrained", "model.checkpoint"}
+        is_same = all(trained[key] == value for key, value in given.items() if key not in ignored)
         if is_same and is_evaluated and (is_last or progress["stopped_early"]):
             return progress
     return None
@@ -37,7 +41,8 @@ def finished_progress(out: Path, run: SweepRun) -> dict[str, Any] | None:
 
 def show_results(out: Path, runs: Sequence[SweepRun]) -> None:
     """Print a row for each setting, those with the most finished runs first, of these the best
-    first, and the command that trains the first one. Write `table.csv`. Raises ResourceError.
+    first, and the command that trains the first one. Write `table.csv`, if a run is finished.
+    Raises ResourceError.
     """
     metric = BY_NAME[runs[0].config.checkpoint.best]
     settings: dict[tuple[str, ...], list[SweepRun]] = {}
@@ -59,12 +64,12 @@ def show_results(out: Path, runs: Sequence[SweepRun]) -> None:
     rows.sort(key=lambda row: row[0], reverse=True)
     header = [*runs[0].setting, f"mean {metric.field}", "std", "finished", "runs"]
     cells = [cells for _, cells, _ in rows]
-    file = io.StringIO()
-    csv.writer(file).writerows([header, *cells])
-    write_output(out / "table.csv", file.getvalue())
     print(format_columns([header, *(list(map(_format, row)) for row in cells)]))
     (finished, _), _, repeats = rows[0]
-    if finished:
+    if finished:  # else the command may be of another sweep, whose table stays
+        file = io.StringIO()
+        csv.writer(file).writerows([header, *cells])
+        write_output(out / "table.csv", file.getvalue())
         words = ["--work-dir", str(out / "best"), *repeats[0].best_arguments]
         print(f"the best setting: {command_line('train')} {shlex.join(words)}")
         print(f"a page of all runs: {command_line('report')} {shlex.quote(str(out))}/*/")

@@ -166,11 +166,15 @@ RULES = [
     ("data.channels=1", "data.channels=2"),
     ("data.channels=1 data.mean=[0.5]", "data.mean=[0.5,0.5,0.5]"),
     (TEACHER, "data.channels=1"),
+    ("data.channels=1 model.name=resnet18", "model.name=torchvision:resnet18"),
+    ("model.kwargs.drop_path_rate=0.5", "model.kwargs.drop_path_rate=2"),
+    ("optimizer.kwargs.momentum=0", "optimizer.kwargs.momentum=1.5"),
     # augmentation
     (f"{PAD_CROP} augment.size_px=32", "augment.pad_px=32"),
     (f"{PAD_CROP} augment.size_px=[40,32]", "augment.size_px=[40,31]"),
     (GROWTH, "augment.progressive.epochs=[0]"),
     (GROWTH, "augment.progressive.epochs=[0,91]"),
+    (GROWTH, "augment.progressive.sizes_px=[150,224]"),
     (GROWTH, "augment.size_px=256"),
     (GROWTH, "augment.size_px=[160,224]"),
     # mixing, splits and distillation

@@ -345,6 +345,11 @@ def test_tar_that_is_damaged_or_cut_anywhere_is_an_error(form: int, tmp_path: Pa
             members(path)
     path.write_bytes(whole[:end])
     assert members(path) == listed
+    # two archives in one file, and zeros in place of a header
+    for damaged in (whole + whole, whole[: headers[2]] + bytes(1024) + whole[headers[2] + 512 :]):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"a\.tar"):
+            members(path)
 
 
 def test_damaged_directory_of_a_zip_loses_no_member_silently(tmp_path: Path) -> None:

@@ -152,12 +152,16 @@ def test_description_names_the_weights(name: str, kwargs: dict, outputs: int, so
     assert scratch.startswith("starts from scratch")
 
 
-@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_0", "vit_b_16"])
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_0", "vit_b_16", "maxvit_t"])
 def test_replace_head_of_torchvision_models(name: str) -> None:
     with torch.device("meta"):
         built = torchvision.models.get_model(name)
         replace_head(built, 7)
         assert built.eval()(torch.zeros(1, 3, 224, 224)).shape == (1, 7)
+        # as on other ranks
+        assert {*built.state_dict()} == {
+            *build_model(ModelConfig(f"torchvision:{name}"), 7).state_dict()
+        }
 
 
 @pytest.mark.parametrize(
