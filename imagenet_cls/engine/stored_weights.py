@@ -225,8 +225,8 @@ def _find_state_dicts(content: Any, path: Path) -> Weights:
             content = f"x[{next(iter(states))!r}]"
         raise CheckpointError(
             problem,
-            f"Of a file that you trust, save the one to use: x = torch.load({str(path)!r}, "
-            f"weights_only={False}); torch.save({content}, 'weights.pth')",
+            f"Of a file that you trust, save the one to use by torch: x = load({str(path)!r}, "
+            f"weights_only={False}); save({content}, 'weights.pth')",
         )
     kind = "ema" if "ema" in by_kind else "raw"
     return Weights(by_kind, kind, str(path))
