@@ -114,7 +114,7 @@ class Layers:
         place = f"{reader.place_of(node)}: {BASE}: "
         value = reader.value_of(node, as_text=True)
         names = value if isinstance(value, list) else [value]
-        if not all(isinstance(name, str) and name and "\0" not in name for name in names):
+        if not all(isinstance(name, str) and name and not {*"\0\n"} & {*name} for name in names):
             self.errors.append(f"{place}{format_value(value)} is not a path or a list of paths")
             return
         for name in names:

@@ -409,4 +409,4 @@ def test_interrupted_training_of_the_python_api_saves(
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert ("KeyboardInterrupt" if number == signal.SIGINT else "TimeoutError") in err
-    assert "Stopped by SIG" in err
+    assert "Stopped after" in err

@@ -63,6 +63,8 @@ def test_exported_model_has_the_top1_of_test(digits: Path, run: Path, tmp_path: 
     assert clear.double().mean() > 0.9 and len(found.unique()) > 5
     expected = torch.tensor([int(row["top"][0][0]) for row in rows])
     assert torch.equal(found[clear], expected[clear])
+    for out in ([], ["--out", run / "model.onnx"]):  # an earlier model of the run is replaced
+        succeeds(export_command, run, *out, *TRUST)
 
 
 @pytest.mark.nightly

@@ -40,12 +40,13 @@ def export_command(argv: Sequence[str]) -> None:
         raise UsageError(f"Unexpected argument {others[0]!r}.", "Name the file with --out.")
     run = Path(options["checkpoint"])
     folder = run if (run / "config.yaml").is_file() else Path()
-    out = arguments.out or folder / "model.onnx"
+    usual = folder / "model.onnx"
+    out = arguments.out or usual
     if out.suffix not in (".onnx", ".pt2"):
         raise UsageError(
             f"--out {out}: the format is not known.", "Give a name that ends in .onnx or .pt2."
         )
-    if arguments.out is not None or folder != run:  # the model in a run folder is replaced
+    if folder != run or out.resolve() != usual.resolve():  # that of a run folder is replaced
         check_output_path(out)
     from imagenet_cls.extras.weights.exported_model import BATCHES, compare, export_model
     from imagenet_cls.inference.predictor import Predictor
