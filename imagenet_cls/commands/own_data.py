@@ -206,6 +206,8 @@ def few_images_notes(
     train = class_sizes(data.train.targets, len(data.classes)).min()
     val = class_sizes(data.val.targets, len(data.classes)).min()
     has_enough = train >= _ENOUGH_TRAIN and val >= _ENOUGH_VAL
+    if len(data.classes) == 1:
+        return []  # an error, which follows
     if has_enough or loaded.config.data.fold is not None or loaded.config.data.labels == "multi":
         return []
     meanings = []

@@ -18,6 +18,7 @@ from imagenet_cls.config import keys
 from imagenet_cls.errors import ConfigError
 from imagenet_cls.lookup import nearest
 
+MAX_DEPTH = 24  # of mappings and lists; deeper ones would exceed Python's stack
 _PREFIX = "tag:yaml.org,2002:"
 _STR, _NULL, _SEQ = (_PREFIX + kind for kind in ("str", "null", "seq"))
 _FLOAT = (
@@ -54,10 +55,13 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.name = name
         self.problems: list[str] = []  # the rest of the text is read in spite of them
+        self.depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         place = place_of(event)
+        if self.depth > MAX_DEPTH:
+            raise ConfigError([f"{place}: nested more than {MAX_DEPTH} deep"])
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError(
                 [f"{place}: aliases (*name) are not allowed; use _base_ or ${{section.key}}"]
@@ -66,7 +70,9 @@ class _Loader(yaml.SafeLoader):
             self.problems.append(
                 f"{place}: the tag {event.tag.replace(_PREFIX, '!!')} is not allowed"
             )
+        self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
         if isinstance(node, yaml.MappingNode):
             self.check_keys([key for key, _ in node.value])
         return node
@@ -167,8 +173,6 @@ def _compose(text: str, place: Path | str) -> yaml.Node | None:
         raise ConfigError(
             [f"{place}: the character {chr(error.character)!r} is not allowed"]
         ) from None
-    except RecursionError:
-        raise ConfigError([f"{place}: the values are nested too deep"]) from None
     except yaml.MarkedYAMLError as error:
         problem = " ".join(filter(None, (error.context, error.problem))) or "not YAML"
         raise ConfigError(

@@ -239,6 +239,10 @@ def test_all_problems_are_reported_at_once() -> None:
     assert places == ["command line 'train.epoch=['", "x.yaml:2", "x.yaml:3"]
 
 
+def test_deeply_nested_value_is_an_error() -> None:
+    assert errors_of(LR, f"model.kwargs={'{a: ' * 300}1{'}' * 300}")
+
+
 def test_error_in_a_base_names_both_files() -> None:
     write("a.yaml", "_base_: b.yaml\n")
     write("b.yaml", "seed: [\n")
